@@ -1,0 +1,204 @@
+"""Budgets: what a block costs and how much may be kept, in integers."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from .errors import SmartpruneError
+from .layers import CONVOLUTIONS, TRANSPOSED, Layer
+
+Kind = Literal["blocks", "params", "macs"]
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A share to remove, and of what. Made by :func:`blocks`, :func:`params` and :func:`macs`."""
+
+    kind: Kind
+    share: Fraction
+    example: Any = None
+    of: Literal["layers", "model"] = "layers"
+
+    def __str__(self) -> str:
+        return f"{self.kind} {float(self.share):g}"
+
+    def resolve(self, model: nn.Module, layers: Sequence[Layer]) -> tuple[Tensor | None, int]:
+        """Cost of every block (int64 [n]; None where every block costs one) and what may be kept in all."""
+        n = sum(layer.n for layer in layers)
+        if self.kind == "blocks":
+            return None, keep_count(self.share, n)
+        sizes = [layer.grid.sizes() for layer in layers]
+        if self.kind == "params":
+            cost = torch.cat(sizes)
+            return cost, math.floor((1 - self.share) * int(cost.sum()))
+        uses = count_uses(model, layers, self.example)
+        cost = torch.cat([block_macs(layer, uses[layer.name]) for layer in layers])
+        total = int(cost.sum())
+        if total == 0:
+            raise SmartpruneError("macs: the example reaches none of the layers to prune; give an input of the model")
+        limit = math.floor((1 - self.share) * total)
+        if self.of == "model":
+            fixed = count_macs(model, self.example) - total
+            limit = math.floor((1 - self.share) * (total + fixed)) - fixed
+            if limit < 0:
+                raise SmartpruneError(
+                    f"macs({float(self.share):g}, of='model') cannot be met: layers that are not pruned take {fixed:,} of "
+                    f"{total + fixed:,} MACs; at most {total / (total + fixed):.4f} can be removed; prune more layers "
+                    "(include=) or ask for less"
+                )
+        return cost, limit
+
+
+def blocks(share: float) -> Budget:
+    """Removes this share of all blocks: keeps exactly ``ceil((1 - share) * N)``."""
+    return Budget("blocks", as_share(share, "blocks"))
+
+
+def params(share: float) -> Budget:
+    """Removes at least this share of the weights in the pruned layers, by less than one block more."""
+    return Budget("params", as_share(share, "params"))
+
+
+def macs(share: float, example: Any, of: Literal["layers", "model"] = "layers") -> Budget:
+    """Removes at least this share of the multiply-accumulates, by less than one block more.
+
+    ``example`` is one input of the model (a tensor, or a tuple or dict of arguments). The share is of the MACs of the layers
+    that are pruned, or with ``of="model"`` of the whole model.
+    """
+    if of not in ("layers", "model"):
+        raise SmartpruneError(f"macs: of={of!r}; it is 'layers' (those that are pruned) or 'model' (all of them)")
+    return Budget("macs", as_share(share, "macs"), example, of)
+
+
+def as_share(value: Any, where: str) -> Fraction:
+    """A share in [0, 1) as an exact number: 0.97 is read as 97/100, not as its binary neighbour."""
+    good = isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+    if good:
+        share = value if isinstance(value, Fraction) else Fraction(repr(float(value))).limit_denominator(10**9)
+        if 0 <= share < 1 and float(value) < 1:
+            return share
+    hint = f"; write {where}={float(value) / 100:g}" if good and 1 < value < 100 else ""
+    raise SmartpruneError(f"{where}={value!r} is outside [0, 1): it is the share to remove{hint}")
+
+
+def keep_count(share: Fraction, n: int) -> int:
+    """``ceil((1 - share) * n)`` in exact arithmetic.
+
+    >>> keep_count(as_share(0.97, "sparsity"), 200)        # floating point would say 7
+    6
+    """
+    return math.ceil((1 - share) * n)
+
+
+def min_keep(layers: Sequence[Layer], floor: float) -> Tensor:
+    """The fewest blocks each layer keeps: ``n_l - floor((1 - floor) * n_l)``, int64 [number of layers]."""
+    share = as_share(floor, "floor")
+    return torch.tensor([layer.n - math.floor((1 - share) * layer.n) for layer in layers])
+
+
+def block_macs(layer: Layer, uses: Sequence[int]) -> Tensor:
+    """MACs of every block of a layer: real elements times how often each is used, int64 [n]."""
+    sizes = layer.grid.sizes().reshape(len(uses), -1)
+    return (sizes * torch.tensor(list(uses))[:, None]).reshape(-1)
+
+
+def count_macs(model: nn.Module, example: Any) -> int:
+    """MACs of all convolutions and linear layers for one sample of ``example``."""
+    kinds = (*CONVOLUTIONS, *TRANSPOSED, nn.Linear)
+    total = 0
+    positions = _positions(model, example)
+    for name, module in model.named_modules():
+        if name in positions and isinstance(module, kinds):
+            total += positions[name][0] * module._parameters["weight"].numel()  # type: ignore[union-attr]
+        elif name in positions and isinstance(module, nn.MultiheadAttention):
+            query, key, value = positions[name]
+            width = module.embed_dim
+            total += width * (query * width + key * (module.kdim or width) + value * (module.vdim or width))
+            total += query * width * width
+    return total
+
+
+def count_uses(model: nn.Module, layers: Sequence[Layer], example: Any) -> dict[str, tuple[int, ...]]:
+    """How often each weight element of a layer is used for one sample; one number per part (query, key, value have three).
+
+    Every element of a convolution's weight meets every output position once, of a transposed one every input position, of a
+    linear layer every row.
+    """
+    positions = _positions(model, example)
+    out: dict[str, tuple[int, ...]] = {}
+    for layer in layers:
+        counts = [0] * (3 if layer.sites[0][1] == "in_proj_weight" else 1)
+        for module_name, _ in layer.sites:
+            found = positions.get(module_name)
+            if found is None and module_name.endswith("out_proj"):  # attention reads this weight without calling the layer
+                found = positions.get(module_name.rpartition(".")[0], (0,))[:1]
+            for i, count in enumerate(found or ()):
+                counts[i] += count
+        out[layer.name] = tuple(counts)
+    return out
+
+
+def _positions(model: nn.Module, example: Any) -> dict[str, tuple[int, ...]]:
+    """Runs ``example`` once, as in evaluation, and notes at how many positions per sample each layer was applied."""
+    if example is None:
+        raise SmartpruneError("macs: an example input is needed to count MACs; give example=one input of the model")
+    found: dict[str, list[int]] = {}
+    hooks = []
+    unbatched = False
+
+    def note(name: str, counts: Sequence[int]) -> None:
+        old = found.setdefault(name, [0] * len(counts))
+        for i, count in enumerate(counts):
+            old[i] += count
+
+    for name, module in model.named_modules():
+        if isinstance(module, nn.MultiheadAttention):
+
+            def attention(m: nn.Module, args: Any, kwargs: Any, out: Any, name: str = name) -> None:
+                given = [kwargs.get(key, args[i] if i < len(args) else None) for i, key in enumerate(("query", "key", "value"))]
+                note(name, [tensor.numel() // tensor.shape[-1] for tensor in given])
+
+            hooks.append(module.register_forward_hook(attention, with_kwargs=True))
+        elif isinstance(module, (*CONVOLUTIONS, *TRANSPOSED, nn.Linear)):
+
+            def plain(m: nn.Module, args: Any, kwargs: Any, out: Tensor, name: str = name) -> None:
+                nonlocal unbatched
+                tensor = (args[0] if args else kwargs["input"]) if isinstance(m, TRANSPOSED) else out
+                axis = -1 if isinstance(m, nn.Linear) else tensor.dim() - len(m.kernel_size) - 1  # type: ignore[arg-type]
+                unbatched |= axis == 0
+                note(name, [tensor.numel() // tensor.shape[axis]])
+
+            hooks.append(module.register_forward_hook(plain, with_kwargs=True))
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.no_grad():
+            if isinstance(example, Tensor):
+                model(example)
+            elif isinstance(example, Mapping):
+                model(**example)
+            elif isinstance(example, Sequence):
+                model(*example)
+            else:
+                raise SmartpruneError(f"example is a {type(example).__name__}; give a tensor, or a tuple or dict of arguments")
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for module in training:
+            module.training = True
+    batch = 1 if unbatched else _batch(example)
+    return {name: tuple(c // batch if c % batch == 0 else c for c in counts) for name, counts in found.items()}
+
+
+def _batch(example: Any) -> int:
+    values = list(example.values()) if isinstance(example, Mapping) else [example] if isinstance(example, Tensor) else example
+    first = next((value for value in values if isinstance(value, Tensor) and value.dim() > 0), None)
+    return 1 if first is None else max(1, first.shape[0])

@@ -1,0 +1,259 @@
+"""Layers: which weights of a model are cut into blocks, which are not, and why not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from .block import Block, Grid
+from .errors import SmartpruneError
+
+Pattern = str | type[nn.Module]
+Patterns = Pattern | Sequence[Pattern]
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+IMAGE_CHANNELS = 4  # a first convolution that reads at most this many channels is taken for the stem
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One weight that is cut into blocks. ``sites`` are all places that use it (tied weights have several)."""
+
+    name: str
+    kind: str
+    grid: Grid
+    start: int
+    transposed: bool
+    sites: tuple[tuple[str, str], ...]  # (module name, attribute)
+
+    @property
+    def n(self) -> int:
+        return self.grid.n
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.grid.n
+
+    @property
+    def weight(self) -> str:
+        """The name of the weight in ``named_parameters()`` and ``state_dict()``."""
+        module, attribute = self.sites[0]
+        return f"{module}.{attribute}" if module else attribute
+
+    @property
+    def params(self) -> int:
+        return math.prod(self.grid.weight_shape)
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """One weight that is left alone, and the reason."""
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
+class Candidate:
+    module_name: str
+    attribute: str
+    module: nn.Module
+    weight: nn.Parameter
+
+    @property
+    def name(self) -> str:
+        if self.attribute == "weight":
+            return self.module_name or "weight"
+        return f"{self.module_name}.{self.attribute}" if self.module_name else self.attribute
+
+    @property
+    def kind(self) -> str:
+        # a masked layer's class is a stand-in for the user's: show the user's
+        cls = getattr(type(self.module), "_smartprune_class", type(self.module))
+        return cls.__name__
+
+    @property
+    def cuttable(self) -> bool:
+        if isinstance(self.module, nn.MultiheadAttention):
+            return self.attribute == "in_proj_weight"
+        return self.attribute == "weight" and isinstance(self.module, (*CONVOLUTIONS, *TRANSPOSED, nn.Linear))
+
+    @property
+    def transposed(self) -> bool:
+        return isinstance(self.module, TRANSPOSED)
+
+    @property
+    def parts(self) -> int:
+        """How many stretches of the first stored axis no block may cross: groups, or query, key and value."""
+        if isinstance(self.module, nn.MultiheadAttention):
+            return 3
+        return int(getattr(self.module, "groups", 1))
+
+    def matches(self, patterns: Sequence[Pattern]) -> bool:
+        for pattern in patterns:
+            if isinstance(pattern, str):
+                if fnmatchcase(self.name, pattern) or fnmatchcase(self.module_name, pattern):
+                    return True
+            elif isinstance(self.module, pattern):
+                return True
+        return False
+
+
+def find(
+    model: nn.Module, block: Block, include: Patterns = (), skip: Patterns = ()
+) -> tuple[tuple[Layer, ...], tuple[Skipped, ...]]:
+    """All weights with two axes or more: those to be cut, in definition order, and those left alone, with the reason.
+
+    Left alone unless ``include`` names them (by glob such as ``"head.*"`` or by type): grouped and depthwise convolutions,
+    the stem that reads the image (the first convolution, if it reads at most 4 channels) and the classifier (the last
+    layer). ``skip`` takes layers out, and wins over ``include``.
+    """
+    wanted, unwanted = as_patterns(include, "include"), as_patterns(skip, "skip")
+    sites: dict[int, list[Candidate]] = {}
+    for candidate in candidates(model):
+        sites.setdefault(id(candidate.weight), []).append(candidate)
+    firsts = [same[0] for same in sites.values()]
+    cuttable = [c for c in firsts if c.cuttable]
+    stem = next((c for c in cuttable if isinstance(c.module, CONVOLUTIONS)), None)
+    if stem is not None and stem.weight.shape[1] > IMAGE_CHANNELS:
+        stem = None
+    last = cuttable[-1] if cuttable else None
+    for pattern in (*wanted, *unwanted):
+        if not any(c.matches([pattern]) for same in sites.values() for c in same):
+            raise SmartpruneError(
+                f"include/skip: {_shown(pattern)} matches no layer of the model; it has: "
+                f"{', '.join(c.name for c in firsts[:12])}{', ...' if len(firsts) > 12 else ''}"
+            )
+    layers: list[Layer] = []
+    skipped: list[Skipped] = []
+    start = 0
+    for same in sites.values():
+        c = same[0]
+        reason = _refusal(c) or _mismatch(same)
+        if reason is None and any(other.matches(unwanted) for other in same):
+            reason = "named by skip"
+        if reason is None and not any(other.matches(wanted) for other in same):
+            if c.parts > 1 and not isinstance(c.module, nn.MultiheadAttention):
+                reason = "depthwise convolution" if c.weight.shape[1] == 1 else f"grouped convolution ({c.parts} groups)"
+            elif c is last:
+                reason = "last layer, taken for the classifier"
+            elif c is stem:
+                reason = f"stem: reads the image ({c.weight.shape[1]} channels)"
+        if reason is None:
+            grid = block.grid(tuple(c.weight.shape), c.parts, c.transposed)
+            layers.append(
+                Layer(c.name, c.kind, grid, start, c.transposed, tuple((s.module_name, s.attribute) for s in same))
+            )
+            start += grid.n
+        else:
+            skipped.append(Skipped(c.name, c.kind, tuple(c.weight.shape), reason))
+    return tuple(layers), tuple(skipped)
+
+
+def candidates(model: nn.Module) -> Iterator[Candidate]:
+    """Every parameter with two axes or more, once per module that holds it."""
+    for module_name, module in model.named_modules():
+        for attribute, weight in module._parameters.items():
+            if weight is not None and (isinstance(weight, nn.UninitializedParameter) or weight.dim() > 1):
+                yield Candidate(module_name, attribute, module, weight)
+
+
+def as_patterns(value: Patterns, where: str) -> tuple[Pattern, ...]:
+    out = (value,) if isinstance(value, (str, type)) else tuple(value)
+    for pattern in out:
+        if not (isinstance(pattern, str) or (isinstance(pattern, type) and issubclass(pattern, nn.Module))):
+            raise SmartpruneError(f"{where}: {pattern!r} is neither a layer name (globs allowed) nor a module type")
+    return out
+
+
+def _shown(pattern: Pattern) -> str:
+    return repr(pattern) if isinstance(pattern, str) else pattern.__name__
+
+
+def _refusal(c: Candidate) -> str | None:
+    """Why a weight cannot be cut at all, whatever the user asks for."""
+    if isinstance(c.weight, nn.UninitializedParameter):
+        return "lazy layer without a shape yet: run one forward pass first"
+    if isinstance(c.module, torch.jit.ScriptModule):
+        return "scripted module: prune the model before scripting it"
+    if isinstance(c.module, parametrize.ParametrizationList):
+        return "already parametrized: remove the parametrization first"
+    if not c.cuttable:
+        return f"{c.kind} is neither a convolution nor a linear layer"
+    if not c.weight.is_floating_point():
+        return f"{c.weight.dtype} weights cannot be trained"
+    if c.weight.layout is not torch.strided:
+        return f"{c.weight.layout} weights are not dense"
+    if c.weight.numel() == 0:
+        return "no weights"
+    return None
+
+
+def _mismatch(same: Sequence[Candidate]) -> str | None:
+    """Why a tied weight cannot be cut: its users must agree on what an output and an input channel is."""
+    first = same[0]
+    for other in same[1:]:
+        if not other.cuttable or (other.parts, other.transposed) != (first.parts, first.transposed):
+            return f"tied to {other.name} ({other.kind}), which reads its axes differently"
+    return None
+
+
+class Blocks:
+    """All blocks of a model as one flat vector of ``n`` entries: what a method sees.
+
+    ``cost`` [n] and ``limit`` are the budget (``sum(cost * mask) <= limit``), ``layer`` [n] the number of each block's
+    layer, ``sizes`` [n] its real elements. ``weights`` are the model's own parameters, in the order of ``layers``.
+    """
+
+    def __init__(
+        self, model: nn.Module, layers: tuple[Layer, ...], cost: Tensor | None, limit: int, min_keep: Tensor | None
+    ) -> None:
+        self.model = model
+        self.layers = layers
+        self.n = layers[-1].stop if layers else 0
+        self.cost = cost
+        self.limit = limit
+        self.min_keep = min_keep  # [number of layers], or None without a floor
+        self._owners = [(model.get_submodule(layer.sites[0][0]), layer.sites[0][1]) for layer in layers]
+        self.sizes = torch.cat([layer.grid.sizes() for layer in layers])
+        self.layer = torch.repeat_interleave(torch.tensor([layer.n for layer in layers]))
+
+    @property
+    def weights(self) -> list[nn.Parameter]:
+        """The weights as stored, unmasked."""
+        return [owner._parameters[name] for owner, name in self._owners]  # type: ignore[misc]
+
+    @property
+    def device(self) -> torch.device:
+        return self.weights[0].device
+
+    @property
+    def total(self) -> int:
+        """What all blocks together cost."""
+        return self.n if self.cost is None else int(self.cost.sum())
+
+    def sum(self, function: Callable[[Tensor], Tensor]) -> Tensor:
+        """Sum of ``function(weight)`` over every block, float32 [n] on the weights' device."""
+        with torch.no_grad():
+            parts = [
+                layer.grid.sum(function(w.detach().float())) for layer, w in zip(self.layers, self.weights, strict=True)
+            ]
+            return torch.cat([part.to(self.device) for part in parts])
+
+    def mean(self, function: Callable[[Tensor], Tensor]) -> Tensor:
+        """Mean of ``function(weight)`` over every block's real elements, float32 [n]."""
+        return self.sum(function) / self.sizes.to(self.device)
+
+    def per_layer(self, values: Tensor) -> Tensor:
+        """Sum of a value per block over each layer, [number of layers]."""
+        index = self.layer.to(values.device)
+        return values.new_zeros(len(self.layers)).index_add_(0, index, values)
