@@ -220,7 +220,9 @@ class Blocks:
         self.model = model
         self.layers = layers
         self.n = layers[-1].stop if layers else 0
-        self.cost = cost
+        self.total = self.n if cost is None else int(cost.sum())  # what all blocks together cost
+        self._cost = cost
+        self._soft_cost = None if cost is None else cost.to(torch.float32)
         self.limit = limit
         self.min_keep = min_keep  # [number of layers], or None without a floor
         self._owners = [(model.get_submodule(layer.sites[0][0]), layer.sites[0][1]) for layer in layers]
@@ -232,14 +234,28 @@ class Blocks:
         """The weights as stored, unmasked."""
         return [owner._parameters[name] for owner, name in self._owners]  # type: ignore[misc]
 
+    def weights_at(self, index: int) -> nn.Parameter:
+        """The weight of layer ``index`` as stored."""
+        owner, name = self._owners[index]
+        return owner._parameters[name]  # type: ignore[return-value]
+
     @property
     def device(self) -> torch.device:
         return self.weights[0].device
 
     @property
-    def total(self) -> int:
-        """What all blocks together cost."""
-        return self.n if self.cost is None else int(self.cost.sum())
+    def cost(self) -> Tensor | None:
+        """Cost of every block in integers, on the weights' device; None where every block costs one."""
+        if self._cost is not None and self._cost.device != self.device:
+            self._cost = self._cost.to(self.device)
+        return self._cost
+
+    @property
+    def soft_cost(self) -> Tensor | None:
+        """The same in float32, for the soft top-k."""
+        if self._soft_cost is not None and self._soft_cost.device != self.device:
+            self._soft_cost = self._soft_cost.to(self.device)
+        return self._soft_cost
 
     def sum(self, function: Callable[[Tensor], Tensor]) -> Tensor:
         """Sum of ``function(weight)`` over every block, float32 [n] on the weights' device."""

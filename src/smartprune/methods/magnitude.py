@@ -1,0 +1,42 @@
+"""Magnitude: the blocks with the largest mean absolute weight are kept, chosen once, before fine-tuning.
+
+The control that every comparison needs: SMART with a hard mask from the first step is this.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ..layers import Blocks
+from ..topk import hard_topk
+from .method import State, choose
+
+
+@dataclass(frozen=True)
+class Magnitude:
+    """``norm``: mean (of |w| over a block's real elements) or l2 (its Euclidean norm)."""
+
+    name: ClassVar[str] = "magnitude"
+
+    norm: str = "mean"
+
+    def check(self, blocks: Blocks, steps: int) -> None:
+        choose("Magnitude: norm", self.norm, ("mean", "l2"))
+
+    def state(self, blocks: Blocks) -> State:
+        rank = blocks.mean(torch.abs) if self.norm == "mean" else blocks.sum(torch.square).sqrt()
+        mask = hard_topk(rank, blocks.limit, blocks.cost, blocks.min_keep, blocks.layer.to(rank.device))
+        return {"rank": rank, "mask": mask.to(torch.float32)}
+
+    def scalars(self, blocks: Blocks, state: State, progress: float) -> dict[str, float]:
+        return {}
+
+    def mask(self, blocks: Blocks, state: State, seed: int | None) -> Tensor:
+        return state["mask"]  # type: ignore[no-any-return]
+
+    def rank(self, blocks: Blocks, state: State) -> Tensor:
+        return state["rank"]  # type: ignore[no-any-return]

@@ -1,0 +1,134 @@
+"""SMART: one learnable score per block, a differentiable top-k over all of them, a temperature that falls until the mask is hard.
+
+``mask = sigmoid((scores - theta) / tau)`` with theta such that ``sum(cost * mask) = limit`` (paper, equations 2 and 5). Scores
+start at the mean of the absolute weights and are trained with the weights; at the end the highest scores are kept.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ..errors import SmartpruneError
+from ..layers import Blocks
+from ..schedule import SCHEDULES, cubic
+from ..topk import hard_topk, soft_topk
+from .method import State, choose
+
+
+@dataclass(frozen=True)
+class Smart:
+    """Settings of SMART. With none given, the temperature range fits the model's own weights.
+
+    ``start`` and ``end`` are temperatures in units of the spread (standard deviation) of the initial scores, or, with
+    ``unit="absolute"``, as the paper prints them. Other fields: ``schedule`` (geometric, paper_exponential, linear,
+    inverse_exponential, fixed); ``init`` of the scores (mean: mean of |w|; l1: sum of |w|; ones); ``mask_type`` (deterministic;
+    stochastic: Bernoulli samples of the mask; binary: hard forward, straight-through gradients; binary_soft: hard forward,
+    gradients of the soft mask); ``train_weights`` during the search; ``ramp`` of the budget ("none", or "cubic": from all
+    blocks down to the budget while the temperature falls); ``clip``: the largest norm of the scores' gradient.
+
+    >>> Smart(end=1e-4).end
+    0.0001
+    """
+
+    name: ClassVar[str] = "smart"
+
+    start: float = 5.0
+    end: float = 1e-3
+    unit: str = "spread"
+    schedule: str = "geometric"
+    init: str = "mean"
+    mask_type: str = "deterministic"
+    train_weights: bool = True
+    ramp: str = "none"
+    clip: float | None = None
+
+    @classmethod
+    def paper(cls, start: float = 0.5, end: float = 1e-5, **settings: Any) -> Smart:
+        """The paper's Table 4: absolute temperatures; its printed schedule where that exists, else geometric."""
+        settings.setdefault("schedule", "paper_exponential" if start - end < 1 else "geometric")
+        return cls(start=start, end=end, unit="absolute", **settings)
+
+    @property
+    def through(self) -> bool:
+        """Whether weights get the gradient of the masked weights unmasked."""
+        return self.mask_type == "binary"
+
+    def check(self, blocks: Blocks, steps: int) -> None:
+        choose("Smart: unit", self.unit, ("spread", "absolute"))
+        choose("Smart: schedule", self.schedule, SCHEDULES)
+        choose("Smart: init", self.init, ("mean", "l1", "ones"))
+        choose("Smart: mask_type", self.mask_type, ("deterministic", "stochastic", "binary", "binary_soft"))
+        choose("Smart: ramp", self.ramp, ("none", "cubic"))
+        for field in ("start", "end"):
+            value = getattr(self, field)
+            if not (isinstance(value, (int, float)) and math.isfinite(value) and value > 0):
+                raise SmartpruneError(f"Smart: {field}={value!r} is not a temperature; it must be a positive number")
+        if self.schedule != "fixed" and self.end > self.start:
+            raise SmartpruneError(f"Smart: end={self.end:g} is above start={self.start:g}; the temperature must fall")
+        if self.clip is not None and not self.clip > 0:
+            raise SmartpruneError(f"Smart: clip={self.clip!r} must be a positive norm, or None for no clipping")
+        SCHEDULES[self.schedule](0.0, self.start, self.end)  # paper_exponential does not exist everywhere
+
+    def init_scores(self, blocks: Blocks) -> Tensor:
+        if self.init == "ones":
+            return torch.ones(blocks.n, device=blocks.device)
+        return blocks.sum(torch.abs) if self.init == "l1" else blocks.mean(torch.abs)
+
+    def state(self, blocks: Blocks) -> State:
+        scores = self.init_scores(blocks)
+        spread = float((blocks.mean(torch.abs) if self.init == "ones" else scores).double().std(correction=0))
+        unit = 1.0 if self.unit == "absolute" else spread or float(scores.double().abs().mean()) or 1.0
+        theta = torch.full((2,), math.nan, dtype=torch.float64, device=blocks.device)
+        return {"scores": scores.requires_grad_(), "unit": unit, "theta": theta}
+
+    def scalars(self, blocks: Blocks, state: State, progress: float) -> dict[str, float]:
+        tau = SCHEDULES[self.schedule](progress, self.start, self.end) * state["unit"]
+        limit = float(blocks.limit) if self.ramp == "none" else cubic(progress, float(blocks.total), float(blocks.limit))
+        return {"tau": tau, "limit": limit}
+
+    def mask(self, blocks: Blocks, state: State, seed: int | None = None) -> Tensor:
+        scores = state["scores"]
+        if self.clip is not None:
+            scores = _clipped(scores, self.clip)
+        if self.mask_type == "binary":
+            hard = _hard(blocks, state).to(torch.float32)
+            return hard + (scores - scores.detach())
+        soft = soft_topk(scores, state["limit"], state["tau"], blocks.soft_cost, warm=state["theta"])
+        if self.mask_type == "binary_soft":
+            return soft + (_hard(blocks, state).to(soft.dtype) - soft).detach()
+        if self.mask_type == "stochastic" and seed is not None:
+            generator = torch.Generator(soft.device).manual_seed(seed)
+            sample = torch.bernoulli(soft.detach(), generator=generator)
+            return soft + (sample - soft).detach()
+        return soft
+
+    def rank(self, blocks: Blocks, state: State) -> Tensor:
+        return state["scores"].detach()  # type: ignore[no-any-return]
+
+
+def _hard(blocks: Blocks, state: State) -> Tensor:
+    limit = state["limit"].item()
+    k = math.ceil(limit) if blocks.cost is None else limit
+    return hard_topk(state["scores"].detach(), k, blocks.cost)
+
+
+class _Clip(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, most: float) -> Tensor:
+        ctx.most = most
+        return scores.view_as(scores)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * (ctx.most / grad.norm().clamp(min=1e-30)).clamp(max=1.0), None
+
+
+def _clipped(scores: Tensor, most: float) -> Tensor:
+    """The same scores, whose gradient is scaled down to norm ``most`` where it is larger."""
+    out: Tensor = _Clip.apply(scores, most)  # type: ignore[no-untyped-call]
+    return out

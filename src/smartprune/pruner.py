@@ -1,0 +1,522 @@
+"""The pruner: attaches masks to a model, follows the user's training loop, hardens the mask, bakes it in."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import guard
+from .block import Block
+from .budget import Budget
+from .errors import SmartpruneError
+from .layers import Patterns
+from .masking import Masking, put_on, take_off
+from .methods.method import Method, State, settings
+from .plan import Plan, plan
+from .receipt import Receipt, make_receipt
+from .telemetry import Telemetry, theorem_3_7
+from .topk import check_device, hard_topk
+
+PREFIX = "smartprune_"  # names of trained tensors in the model, while it is attached
+LINK = "_smartprune"  # the attribute of the model that holds its pruner
+TOO_WARM = 0.1  # a search whose mask is further than this from its hard form has not decided
+
+
+@dataclass
+class Live:
+    """The masked weights of the last forward pass, and what they were made from."""
+
+    weights: list[Tensor]
+    mask: Tensor
+    key: tuple[int, ...]
+    versions: list[int]
+    grad: bool
+    inference: bool
+
+
+class Pruner:
+    """Made by :func:`attach`. Its life: search, frozen, baked."""
+
+    def __init__(self, model: nn.Module, method: Method, planned: Plan, steps: int, seed: int) -> None:
+        self.model = model
+        self.method = method
+        self.plan = planned
+        self.steps = steps
+        self.seed = seed
+        self.count = 0
+        self.phase = "search"
+        self.blocks = planned.blocks(model)
+        method.check(self.blocks, steps)
+        self.masking = Masking([layer.grid for layer in planned.layers])
+        self._through = bool(getattr(method, "through", False))
+        self._train_weights = bool(getattr(method, "train_weights", True))
+        self._host = _last_module(model)
+        self._state: State = {}
+        self._trained: list[str] = []
+        self._hard: Tensor | None = None
+        self._live: Live | None = None
+        self._inside = False
+        self._scalars: dict[str, float] = {}
+        self._seen: tuple[int, int] | None = None
+        self.telemetry_ = Telemetry(self.masking.starts, self._keep_equivalent())
+        for name, value in method.state(self.blocks).items():
+            if isinstance(value, Tensor) and value.requires_grad:
+                self._trained.append(name)
+                self._host.register_parameter(PREFIX + name, nn.Parameter(value.detach()))
+            else:
+                self._state[name] = value
+        self._move(0.0)
+        self._put_on()
+
+    # -- what the user sees -----------------------------------------------------------------------------------------------
+
+    @property
+    def progress(self) -> float:
+        """Share of the search that is done, in [0, 1]."""
+        return min(1.0, self.count / self.steps)
+
+    @property
+    def mask(self) -> Tensor:
+        """The mask as it is now, [n]: soft in a search, hard (bool) once frozen."""
+        if self._hard is not None:
+            return self._hard.clone()
+        with torch.no_grad():
+            return self._soft(None).detach().clone()
+
+    @property
+    def tau(self) -> float:
+        """The temperature now; 0 once frozen, or where the method has none."""
+        return 0.0 if self._hard is not None else self._scalars.get("tau", 0.0)
+
+    @property
+    def scores(self) -> Tensor:
+        """What blocks are ranked by now, [n]: the learned scores of a method that has them."""
+        return self.method.rank(self.blocks, self._all_state()).detach()
+
+    def parameters(self) -> list[nn.Parameter]:
+        """What the user's optimizer must train besides the weights."""
+        return [self._host._parameters[PREFIX + name] for name in self._trained]  # type: ignore[misc]
+
+    def param_group(self, **options: Any) -> dict[str, Any]:
+        """A parameter group for the scores, for ``optimizer.add_param_group``: no weight decay unless given."""
+        return {"params": self.parameters(), "weight_decay": 0.0, **options}
+
+    def penalty(self) -> Tensor:
+        """What the method wants added to the loss; zero for most."""
+        penalty = getattr(self.method, "penalty", None)
+        if penalty is None or self.phase != "search":
+            return torch.zeros((), device=self.blocks.device)
+        out: Tensor = penalty(self.blocks, self._all_state())
+        return out
+
+    def step(self) -> None:
+        """Call once after every ``optimizer.step()``, before ``optimizer.zero_grad()``. After ``steps`` calls the mask freezes."""
+        if self.phase == "baked":
+            raise SmartpruneError("pruner.step(): the model is baked, there is nothing left to step; take the call out of the loop")
+        if self.phase == "frozen":
+            self._clean()
+            return
+        self._require_attached()
+        self._require_trained()
+        self._require_finite()
+        if self._live is not None:
+            self.telemetry_.measure(self._live.mask)
+        update = getattr(self.method, "update", None)
+        if update is not None:
+            with torch.no_grad():
+                self._state.update(update(self.blocks, self._all_state(), self.progress))
+        if self.count + 1 >= self.steps:
+            self.count = self.steps
+            self._move(1.0)
+            self.freeze()
+        else:
+            self.count += 1
+            self._move(self.progress)
+        self._live = None
+
+    def freeze(self, force: bool = False) -> None:
+        """Hardens the mask now: keeps the best blocks that the budget allows, exactly, and zeroes the others.
+
+        A search that ends too warm to be hard raises, unless ``force``; the weights and scores are not touched by that.
+        """
+        if self.phase != "search":
+            raise SmartpruneError(f"pruner.freeze(): the mask is {self.phase} already")
+        rank = self.method.rank(self.blocks, self._all_state()).detach()
+        layer = None if self.blocks.min_keep is None else self.blocks.layer.to(rank.device)
+        hard = _agree(hard_topk(rank, self.blocks.limit, self.blocks.cost, self.blocks.min_keep, layer))
+        with torch.no_grad():
+            soft = self._soft(None).detach()
+        gap = float((soft - hard.to(soft.dtype)).abs().sum() / (2 * max(int(hard.sum()), 1)))
+        warm = gap > TOO_WARM and self._scalars.get("tau") is not None and getattr(self.method, "schedule", "") != "fixed"
+        if warm and not force and self.blocks.min_keep is None:
+            raise SmartpruneError(
+                f"pruner.freeze(): the search ends too warm: at temperature {self.tau:.3g} the soft mask is {gap:.2f} away from "
+                f"its hard form (at most {TOO_WARM} is allowed), so hardening would change the network; end at a lower "
+                "temperature (end=), or call pruner.freeze(force=True) to harden anyway"
+            )
+        self.telemetry_.measure(hard.to(torch.float32))
+        self._hard = hard
+        self.phase = "frozen"
+        self._live = None
+        self.masking.multiply_(hard.to(torch.float32), self.blocks.weights)
+        guard.hold(self.blocks.weights, self.masking, hard)
+
+    def telemetry(self) -> dict[str, Any]:
+        """The search in numbers. Reading waits for a GPU; measuring, at every step, does not."""
+        out: dict[str, Any] = {"step": self.count, "phase": self.phase, "progress": self.progress, "tau": self.tau}
+        out |= self.telemetry_.read()
+        out["collapsed"] = [layer.name for layer, kept in zip(self.plan.layers, out["kept"], strict=False) if kept == 0]
+        theta = self._state.get("theta")
+        out["theta"] = None if theta is None else float(theta.sum())
+        if theta is not None and self._hard is None and math.isfinite(out["theta"]):
+            out["theorem_3_7"] = theorem_3_7(self.scores, out["theta"], self.tau, self.count)
+        return out
+
+    def receipt(self) -> Receipt:
+        """What was asked and what was achieved, integer by integer, from the weights as they are."""
+        if self._hard is None:
+            raise SmartpruneError(
+                f"pruner.receipt(): the search is at step {self.count} of {self.steps} and no block is removed yet; finish it, or "
+                "call pruner.freeze() to harden the mask now"
+            )
+        self._clean()
+        weights = {layer.weight: weight.detach() for layer, weight in zip(self.plan.layers, self.blocks.weights, strict=True)}
+        return make_receipt(self.plan, weights, self._hard.cpu(), self.method.name, settings(self.method))
+
+    def apply_to(self, other: nn.Module) -> None:
+        """Gives a copy of the model (an EMA copy, say) the mask, temperature and phase of this one, where it stands now.
+
+        A copy made by deepcopy after :func:`attach` follows; a plain copy, made before, becomes a masked one, and once this
+        pruner is frozen its removed blocks are zeroed as well.
+        """
+        theirs = find_pruner(other)
+        if theirs is self:
+            raise SmartpruneError("pruner.apply_to(): that is the model this pruner is attached to; give a copy of it")
+        if self.phase == "baked" or self._hard is not None and theirs is None:
+            assert self._hard is not None
+            weights = self.plan.blocks(other).weights
+            self.masking.multiply_(self._hard.to(torch.float32), weights)
+            if theirs is not None:
+                theirs.load_state_dict(self.state_dict())
+            return
+        if theirs is None:
+            theirs = Pruner(other, self.method, self.plan, self.steps, self.seed)
+        theirs.load_state_dict(self.state_dict())
+
+    # -- checkpoints ------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything but the weights, as tensors and plain values."""
+        tensors = {name: value.detach().clone() for name, value in self._all_state().items() if isinstance(value, Tensor)}
+        floats = {name: value for name, value in self._state.items() if not isinstance(value, Tensor)}
+        return {
+            "format": 1,
+            "method": self.method.name,
+            "blocks": self.blocks.n,
+            "limit": self.blocks.limit,
+            "steps": self.steps,
+            "seed": self.seed,
+            "count": self.count,
+            "phase": self.phase,
+            "tensors": tensors,
+            "floats": floats,
+            "mask": None if self._hard is None else self._hard.clone(),
+            "side": None if self.telemetry_.side is None else self.telemetry_.side.clone(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues where another pruner, attached with the same arguments, stood."""
+        mine = {"method": self.method.name, "blocks": self.blocks.n, "limit": self.blocks.limit, "steps": self.steps}
+        if not isinstance(state, dict) or state.get("format") != 1:
+            raise SmartpruneError("pruner.load_state_dict(): this is not the state of a pruner; give what pruner.state_dict() returned")
+        for name, value in mine.items():
+            if state.get(name) != value:
+                raise SmartpruneError(
+                    f"pruner.load_state_dict(): the saved pruner has {name}={state.get(name)!r}, this one {value!r}; attach with "
+                    "the arguments of the saved run"
+                )
+        if self.phase == "baked":
+            raise SmartpruneError("pruner.load_state_dict(): this model is baked; load into a freshly attached one")
+        now = self._all_state()
+        with torch.no_grad():
+            for name, value in state["tensors"].items():
+                if name not in now or tuple(now[name].shape) != tuple(value.shape):
+                    raise SmartpruneError(f"pruner.load_state_dict(): unexpected state {name!r} of shape {tuple(value.shape)}")
+                now[name].copy_(value)
+        self._state |= state["floats"]
+        self.seed, self.count = int(state["seed"]), int(state["count"])
+        mask = state["mask"]
+        device = self.blocks.device
+        self.phase = "search" if mask is None else "frozen"
+        self._hard = None if mask is None else mask.to(device, torch.bool).clone()
+        self.telemetry_.side = None if state["side"] is None else state["side"].to(device).clone()
+        self._live, self._seen = None, None
+        self._move(self.progress)
+        if self._hard is not None:
+            self.masking.multiply_(self._hard.to(torch.float32), self.blocks.weights)
+            guard.hold(self.blocks.weights, self.masking, self._hard)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_live": None, "_inside": False, "_seen": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+    # -- how weights are masked -------------------------------------------------------------------------------------------
+
+    def masked(self, index: int) -> Tensor:
+        """The weight a layer computes with; called by the layer."""
+        if torch.compiler.is_compiling():
+            if not self._inside:
+                self._ensure(index)
+        else:
+            live = self._live
+            if live is None or not self._fresh(live, index):
+                self._refresh()
+        assert self._live is not None
+        return self._live.weights[index]
+
+    def _fresh(self, live: Live, index: int) -> bool:
+        """Whether the masked weights still belong to the weights and scores as they are."""
+        if live.inference and not torch.is_inference_mode_enabled():
+            return False
+        if torch.is_grad_enabled() and not live.grad:
+            return False
+        return live.versions[index] == self.blocks.weights_at(index)._version and live.key == self._key()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _ensure(self, index: int) -> None:
+        if self._live is None or not self._fresh(self._live, index):
+            self._refresh()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _refresh(self) -> None:
+        """One solve and one masked multiply for all layers."""
+        if self._hard is not None:
+            self._clean()
+        weights: Sequence[Tensor] = self.blocks.weights
+        with torch.autocast(weights[0].device.type, enabled=False):
+            if self._hard is not None:
+                mask = self._hard
+                extra = self.parameters() if _distributed() else []
+                masked = self.masking.hold(mask, weights, extra)
+            else:
+                mask = self._soft(self.seed * 1_000_003 + self.count if self.model.training else None)
+                masked = self.masking.apply(
+                    mask, weights if self._train_weights else [weight.detach() for weight in weights], self._through
+                )
+        self._live = Live(
+            masked,
+            mask,
+            self._key(),
+            [weight._version for weight in weights],
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+        )
+
+    def _soft(self, seed: int | None) -> Tensor:
+        return self.method.mask(self.blocks, self._all_state(), seed)
+
+    def _key(self) -> tuple[int, ...]:
+        return (self.count, *(parameter._version for parameter in self.parameters()))
+
+    def _all_state(self) -> State:
+        return {**self._state, **dict(zip(self._trained, self.parameters(), strict=True))}
+
+    def _move(self, progress: float) -> None:
+        """Sets what depends on progress, on the device and without waiting for it."""
+        self._scalars = self.method.scalars(self.blocks, self._all_state(), progress)
+        for name, value in self._scalars.items():
+            old = self._state.get(name)
+            if old is None or old.device != self.blocks.device:
+                self._state[name] = torch.full((), value, dtype=torch.float64, device=self.blocks.device)
+            else:
+                old.fill_(value)
+
+    def _clean(self) -> None:
+        """Removed blocks of a frozen model are zero again, whatever touched them."""
+        assert self._hard is not None
+        guard.clean(self.blocks.weights, self.masking, self._hard)
+
+    # -- attaching --------------------------------------------------------------------------------------------------------
+
+    def _put_on(self) -> None:
+        index: dict[str, dict[str, int]] = {}
+        for i, layer in enumerate(self.plan.layers):
+            for module_name, attribute in layer.sites:
+                index.setdefault(module_name, {})[attribute] = i
+        for module_name, attributes in index.items():
+            put_on(self.model.get_submodule(module_name), self, attributes)
+        self.model.__dict__[LINK] = self
+        self.model.register_forward_pre_hook(self._before, prepend=True)
+        self.model.register_forward_hook(self._after, always_call=True)
+        self.model.register_state_dict_pre_hook(self._before_save)
+        self.model.register_load_state_dict_post_hook(self._after_load)
+
+    def _take_off(self) -> None:
+        names = {module_name for layer in self.plan.layers for module_name, _ in layer.sites}
+        for name in names:
+            take_off(self.model.get_submodule(name))
+        for name in self._trained:
+            self._host._parameters.pop(PREFIX + name, None)
+        self.model.__dict__.pop(LINK, None)
+        for table in ("_forward_pre_hooks", "_forward_hooks", "_state_dict_pre_hooks", "_load_state_dict_post_hooks"):
+            hooks = getattr(self.model, table)
+            for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is self]:
+                del hooks[key]
+                self.model._forward_hooks_always_called.pop(key, None)
+
+    def _before(self, module: nn.Module, args: Any) -> None:
+        self._refresh()
+        self._inside = True
+
+    def _after(self, module: nn.Module, args: Any, out: Any) -> None:
+        self._inside = False
+        if self._live is not None and not self._live.grad:
+            self._live.weights = []  # an evaluation needs them no more; a backward pass that recomputes would
+            self._live = None
+
+    def _before_save(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if self._hard is not None:
+            self._clean()
+
+    def _after_load(self, module: nn.Module, incompatible: Any) -> None:
+        lost = [name for name in incompatible.missing_keys if name.rpartition(".")[2].startswith(PREFIX)]
+        if lost:
+            raise SmartpruneError(
+                f"load_state_dict(): the checkpoint has no {lost[0]!r}, so it was saved before attach (or after bake); load it "
+                "first and attach afterwards, or resume with a checkpoint of this search"
+            )
+        self._live = None
+
+    # -- no silent no-op --------------------------------------------------------------------------------------------------
+
+    def _require_attached(self) -> None:
+        gone = [name for name in self._trained if PREFIX + name not in self._host._parameters]
+        inside = any(module is self._host for module in self.model.modules())
+        if gone or not inside:
+            raise SmartpruneError(
+                "pruner.step(): the scores are no longer part of the model (was its last module replaced after attach?); change "
+                "the model before you attach"
+            )
+
+    def _require_trained(self) -> None:
+        """The scores must move when the other parameters do."""
+        if not self._trained:
+            return
+        mine = self.parameters()
+        if not all(parameter.requires_grad for parameter in mine):
+            raise SmartpruneError("pruner.step(): the scores do not require grad, so the search cannot learn; set requires_grad_(True)")
+        ids = {id(parameter) for parameter in mine}
+        others = sum(p._version for p in self.model.parameters() if id(p) not in ids)
+        now = (others, sum(parameter._version for parameter in mine))
+        if self._seen is not None and now[0] != self._seen[0] and now[1] == self._seen[1]:
+            raise SmartpruneError(
+                "pruner.step(): the optimizer trains the weights but not the scores; after attach, call "
+                "optimizer.add_param_group(pruner.param_group()), or build the optimizer after attach"
+            )
+        self._seen = now
+
+    def _require_finite(self) -> None:
+        for parameter in self.parameters():
+            if parameter.is_cuda:
+                check_device(parameter.device)
+            elif not math.isfinite(float(parameter.detach().sum())) or (
+                parameter.grad is not None and not math.isfinite(float(parameter.grad.sum()))
+            ):
+                raise SmartpruneError(
+                    f"pruner.step(): the scores or their gradient became NaN or infinite at step {self.count}; the loss is likely "
+                    "not finite: lower the learning rate, or clip (Smart(clip=1.0))"
+                )
+
+    def _keep_equivalent(self) -> float:
+        """How many blocks the budget keeps, about."""
+        return self.blocks.n * self.blocks.limit / max(self.blocks.total, 1)
+
+
+def attach(
+    model: nn.Module,
+    method: Method,
+    block: Block | str | Sequence[int | None] = (16, 8),
+    sparsity: float | None = None,
+    budget: Budget | None = None,
+    *,
+    steps: int,
+    floor: float | None = None,
+    include: Patterns = (),
+    skip: Patterns = (),
+    example: Any = None,
+    seed: int = 0,
+) -> Pruner:
+    """Puts masks on a model, in place, and returns the pruner that steers them.
+
+    ``steps`` is the length of the search in optimizer steps. The model keeps its parameters, their names and their order; the
+    scores are one more parameter, the last. ``seed`` is for methods that draw at random. The other arguments are those of
+    :func:`plan`.
+    """
+    if isinstance(method, type):
+        raise SmartpruneError(f"attach: method is the class {method.__name__}; give its settings, at least {method.__name__}()")
+    if not isinstance(model, nn.Module):
+        raise SmartpruneError(f"attach: model is a {type(model).__name__}; give a torch.nn.Module")
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise SmartpruneError(f"attach: steps={steps!r}; give the length of the search as a number of optimizer steps, at least 1")
+    if find_pruner(model) is not None:
+        raise SmartpruneError("attach: the model has a pruner already; bake it first, or start from a fresh model")
+    if sparsity is None and budget is None:
+        raise SmartpruneError("attach: no budget given; give sparsity=0.95, or budget=smartprune.macs(0.5, example=x)")
+    planned = plan(model, block, sparsity, budget, floor=floor, include=include, skip=skip, example=example).require()
+    return Pruner(model, method, planned, steps, seed)
+
+
+def bake(model: nn.Module, hold: bool = True) -> Receipt:
+    """Makes the model plain again, with zeros where blocks were removed, and says what was achieved.
+
+    Parameters stay the same objects. With ``hold``, torch optimizers of this process that go on training the model leave the
+    zeros at zero; ``hold=False`` lets them grow back.
+    """
+    pruner = find_pruner(model)
+    if pruner is None:
+        raise SmartpruneError("bake: the model has no pruner; attach one first (a baked model is plain and needs no second bake)")
+    if pruner.phase == "search":
+        raise SmartpruneError(
+            f"bake: the search is at step {pruner.count} of {pruner.steps}; let it finish, or call pruner.freeze() to harden the mask now"
+        )
+    receipt = pruner.receipt()
+    pruner._take_off()
+    pruner.phase = "baked"
+    pruner._live = None
+    if not hold:
+        guard.release(pruner.blocks.weights)
+    return receipt
+
+
+def find_pruner(model: nn.Module) -> Pruner | None:
+    """The pruner of a model, also through wrappers such as DDP and torch.compile."""
+    for module in model.modules():
+        pruner = module.__dict__.get(LINK)
+        if pruner is not None:
+            return pruner  # type: ignore[no-any-return]
+    return None
+
+
+def _last_module(model: nn.Module) -> nn.Module:
+    """Where the scores live: the last module, so that they come last in ``parameters()`` and zip with a plain copy's."""
+    return [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)][-1]
+
+
+def _distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+
+
+def _agree(hard: Tensor) -> Tensor:
+    """Every rank takes the first rank's mask."""
+    if _distributed():
+        shared = hard.to(torch.uint8)
+        torch.distributed.broadcast(shared, 0)
+        hard = shared.to(torch.bool)
+    return hard

@@ -1,0 +1,56 @@
+"""Telemetry: what a search is doing, measured on the device at every step and read only when somebody asks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+UNDECIDED = (0.01, 0.99)
+COLUMNS = ("undecided", "changed", "gap")
+
+
+class Telemetry:
+    """A short history of measurements per step, kept on the device; ``read`` is the only function that waits for it."""
+
+    def __init__(self, starts: list[int], keep: float) -> None:
+        self.starts = starts
+        self.keep = max(keep, 1.0)
+        self.values: Tensor | None = None
+        self.side: Tensor | None = None
+        self.kept: Tensor | None = None
+
+    def measure(self, mask: Tensor) -> None:
+        """Undecided blocks, blocks that changed sides since the last step, distance to the hard mask, kept per layer."""
+        mask = mask.detach()
+        side = mask > 0.5
+        away = torch.minimum(mask, 1 - mask)  # distance to the side the block is on
+        undecided = (away > UNDECIDED[0]).sum()
+        changed = torch.zeros_like(undecided) if self.side is None else (side ^ self.side.to(side.device)).sum()
+        self.values = torch.stack([undecided.to(away.dtype), changed.to(away.dtype), away.sum() / (2 * self.keep)])
+        self.kept = side
+        self.side = side
+
+    def read(self) -> dict[str, object]:
+        """The last measurement as plain numbers."""
+        if self.values is None or self.kept is None:
+            return {"undecided": 0, "changed": 0, "gap": 0.0, "kept": []}
+        undecided, changed, gap = self.values.tolist()
+        total = torch.cat([torch.zeros(1, dtype=torch.int64), self.kept.to("cpu", torch.int64).cumsum(0)])
+        bounds = total[torch.tensor(self.starts)]
+        return {
+            "undecided": int(undecided),
+            "changed": int(changed),
+            "gap": gap,
+            "kept": (bounds[1:] - bounds[:-1]).tolist(),
+        }
+
+
+def theorem_3_7(scores: Tensor, theta: float, tau: float, step: int) -> dict[str, float | bool]:
+    """The paper's condition for convergence, ``tau(s) <= min((m_i - theta)^2, |m_i - theta| / s)`` for every block i.
+
+    Paper: it bounds the trajectory and not just the schedule, and is out of reach in practice (a block at the threshold would
+    need tau = 0); so this is a diagnostic: the largest temperature that would satisfy it now, and whether tau does.
+    """
+    nearest = float((scores.detach().double() - theta).abs().min())
+    bound = min(nearest**2, nearest / max(step, 1))
+    return {"nearest": nearest, "bound": bound, "holds": tau <= bound}
