@@ -129,7 +129,8 @@ class Pruner:
         update = getattr(self.method, "update", None)
         if update is not None:
             with torch.no_grad():
-                self._state.update(update(self.blocks, self._all_state(), self.progress))
+                for name, value in update(self.blocks, self._all_state(), self.progress).items():
+                    self._state[name].copy_(value)  # in place: a captured graph reads these addresses
         if self.count + 1 >= self.steps:
             self.count = self.steps
             self._move(1.0)
@@ -149,13 +150,11 @@ class Pruner:
         rank = self.method.rank(self.blocks, self._all_state()).detach()
         layer = None if self.blocks.min_keep is None else self.blocks.layer.to(rank.device)
         hard = _agree(hard_topk(rank, self.blocks.limit, self.blocks.cost, self.blocks.min_keep, layer))
-        with torch.no_grad():
-            soft = self._soft(None).detach()
-        gap = float((soft - hard.to(soft.dtype)).abs().sum() / (2 * max(int(hard.sum()), 1)))
-        warm = gap > TOO_WARM and self._scalars.get("tau") is not None and getattr(self.method, "schedule", "") != "fixed"
-        if warm and not force and self.blocks.min_keep is None:
+        measure = getattr(self.method, "warmth", None)
+        warmth = 0.0 if measure is None or force else measure(self.blocks, self._all_state())
+        if warmth > TOO_WARM:
             raise SmartpruneError(
-                f"pruner.freeze(): the search ends too warm: at temperature {self.tau:.3g} the soft mask is {gap:.2f} away from "
+                f"pruner.freeze(): the search ends too warm: at temperature {self.tau:.3g} the soft mask is {warmth:.2f} away from "
                 f"its hard form (at most {TOO_WARM} is allowed), so hardening would change the network; end at a lower "
                 "temperature (end=), or call pruner.freeze(force=True) to harden anyway"
             )
@@ -172,7 +171,7 @@ class Pruner:
         out |= self.telemetry_.read()
         out["collapsed"] = [layer.name for layer, kept in zip(self.plan.layers, out["kept"], strict=False) if kept == 0]
         theta = self._state.get("theta")
-        out["theta"] = None if theta is None else float(theta.sum())
+        out["theta"] = None if theta is None else float(theta[1].sum())
         if theta is not None and self._hard is None and math.isfinite(out["theta"]):
             out["theorem_3_7"] = theorem_3_7(self.scores, out["theta"], self.tau, self.count)
         return out
@@ -363,7 +362,10 @@ class Pruner:
         for name in names:
             take_off(self.model.get_submodule(name))
         for name in self._trained:
-            self._host._parameters.pop(PREFIX + name, None)
+            trained = self._host._parameters.pop(PREFIX + name, None)
+            assert trained is not None
+            self._state[name] = trained.detach()
+        self._trained = []
         self.model.__dict__.pop(LINK, None)
         for table in ("_forward_pre_hooks", "_forward_hooks", "_state_dict_pre_hooks", "_load_state_dict_post_hooks"):
             hooks = getattr(self.model, table)
@@ -484,7 +486,8 @@ def bake(model: nn.Module, hold: bool = True) -> Receipt:
         raise SmartpruneError("bake: the model has no pruner; attach one first (a baked model is plain and needs no second bake)")
     if pruner.phase == "search":
         raise SmartpruneError(
-            f"bake: the search is at step {pruner.count} of {pruner.steps}; let it finish, or call pruner.freeze() to harden the mask now"
+            f"bake: the search is at step {pruner.count} of {pruner.steps}; let it finish, or call pruner.freeze() to harden the mask now; "
+            "if this is a copy of a model whose search is over (EMA), call pruner.apply_to(copy) first"
         )
     receipt = pruner.receipt()
     pruner._take_off()

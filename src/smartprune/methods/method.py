@@ -22,6 +22,7 @@ class Method(Protocol):
       0-dim tensors on the device, so that :meth:`mask` never waits for the host.
     - ``mask(blocks, state, seed)`` gives the mask, [n] in [0, 1], at every forward pass; random methods draw from ``seed``, which is
       None in evaluation.
+    - ``update(blocks, state, progress)``, optional, gives new values for tensors of the state, after every optimizer step.
     - ``rank(blocks, state)`` gives the numbers by which the hard mask is chosen at the end; highest are kept.
     """
 

@@ -83,7 +83,9 @@ class Smart:
         scores = self.init_scores(blocks)
         spread = float((blocks.mean(torch.abs) if self.init == "ones" else scores).double().std(correction=0))
         unit = 1.0 if self.unit == "absolute" else spread or float(scores.double().abs().mean()) or 1.0
-        theta = torch.full((2,), math.nan, dtype=torch.float64, device=blocks.device)
+        # where the next search for theta starts, and where the last one ended: (pivot, delta) each. They are two, so that any
+        # number of forward passes between two steps starts at the same place and gives the same bits.
+        theta = torch.full((2, 2), math.nan, dtype=torch.float64, device=blocks.device)
         return {"scores": scores.requires_grad_(), "unit": unit, "theta": theta}
 
     def scalars(self, blocks: Blocks, state: State, progress: float) -> dict[str, float]:
@@ -98,7 +100,9 @@ class Smart:
         if self.mask_type == "binary":
             hard = _hard(blocks, state).to(torch.float32)
             return hard + (scores - scores.detach())
-        soft = soft_topk(scores, state["limit"], state["tau"], blocks.soft_cost, warm=state["theta"])
+        warm = state["theta"][0].clone()
+        soft = soft_topk(scores, state["limit"], state["tau"], blocks.soft_cost, warm=warm)
+        state["theta"][1].copy_(warm)
         if self.mask_type == "binary_soft":
             return soft + (_hard(blocks, state).to(soft.dtype) - soft).detach()
         if self.mask_type == "stochastic" and seed is not None:
@@ -106,6 +110,23 @@ class Smart:
             sample = torch.bernoulli(soft.detach(), generator=generator)
             return soft + (sample - soft).detach()
         return soft
+
+    def update(self, blocks: Blocks, state: State, progress: float) -> State:
+        return {"theta": state["theta"][1:].expand(2, 2)}
+
+    @torch.no_grad()
+    def warmth(self, blocks: Blocks, state: State) -> float:
+        """How far the soft mask is from a hard one because of its temperature, as a share of the kept blocks.
+
+        What a thousand times colder mask still has, tied scores and the last block of a budget in costs, is not counted.
+        """
+        if self.schedule == "fixed" or self.mask_type.startswith("binary"):
+            return 0.0
+        soft, cold = (
+            soft_topk(state["scores"], state["limit"], state["tau"] * factor, blocks.soft_cost) for factor in (1.0, 1e-3)
+        )
+        keep = blocks.n * blocks.limit / max(blocks.total, 1)
+        return float((torch.minimum(soft, 1 - soft).sum() - torch.minimum(cold, 1 - cold).sum()) / (2 * max(keep, 1.0)))
 
     def rank(self, blocks: Blocks, state: State) -> Tensor:
         return state["scores"].detach()  # type: ignore[no-any-return]

@@ -1,0 +1,148 @@
+"""Promise 10: misuse raises where it happens, and says what to do."""
+
+import pytest
+import torch
+from conftest import Case
+from torch import nn
+
+import smartprune as sp
+
+
+def test_scores_missing_from_the_optimizer(small: Case) -> None:
+    optimizer = small.optimizer()
+    pruner = small.attach()
+    with pytest.raises(sp.SmartpruneError, match=r"add_param_group\(pruner\.param_group\(\)\)"):
+        small.train(pruner, optimizer, 3)
+
+
+def test_a_skipped_optimizer_step_is_no_misuse() -> None:
+    """A gradient scaler skips steps; neither weights nor scores move then."""
+    case = Case("plain_cnn")
+    pruner = case.attach(steps=6)
+    optimizer = case.optimizer()
+    case.train(pruner, optimizer, 2)
+    case.loss().backward()
+    optimizer.zero_grad()
+    pruner.step()
+    case.train(pruner, optimizer, 2)
+    assert pruner.count == 5
+
+
+def test_infeasible_floor() -> None:
+    with pytest.raises(sp.SmartpruneError, match=r"floor=0\.5 needs \d+ blocks, the budget keeps \d+"):
+        Case("plain_cnn").attach(floor=0.5, sparsity=0.9)
+
+
+def test_step_after_bake() -> None:
+    case = Case("plain_cnn")
+    pruner = case.attach(steps=1)
+    case.train(pruner, case.optimizer(), 1)
+    sp.bake(case.model)
+    with pytest.raises(sp.SmartpruneError, match="baked"):
+        pruner.step()
+    with pytest.raises(sp.SmartpruneError, match="no pruner"):
+        sp.bake(case.model)
+
+
+def test_bake_before_the_search_is_over() -> None:
+    case = Case("plain_cnn")
+    pruner = case.attach(steps=7)
+    case.train(pruner, case.optimizer(), 2)
+    with pytest.raises(sp.SmartpruneError, match=r"step 2 of 7.*pruner\.freeze\(\)"):
+        sp.bake(case.model)
+    with pytest.raises(sp.SmartpruneError, match="no block is removed yet"):
+        pruner.receipt()
+
+
+def test_nan_in_the_loss() -> None:
+    case = Case("plain_cnn")
+    pruner = case.attach(steps=7)
+    optimizer = case.optimizer()
+    case.train(pruner, optimizer, 1)
+    case.x[0, 0, 0, 0] = float("nan")
+    with pytest.raises(sp.SmartpruneError, match="NaN"):
+        case.train(pruner, optimizer, 2)
+
+
+def test_nan_in_the_scores() -> None:
+    case = Case("plain_cnn")
+    pruner = case.attach(steps=7)
+    with torch.no_grad():
+        pruner.parameters()[0][3] = float("nan")
+    with pytest.raises(sp.SmartpruneError, match="NaN"):
+        case.model(case.x)
+
+
+def test_a_search_that_ends_too_warm_loses_nothing() -> None:
+    case = Case("plain_cnn")
+    pruner = case.attach(sp.Smart(start=50.0, end=20.0), steps=3)
+    optimizer = case.optimizer()
+    with pytest.raises(sp.SmartpruneError, match="too warm"):
+        case.train(pruner, optimizer, 3)
+    assert pruner.phase == "search"
+    case.loss()
+    pruner.freeze(force=True)
+    assert int(pruner.mask.sum()) == pruner.plan.keep
+    sp.bake(case.model)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"sparsity": 93}, r"sparsity=93 is outside \[0, 1\).*write sparsity=0\.93"),
+        ({"sparsity": -0.1}, r"outside \[0, 1\)"),
+        ({"sparsity": 1.0}, r"outside \[0, 1\)"),
+        ({"sparsity": float("nan")}, r"outside \[0, 1\)"),
+        ({"sparsity": None}, r"no budget given"),
+        ({"sparsity": 0.5, "budget": sp.params(0.5)}, r"both given"),
+        ({"steps": 0}, r"steps=0"),
+        ({"steps": 2.5}, r"steps=2\.5"),
+        ({"method": sp.Smart}, r"give its settings, at least Smart\(\)"),
+        ({"block": (16,)}, r"at least two sizes"),
+        ({"block": "16by8"}, r"cannot be read"),
+        ({"include": "nothing.*"}, r"'nothing\.\*' matches no layer"),
+        ({"method": sp.Smart(schedule="paper_exponential", start=5.0)}, r"start - end < 1"),
+        ({"method": sp.Smart(schedule="cosine")}, r"schedule='cosine' is not known; it can be: geometric"),
+        ({"method": sp.Smart(start=1e-3, end=1.0)}, r"above start"),
+    ],
+)
+def test_bad_arguments(options: dict, words: str) -> None:
+    case = Case("plain_cnn")
+    given = {"method": sp.Smart(), "block": (4, 4), "sparsity": 0.5, "steps": 4, **options}
+    method = given.pop("method")
+    keys = list(case.model.state_dict())
+    with pytest.raises(sp.SmartpruneError, match=words):
+        sp.attach(case.model, method, **given)
+    assert list(case.model.state_dict()) == keys  # nothing half-attached is left behind
+    assert sp.pruner.find_pruner(case.model) is None
+
+
+def test_attached_twice() -> None:
+    case = Case("plain_cnn")
+    case.attach()
+    with pytest.raises(sp.SmartpruneError, match="already"):
+        case.attach()
+
+
+def test_nothing_to_prune() -> None:
+    with pytest.raises(sp.SmartpruneError, match=r"nothing to prune.*include="):
+        sp.attach(nn.Sequential(nn.Linear(4, 4)), sp.Smart(), sparsity=0.5, steps=1)
+
+
+def test_dense_checkpoint_into_an_attached_model() -> None:
+    case = Case("plain_cnn")
+    dense = {name: value.clone() for name, value in case.model.state_dict().items()}
+    case.attach()
+    with pytest.raises(sp.SmartpruneError, match="saved before attach"):
+        case.model.load_state_dict(dense)
+
+
+def test_last_module_replaced_after_attach() -> None:
+    case = Case("plain_cnn")
+    pruner = case.attach()
+    case.model[10] = nn.Linear(12, 10)
+    optimizer = case.optimizer()
+    case.loss().backward()
+    optimizer.step()
+    with pytest.raises(sp.SmartpruneError, match="no longer part of the model"):
+        pruner.step()

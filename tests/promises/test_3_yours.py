@@ -1,0 +1,91 @@
+"""Promise 3: parameters keep identity, order and names; an early optimizer keeps working; baked keys are the plain ones."""
+
+import pytest
+import torch
+from conftest import Case
+from torch import nn
+
+import smartprune as sp
+
+
+def listing(model: nn.Module) -> list[tuple[str, int]]:
+    return [(name, id(p)) for name, p in model.named_parameters()]
+
+
+def test_identity_order_and_names(case: Case) -> None:
+    before, keys = listing(case.model), list(case.model.state_dict())
+    classes = {name: type(module) for name, module in case.model.named_modules()}
+    pruner = case.attach(steps=2)
+    during = listing(case.model)
+    assert during[: len(before)] == before  # what is added comes last
+    assert len(during) == len(before) + 1
+    case.train(pruner, case.optimizer(), 3)
+    assert listing(case.model)[: len(before)] == before
+    sp.bake(case.model)
+    assert listing(case.model) == before
+    assert list(case.model.state_dict()) == keys
+    assert {name: type(module) for name, module in case.model.named_modules()} == classes
+    for module in case.model.modules():
+        assert not [name for name in module.__dict__ if "smartprune" in name]
+        assert not module._forward_pre_hooks
+        assert not module._forward_hooks
+        assert not module._state_dict_pre_hooks
+        assert not module._load_state_dict_post_hooks
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adam", "adamw"])
+def test_optimizer_built_before_attach(small: Case, kind: str) -> None:
+    optimizer = small.optimizer(kind=kind)
+    weights = {name: p.detach().clone() for name, p in small.model.named_parameters()}
+    pruner = small.attach()
+    optimizer.add_param_group(pruner.param_group())
+    scores = pruner.scores.clone()
+    small.train(pruner, optimizer, 2)
+    assert not torch.equal(scores, pruner.scores)
+    for name, p in small.model.named_parameters():
+        if name in weights and p.grad is None:
+            assert not torch.equal(p, weights[name]), name
+
+
+def test_param_group_takes_options() -> None:
+    pruner = Case("plain_cnn").attach()
+    group = pruner.param_group(lr=0.5, momentum=0.0)
+    assert group["lr"] == 0.5
+    assert group["momentum"] == 0.0
+    assert group["weight_decay"] == 0.0
+    assert [p.shape for p in group["params"]] == [(pruner.plan.n,)]
+
+
+def test_user_subclass_with_its_own_forward() -> None:
+    class Standardized(nn.Conv2d):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            weight = self.weight - self.weight.mean((1, 2, 3), keepdim=True)
+            return self._conv_forward(x, weight, self.bias)
+
+    model = nn.Sequential(Standardized(8, 8, 3), nn.Flatten(), nn.Linear(8 * 36, 4))
+    pruner = sp.attach(model, sp.Smart(), block=(4, 4), sparsity=0.5, steps=1)
+    raw = pruner.blocks.weights[0].detach()
+    masked = raw * pruner.plan.layers[0].grid.expand(pruner.mask)
+    x = torch.randn(1, 8, 8, 8)
+    expected = nn.functional.conv2d(x, masked - masked.mean((1, 2, 3), keepdim=True), model[0].bias)
+    assert torch.allclose(model[0](x), expected, atol=1e-6)
+    assert isinstance(model[0], Standardized)
+
+
+def test_submodule_used_without_the_root() -> None:
+    """Trainers that never call the root's own forward still get fresh, masked weights."""
+    case = Case("plain_cnn")
+    pruner = case.attach(steps=3)
+    optimizer = case.optimizer()
+    for _ in range(4):
+        features = case.model[:9](case.x)
+        nn.functional.cross_entropy(case.model[9:](features), case.y).backward()
+        optimizer.step()
+        pruner.step()
+        optimizer.zero_grad()
+    whole = Case("plain_cnn")
+    other = whole.attach(steps=3)
+    whole.train(other, whole.optimizer(), 4)
+    assert torch.equal(pruner.mask, other.mask)
+    for a, b in zip(pruner.blocks.weights, other.blocks.weights, strict=True):
+        assert torch.equal(a, b)

@@ -1,0 +1,261 @@
+"""Promise 4: deepcopy, whole-model save, EMA, compile, autocast, accumulation, checkpointing, tied weights, folding."""
+
+import copy
+import io
+
+import pytest
+import torch
+from conftest import Case, removed_elements
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.checkpoint import checkpoint
+
+import smartprune as sp
+
+
+@pytest.mark.parametrize("stage", ["search", "frozen"])
+def test_deepcopy_is_masked_and_independent(case: Case, stage: str) -> None:
+    pruner = case.attach(steps=2)
+    optimizer = case.optimizer()
+    case.train(pruner, optimizer, 1 if stage == "search" else 3)
+    case.loss()  # masked weights of a forward pass are alive when the copy is made
+    case.model.eval()
+    twin = copy.deepcopy(case.model)
+    expected = case.model(case.x).detach()
+    assert torch.equal(twin(case.x), expected)
+    case.model.train()
+    case.train(pruner, optimizer, 2)
+    sp.bake(case.model)
+    assert torch.equal(twin(case.x), expected)
+    theirs = sp.pruner.find_pruner(twin)
+    assert theirs is not None
+    assert theirs is not pruner
+    if theirs.phase == "search":
+        theirs.freeze(force=True)
+    sp.bake(twin)
+    assert int(theirs.mask.sum()) == theirs.plan.keep
+
+
+def test_whole_model_save_and_load(case: Case) -> None:
+    pruner = case.attach(steps=2)
+    optimizer = case.optimizer()
+    case.train(pruner, optimizer, 1)
+    case.loss()
+    buffer = io.BytesIO()
+    torch.save(case.model, buffer)
+    buffer.seek(0)
+    loaded = torch.load(buffer, weights_only=False)
+    case.model.eval()
+    loaded.eval()
+    assert torch.equal(loaded(case.x), case.model(case.x))
+    sp.pruner.find_pruner(loaded).freeze(force=True)
+    sp.bake(loaded)
+    assert list(loaded.state_dict()) == list(Case(case.name).model.state_dict())
+
+
+def test_ema_by_averaging_every_float_tensor(small: Case) -> None:
+    pruner = small.attach(steps=3)
+    optimizer = small.optimizer()
+    ema = copy.deepcopy(small.model)
+    for _ in range(6):
+        small.train(pruner, optimizer, 1)
+        theirs = ema.state_dict()
+        for name, value in small.model.state_dict().items():
+            if theirs[name].is_floating_point():
+                theirs[name].mul_(0.9).add_(value.detach(), alpha=0.1)
+    pruner.apply_to(ema)
+    ema.eval()
+    with torch.no_grad():
+        ema(small.x)
+    copy_pruner = sp.pruner.find_pruner(ema)
+    assert torch.equal(copy_pruner.mask, pruner.mask)
+    kept = 0
+    for weight, gone in zip(copy_pruner.blocks.weights, removed_elements(pruner), strict=True):
+        assert torch.count_nonzero(weight[gone]) == 0
+        kept += int(torch.count_nonzero(weight[~gone]))
+    assert kept > 0
+    sp.bake(ema)
+
+
+def test_apply_to_after_bake() -> None:
+    case = Case("plain_cnn")
+    pruner = case.attach(steps=2)
+    ema = copy.deepcopy(case.model)
+    case.train(pruner, case.optimizer(), 2)
+    sp.bake(case.model)
+    with pytest.raises(sp.SmartpruneError, match=r"pruner\.apply_to\(copy\)"):
+        sp.bake(ema)
+    pruner.apply_to(ema)
+    assert str(sp.bake(ema)) == str(pruner.receipt())
+
+
+def test_averaged_model_made_before_attach() -> None:
+    """The scores come last in parameters(), so a plain average zips with the right ones; apply_to masks it."""
+    case = Case("plain_cnn")
+    ema = AveragedModel(case.model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))
+    pruner = case.attach(steps=2)
+    optimizer = case.optimizer()
+    for _ in range(4):
+        case.train(pruner, optimizer, 1)
+        ema.update_parameters(case.model)
+    pruner.apply_to(ema.module)
+    for layer, gone in zip(pruner.plan.layers, removed_elements(pruner), strict=True):
+        weight = ema.module.get_parameter(layer.weight)
+        assert torch.count_nonzero(weight[gone]) == 0
+        assert torch.count_nonzero(weight[~gone]) > 0
+
+
+def test_apply_to_a_plain_copy_during_the_search() -> None:
+    case = Case("plain_cnn")
+    plain = copy.deepcopy(case.model)
+    pruner = case.attach(steps=9)
+    case.train(pruner, case.optimizer(), 3)
+    pruner.apply_to(plain)
+    plain.load_state_dict(case.model.state_dict())
+    case.model.eval()
+    plain.eval()
+    assert torch.equal(plain(case.x), case.model(case.x))
+
+
+def test_gradient_accumulation(small: Case) -> None:
+    """Two half batches add up to the gradient of both, forwards before or between backwards."""
+    pruner = small.attach()
+    small.model.eval()  # batch norm's batch statistics would differ between halves
+    x, y = small.x, small.y
+
+    def grads() -> list[torch.Tensor]:
+        out = [p.grad.clone() for p in small.model.parameters()]
+        small.model.zero_grad()
+        return out
+
+    def half(part: slice) -> torch.Tensor:
+        return nn.functional.cross_entropy(small.model(x[part]), y[part], reduction="sum")
+
+    nn.functional.cross_entropy(small.model(x), y, reduction="sum").backward()
+    whole = grads()
+    middle = x.shape[0] // 2
+    half(slice(0, middle)).backward()
+    half(slice(middle, None)).backward()
+    assert all(torch.allclose(a, b, atol=1e-4, rtol=1e-3) for a, b in zip(whole, grads(), strict=True))
+    first, second = half(slice(0, middle)), half(slice(middle, None))
+    first.backward()
+    second.backward()
+    assert all(torch.allclose(a, b, atol=1e-4, rtol=1e-3) for a, b in zip(whole, grads(), strict=True))
+    assert pruner.phase == "search"
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing(reentrant: bool) -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self, inner: nn.Sequential, on: bool) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList([inner[:3], inner[3:6], inner[6:8], inner[8:]])
+            self.on = on
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for part in self.parts:
+                x = checkpoint(part, x, use_reentrant=reentrant) if self.on else part(x)
+            return x
+
+    results = []
+    for on in (False, True):
+        case = Case("plain_cnn")
+        case.model = Checkpointed(case.model, on)
+        case.x.requires_grad_()  # reentrant checkpointing needs an input that requires grad
+        pruner = case.attach()
+        case.loss().backward()
+        results.append([pruner.parameters()[0].grad, *(w.grad for w in pruner.blocks.weights)])
+    for a, b in zip(*results, strict=True):
+        assert torch.allclose(a, b, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast(small: Case, dtype: torch.dtype) -> None:
+    pruner = small.attach(steps=3)
+    optimizer = small.optimizer()
+    for _ in range(4):
+        with torch.autocast("cpu", dtype=dtype):
+            loss = small.loss()
+        loss.backward()
+        assert pruner.parameters()[0].dtype == torch.float32
+        optimizer.step()
+        pruner.step()
+        optimizer.zero_grad()
+    assert int(pruner.mask.sum()) == pruner.plan.keep
+    sp.bake(small.model)
+
+
+def test_bfloat16_model() -> None:
+    case = Case("plain_cnn")
+    case.model.to(torch.bfloat16)
+    case.x = case.x.to(torch.bfloat16)
+    pruner = case.attach(steps=3)
+    case.train(pruner, case.optimizer(), 4)
+    assert case.model[3].weight.dtype == torch.bfloat16
+    assert int(pruner.mask.sum()) == pruner.plan.keep
+    sp.bake(case.model)
+
+
+QUIET = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks, and hides it
+
+
+@QUIET
+@pytest.mark.parametrize("stage", ["search", "frozen"])
+def test_compile(stage: str) -> None:
+    torch._dynamo.reset()
+    case, plain = Case("plain_cnn"), Case("plain_cnn")
+    for c, wrap in ((case, lambda m: torch.compile(m, backend="aot_eager")), (plain, lambda m: m)):
+        pruner = c.attach(steps=3)
+        optimizer = c.optimizer()
+        model = wrap(c.model)
+        c.train(pruner, optimizer, 2 if stage == "search" else 5, model)
+        c.result = model(c.x).detach()
+        c.pruner = pruner
+    assert torch.allclose(case.result, plain.result, atol=1e-5)
+    assert torch.allclose(case.pruner.scores, plain.pruner.scores, atol=1e-6)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 12
+
+
+@QUIET
+def test_compile_does_not_recompile_every_step() -> None:
+    torch._dynamo.reset()
+    case = Case("plain_cnn")
+    pruner = case.attach(steps=50)
+    model = torch.compile(case.model, backend="eager")
+    optimizer = case.optimizer()
+    case.train(pruner, optimizer, 4, model)
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    case.train(pruner, optimizer, 12, model)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
+
+
+def test_tied_weights_are_one_weight() -> None:
+    case = Case("tied")
+    pruner = case.attach(steps=2)
+    tied = [layer for layer in pruner.plan.layers if len(layer.sites) == 2]
+    assert len(tied) == 1
+    case.train(pruner, case.optimizer(), 3)
+    sp.bake(case.model)
+    assert case.model.a.weight is case.model.b.weight
+
+
+def test_conv_bn_folding_after_bake() -> None:
+    case = Case("plain_cnn")
+    pruner = case.attach(steps=2)
+    case.train(pruner, case.optimizer(), 3)
+    gone = removed_elements(pruner)[0]
+    sp.bake(case.model)
+    case.model.eval()
+    folded = nn.utils.fusion.fuse_conv_bn_eval(case.model[3], case.model[4])
+    assert torch.count_nonzero(folded.weight[gone]) == 0
+    x = torch.randn(2, 16, 8, 8)
+    assert torch.allclose(folded(x), case.model[4](case.model[3](x)), atol=1e-5)
+
+
+def test_functional_call_and_vmap_see_masked_weights() -> None:
+    case = Case("plain_cnn")
+    case.attach()
+    case.model.eval()
+    params = dict(case.model.named_parameters())
+    out = torch.func.functional_call(case.model, params, (case.x,))
+    assert torch.equal(out, case.model(case.x))
