@@ -1,0 +1,38 @@
+# make demo    sets everything up and runs the main job on embedded data
+# make test    sets everything up and runs the tests
+# make check   formatter, linter, type checker and tests: what a change must pass
+#
+# TORCH picks the PyTorch to install (make demo TORCH='torch==2.11.0'); leave it empty to use the one your Python already has.
+
+PYTHON ?= python3
+VENV   ?= .venv
+TORCH  ?= torch==2.13.0
+BIN    := $(VENV)/bin
+RUN    := OMP_NUM_THREADS=1 $(BIN)/python -m
+
+.PHONY: demo test check lint clean
+
+demo: $(VENV)/.ready
+	$(BIN)/smartprune train
+
+test: $(VENV)/.ready
+	$(RUN) pytest
+
+check: lint test
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff format --check src tests bench examples
+	$(BIN)/ruff check src tests bench examples
+	$(BIN)/mypy
+
+$(VENV)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(if $(TORCH),,--system-site-packages) $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check $(if $(TORCH),'$(TORCH)') -e '.[test]'
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.ready
+	$(BIN)/python -m pip install --disable-pip-version-check -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist
