@@ -21,7 +21,6 @@ from .block import Grid, spread
 from .errors import SmartpruneError
 
 CHUNK = 1 << 22  # elements: layers are multiplied in runs of about this size, so that gradients become ready in pieces
-MANY_ROWS = 64  # blocks taller than this are summed by one product instead of row by row
 
 
 class Rows:
@@ -71,26 +70,14 @@ class Rows:
     def inner(self, a: Tensor, b: Tensor) -> Tensor:
         """Sum of ``a * b`` over every block, [n]; a and b are [parts, length, width]."""
         dtype = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)
-        sums = torch.zeros(self.parts, self.count, self.width, dtype=dtype, device=a.device)
+        product = a.to(dtype) * b.to(dtype)
         edge = self.full * self.step
-        if self.full:
-            a4, b4 = (t[:, :edge].unflatten(1, (self.full, self.step)) for t in (a, b))
-            self._inner(a4, b4, sums[:, : self.full])
+        sums = product[:, :edge].unflatten(1, (self.full, self.step)).sum(2)
         if edge < self.length:
-            self._inner(a[:, None, edge:], b[:, None, edge:], sums[:, self.full :])
+            sums = torch.cat([sums, product[:, edge:].sum(1, keepdim=True)], 1)
         out = sums.reshape(self.grid.axes[0].count, *(axis.size for axis in self.grid.axes[1:]))
         tail = Grid((type(self.grid.axes[0])(1, out.shape[0], 1), *self.grid.axes[1:]))
         return tail.sum(out).reshape(self.grid.shape).permute(self.back).reshape(-1)
-
-    @staticmethod
-    def _inner(a: Tensor, b: Tensor, out: Tensor) -> None:
-        """Adds ``sum over axis 2 of a * b`` to out; row by row, since the partial sums stay in cache and need no temporary."""
-        rows = a.shape[2]
-        if rows > MANY_ROWS or a.dtype != out.dtype or b.dtype != out.dtype:
-            out += (a.to(out.dtype) * b.to(out.dtype)).sum(2)
-            return
-        for j in range(rows):
-            out.addcmul_(a[:, :, j], b[:, :, j])
 
 
 class Masking:

@@ -1,0 +1,230 @@
+"""SMART's own laws, against loops and finite differences."""
+
+import dataclasses
+import json
+import math
+
+import pytest
+import torch
+import zoo
+from torch import nn
+
+import smartprune as sp
+from smartprune.methods.method import make, settings
+
+
+def blocks_of(model: nn.Module, **options: object) -> object:
+    return sp.plan(model, block=(4, 4), sparsity=0.75, **options).blocks(model)  # type: ignore[arg-type]
+
+
+def slow_block_means(weight: torch.Tensor, step: tuple[int, int]) -> list[float]:
+    """Mean of |w| block by block, with Python loops, for a [O, I, kh, kw] weight."""
+    out = []
+    weight = weight.detach()
+    O, I, kh, kw = weight.shape
+    for o in range(0, O, step[0]):
+        for i in range(0, I, step[1]):
+            for y in range(kh):
+                for x in range(kw):
+                    box = weight[o : o + step[0], i : i + step[1], y, x]
+                    out.append(sum(abs(float(v)) for v in box.flatten()) / box.numel())
+    return out
+
+
+def test_scores_start_at_the_mean_over_real_elements() -> None:
+    model, _ = zoo.plain_cnn()
+    blocks = blocks_of(model)
+    state = sp.Smart().state(blocks)
+    expected = slow_block_means(model[3].weight, (4, 4)) + slow_block_means(model[6].weight, (4, 4))
+    assert torch.allclose(state["scores"], torch.tensor(expected), atol=1e-6)
+    sums = sp.Smart(init="l1").state(blocks)["scores"]
+    assert torch.allclose(sums, state["scores"] * blocks.sizes, rtol=1e-5)
+    assert sp.Smart(init="ones").state(blocks)["scores"].unique().tolist() == [1.0]
+
+
+def test_temperatures_follow_the_scale_of_the_weights() -> None:
+    masks, taus = [], []
+    for scale in (1.0, 1e-3, 1e3):
+        torch.manual_seed(0)
+        model, _ = zoo.plain_cnn()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(scale)
+        pruner = sp.attach(model, sp.Smart(), block=(4, 4), sparsity=0.75, steps=10)
+        masks.append(pruner.mask)
+        taus.append(pruner.tau / scale)
+    assert torch.allclose(masks[0], masks[1], atol=1e-4)
+    assert torch.allclose(masks[0], masks[2], atol=1e-4)
+    assert taus[0] == pytest.approx(taus[1], rel=1e-4)
+
+
+def test_defaults_start_soft_and_end_hard() -> None:
+    for make_model in zoo.SMALL.values():
+        model, _ = make_model()
+        pruner = sp.attach(model, sp.Smart(), block=(4, 4), sparsity=0.75, steps=10)
+        keep = pruner.plan.limit / pruner.plan.n
+        assert (pruner.mask - keep).abs().max() < 0.5  # nothing is decided at the start
+        pruner._move(1.0)
+        soft = pruner.mask
+        assert torch.minimum(soft, 1 - soft).sum() / pruner.plan.limit < 0.1  # nearly everything is at the end
+
+
+def test_score_gradient_is_the_block_sum_through_the_jacobian() -> None:
+    """methods: dL/dm = J^T <dL/dw', w> per block, with J built entry by entry."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    x, y = torch.randn(16, 6).double(), torch.randint(0, 3, (16,))
+    pruner = sp.attach(model, sp.Smart(start=2.0), block=(3, 2), sparsity=0.5, steps=10)
+    nn.functional.cross_entropy(model(x), y).backward()
+    got = pruner.parameters()[0].grad.double()
+    weight, layer = pruner.blocks.weights[0].detach(), pruner.plan.layers[0]
+    mask = pruner.mask.double()
+    product = (weight * layer.grid.expand(mask)).requires_grad_()
+    out = model[2](torch.tanh(nn.functional.linear(x, product, model[0].bias)))
+    (grad,) = torch.autograd.grad(nn.functional.cross_entropy(out, y), product)
+    n = layer.n
+    g = [float((grad * weight)[layer.grid.expand(torch.eye(n)[i].double()) > 0].sum()) for i in range(n)]
+    v = [float(m * (1 - m)) for m in mask]
+    expected = [sum(((v[i] if i == j else 0) - v[i] * v[j] / sum(v)) * g[i] for i in range(n)) / pruner.tau for j in range(n)]
+    assert torch.allclose(got, torch.tensor(expected).double(), rtol=1e-3, atol=1e-7)
+
+
+def test_conservation_of_the_scores_sum_under_plain_sgd() -> None:
+    model, x = zoo.plain_cnn()
+    pruner = sp.attach(model, sp.Smart(), block=(4, 4), sparsity=0.75, steps=20)
+    optimizer = torch.optim.SGD([{"params": model.parameters(), "lr": 0.05}])
+    total = float(pruner.scores.double().sum())
+    before = pruner.scores.clone()
+    for _ in range(10):
+        nn.functional.cross_entropy(model(x), torch.tensor([1, 2, 3, 4])).backward()
+        optimizer.step()
+        pruner.step()
+        optimizer.zero_grad()
+    assert float(pruner.scores.double().sum()) == pytest.approx(total, abs=1e-4)
+    assert float((pruner.scores - before).abs().sum()) > 1e-4
+
+
+def test_batch_norm_hides_a_layers_scale_from_its_masks() -> None:
+    """A bias-free convolution before batch norm: the loss does not see its scale, so sum(f g) over the layer is zero (Euler)."""
+    model = nn.Sequential(
+        nn.Conv2d(8, 12, 3, bias=False), nn.BatchNorm2d(12, eps=1e-12), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(12, 4)
+    ).double()
+    pruner = sp.attach(model, sp.Smart(), block=(4, 4), sparsity=0.5, steps=9)
+    weight = pruner.blocks.weights[0]
+    x, y = torch.randn(16, 8, 6, 6).double(), torch.randint(0, 4, (16,))
+    nn.functional.cross_entropy(model(x), y).backward()
+    # dL/dw = f * dL/dw', hence sum(w * dL/dw) = sum over blocks of f g
+    assert abs(float((weight.detach() * weight.grad).sum())) < 1e-9
+    assert float((weight.detach() * weight.grad).abs().sum()) > 1e-3
+
+
+def train(method: sp.Smart, steps: int = 12, seed: int = 0) -> tuple[sp.Pruner, nn.Module]:
+    torch.manual_seed(seed)
+    model, x = zoo.plain_cnn()
+    y = torch.tensor([1, 2, 3, 4])
+    pruner = sp.attach(model, method, block=(4, 4), sparsity=0.75, steps=steps)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for _ in range(steps):
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        pruner.step()
+        optimizer.zero_grad()
+    return pruner, model
+
+
+ABLATION = [
+    *(sp.Smart(mask_type=kind) for kind in ("deterministic", "stochastic", "binary", "binary_soft")),
+    *(sp.Smart(schedule="fixed", start=start) for start in (1.0, 1e-3)),
+    *(sp.Smart(schedule=name, start=0.5, end=1e-5, unit="absolute") for name in ("geometric", "paper_exponential", "linear")),
+    sp.Smart(schedule="inverse_exponential", start=0.5, end=1e-5, unit="absolute"),
+    sp.Smart.paper(),
+    sp.Smart.paper(start=10.0),
+    sp.Smart(init="ones"),
+    sp.Smart(init="l1"),
+    sp.Smart(train_weights=False),
+    sp.Smart(ramp="cubic"),
+    sp.Smart(clip=0.1),
+]
+
+
+@pytest.mark.parametrize("method", ABLATION, ids=str)
+def test_every_switch_of_the_ablation_ends_exact(method: sp.Smart) -> None:
+    pruner, model = train(method)
+    assert pruner.phase == "frozen"
+    assert int(pruner.mask.sum()) == math.ceil(0.25 * pruner.plan.n)
+    sp.bake(model)
+
+
+def test_frozen_weights_do_not_move_in_the_search() -> None:
+    model, x = zoo.plain_cnn()
+    before = [model[3].weight.detach().clone(), model[6].weight.detach().clone()]
+    pruner = sp.attach(model, sp.Smart(train_weights=False), block=(4, 4), sparsity=0.75, steps=9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.1)
+    scores = pruner.scores.clone()
+    for _ in range(3):
+        nn.functional.cross_entropy(model(x), torch.tensor([1, 2, 3, 4])).backward()
+        optimizer.step()
+        pruner.step()
+        optimizer.zero_grad()
+    for weight, old in zip(pruner.blocks.weights, before, strict=True):
+        assert torch.equal(weight, old)
+    assert not torch.equal(scores, pruner.scores)
+
+
+def test_stochastic_masks_are_samples_of_the_soft_mask() -> None:
+    model, x = zoo.plain_cnn()
+    pruner = sp.attach(model, sp.Smart(mask_type="stochastic"), block=(4, 4), sparsity=0.75, steps=10_000)
+    state = pruner._all_state()
+    soft = pruner.method.mask(pruner.blocks, state, None).detach()
+    samples = torch.stack([pruner.method.mask(pruner.blocks, state, seed).detach() for seed in range(400)])
+    assert set(samples.round(decimals=4).unique().tolist()) == {0.0, 1.0}
+    assert torch.allclose(samples.mean(0), soft, atol=0.15)
+    assert float(samples.sum(1).mean()) == pytest.approx(pruner.plan.limit, rel=0.05)
+    model.eval()
+    assert torch.equal(model(x), model(x))  # evaluation is not random
+
+
+def test_binary_masks_are_hard_in_the_forward_pass() -> None:
+    for kind in ("binary", "binary_soft"):
+        model, x = zoo.plain_cnn()
+        pruner = sp.attach(model, sp.Smart(mask_type=kind), block=(4, 4), sparsity=0.75, steps=10)
+        mask = pruner.mask
+        assert float(torch.minimum(mask.abs(), (1 - mask).abs()).max()) < 1e-6
+        assert int(mask.round().sum()) == pruner.plan.limit
+        model(x).square().sum().backward()
+        assert float(pruner.parameters()[0].grad.abs().sum()) > 0
+
+
+def test_ramp_of_the_budget() -> None:
+    model, _ = zoo.plain_cnn()
+    pruner = sp.attach(model, sp.Smart(ramp="cubic"), block=(4, 4), sparsity=0.75, steps=10)
+    n, k = pruner.plan.n, pruner.plan.limit
+    for progress in (0.0, 0.25, 0.5, 1.0):
+        pruner._move(progress)
+        assert float(pruner.mask.double().sum()) == pytest.approx(k + (n - k) * (1 - progress) ** 3, rel=1e-5)
+
+
+def test_clipped_scores_gradient() -> None:
+    norms = {}
+    for clip in (None, 1e-4):
+        torch.manual_seed(0)
+        model, x = zoo.plain_cnn()
+        pruner = sp.attach(model, sp.Smart(clip=clip), block=(4, 4), sparsity=0.75, steps=10)
+        nn.functional.cross_entropy(model(x), torch.tensor([1, 2, 3, 4])).backward()
+        norms[clip] = pruner.parameters()[0].grad
+    assert float(norms[None].norm()) > 1e-4
+    assert float(norms[1e-4].norm()) == pytest.approx(1e-4, rel=1e-4)
+    cosine = nn.functional.cosine_similarity(norms[None], norms[1e-4], dim=0)
+    assert float(cosine) == pytest.approx(1.0, abs=1e-5)
+
+
+@pytest.mark.parametrize("method", ABLATION, ids=str)
+def test_settings_survive_json(method: sp.Smart) -> None:
+    assert make(sp.Smart, json.loads(json.dumps(settings(method)))) == method
+
+
+def test_unknown_setting_lists_the_settings() -> None:
+    with pytest.raises(sp.SmartpruneError, match=r"unknown setting 'strat' for Smart; it has: start, end, unit"):
+        make(sp.Smart, {"strat": 1})
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        sp.Smart().start = 3.0  # type: ignore[misc]
