@@ -65,7 +65,7 @@ class Block:
 
     def __str__(self) -> str:
         """The form that :meth:`of` reads: ``16x8x1x1``."""
-        return "x".join("*" if size is None else str(size) for size in self.fit(4))
+        return "x".join("*" if size is None else str(size) for size in self.fit(max(4, len(self.sizes))))
 
     def fit(self, axes: int) -> tuple[int | None, ...]:
         """One size per weight axis, in the order (out, in, *kernel)."""
@@ -73,7 +73,7 @@ class Block:
         fill = sizes[-1] if len(sizes) > 2 else 1
         if any(size not in (1, None) for size in sizes[axes:]):
             raise SmartpruneError(
-                f"block {self} has {len(sizes)} axes, but the weight has {axes}; sizes beyond its axes must be 1 or None"
+                f"block {self} has kernel sizes, which a weight of {axes} axes cannot take; they must be 1 or None for it"
             )
         return (sizes + (fill,) * (axes - len(sizes)))[:axes]
 
@@ -156,7 +156,7 @@ class Grid:
 
     @cached_property
     def block_elements(self) -> int:
-        """Elements of a full block: what an edge block is padded to on hardware that knows full blocks only."""
+        """Elements of the largest block; a block that is larger than the weight is cut down to it."""
         return math.prod(axis.step for axis in self.axes)
 
     @property

@@ -78,15 +78,15 @@ def macs(share: float, example: Any, of: Literal["layers", "model"] = "layers") 
     return Budget("macs", as_share(share, "macs"), example, of)
 
 
-def as_share(value: Any, where: str) -> Fraction:
+def as_share(value: Any, where: str, meaning: str = "the share to remove") -> Fraction:
     """A share in [0, 1) as an exact number: 0.97 is read as 97/100, not as its binary neighbour."""
     good = isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
     if good:
-        share = value if isinstance(value, Fraction) else Fraction(repr(float(value))).limit_denominator(10**9)
+        share = value if isinstance(value, Fraction) else Fraction(str(value)).limit_denominator(10**9)
         if 0 <= share < 1 and float(value) < 1:
             return share
     hint = f"; write {where}={float(value) / 100:g}" if good and 1 < value < 100 else ""
-    raise SmartpruneError(f"{where}={value!r} is outside [0, 1): it is the share to remove{hint}")
+    raise SmartpruneError(f"{where}={value!r} is outside [0, 1): it is {meaning}{hint}")
 
 
 def keep_count(share: Fraction, n: int) -> int:
@@ -100,7 +100,7 @@ def keep_count(share: Fraction, n: int) -> int:
 
 def min_keep(layers: Sequence[Layer], floor: float) -> Tensor:
     """The fewest blocks each layer keeps: ``n_l - floor((1 - floor) * n_l)``, int64 [number of layers]."""
-    share = as_share(floor, "floor")
+    share = as_share(floor, "floor", "the least share of its blocks that each layer keeps")
     return torch.tensor([layer.n - math.floor((1 - share) * layer.n) for layer in layers])
 
 
@@ -117,7 +117,9 @@ def count_macs(model: nn.Module, example: Any) -> int:
     positions = _positions(model, example)
     for name, module in model.named_modules():
         if name in positions and isinstance(module, kinds):
-            total += positions[name][0] * module._parameters["weight"].numel()  # type: ignore[union-attr]
+            stored = module._parameters.get("weight")  # a parametrized layer stores it elsewhere
+            weight = module.weight if stored is None else stored
+            total += positions[name][0] * weight.numel()
         elif name in positions and isinstance(module, nn.MultiheadAttention):
             query, key, value = positions[name]
             width = module.embed_dim
@@ -189,6 +191,13 @@ def _positions(model: nn.Module, example: Any) -> dict[str, tuple[int, ...]]:
                 model(*example)
             else:
                 raise SmartpruneError(f"example is a {type(example).__name__}; give a tensor, or a tuple or dict of arguments")
+    except SmartpruneError:
+        raise
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise SmartpruneError(
+            f"example: the model does not run on it ({reason}); give one input as the model takes it"
+        ) from error
     finally:
         for hook in hooks:
             hook.remove()

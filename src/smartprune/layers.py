@@ -124,7 +124,7 @@ def find(
     firsts = [same[0] for same in sites.values()]
     cuttable = [c for c in firsts if c.cuttable]
     stem = next((c for c in cuttable if isinstance(c.module, CONVOLUTIONS)), None)
-    if stem is not None and stem.weight.shape[1] > IMAGE_CHANNELS:
+    if stem is not None and (_lazy(stem.weight) or stem.weight.shape[1] > IMAGE_CHANNELS):
         stem = None
     last = cuttable[-1] if cuttable else None
     for pattern in (*wanted, *unwanted):
@@ -149,13 +149,17 @@ def find(
             elif c is stem:
                 reason = f"stem: reads the image ({c.weight.shape[1]} channels)"
         if reason is None:
-            grid = block.grid(tuple(c.weight.shape), c.parts, c.transposed)
+            try:
+                grid = block.grid(tuple(c.weight.shape), c.parts, c.transposed)
+            except SmartpruneError as error:
+                reason = str(error)
+        if reason is None:
             layers.append(
                 Layer(c.name, c.kind, grid, start, c.transposed, tuple((s.module_name, s.attribute) for s in same))
             )
             start += grid.n
         else:
-            skipped.append(Skipped(c.name, c.kind, tuple(c.weight.shape), reason))
+            skipped.append(Skipped(c.name, c.kind, () if _lazy(c.weight) else tuple(c.weight.shape), reason))
     return tuple(layers), tuple(skipped)
 
 
@@ -179,14 +183,22 @@ def _shown(pattern: Pattern) -> str:
     return repr(pattern) if isinstance(pattern, str) else pattern.__name__
 
 
+def _lazy(weight: nn.Parameter) -> bool:
+    return isinstance(weight, nn.UninitializedParameter)
+
+
 def _refusal(c: Candidate) -> str | None:
     """Why a weight cannot be cut at all, whatever the user asks for."""
-    if isinstance(c.weight, nn.UninitializedParameter):
+    if _lazy(c.weight):
         return "lazy layer without a shape yet: run one forward pass first"
     if isinstance(c.module, torch.jit.ScriptModule):
         return "scripted module: prune the model before scripting it"
     if isinstance(c.module, parametrize.ParametrizationList):
         return "already parametrized: remove the parametrization first"
+    if isinstance(c.module, nn.MultiheadAttention) and not c.cuttable:
+        return "attention with separate query, key and value weights"
+    if isinstance(c.module, (*CONVOLUTIONS, *TRANSPOSED, nn.Linear)) and not c.cuttable:
+        return f"not the layer's weight: {c.attribute} is what it is made from, or a parameter of its own"
     if not c.cuttable:
         return f"{c.kind} is neither a convolution nor a linear layer"
     if not c.weight.is_floating_point():

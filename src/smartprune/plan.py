@@ -6,12 +6,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from typing import get_args
 
 from torch import Tensor, nn
 
 from . import text
 from .block import Block
-from .budget import Budget, as_share, block_macs, count_macs, count_uses, min_keep
+from .budget import Budget, Kind, as_share, block_macs, count_macs, count_uses, min_keep
 from .budget import blocks as blocks_budget
 from .errors import SmartpruneError
 from .layers import Blocks, Layer, Patterns, Skipped, find
@@ -249,6 +250,8 @@ def plan(
             f"plan: budget={budget!r} is a {type(budget).__name__}; write sparsity=0.9 for a share of the blocks, or a "
             "budget such as smartprune.params(0.9) or smartprune.macs(0.5, example=x)"
         )
+    if budget is not None and budget.kind not in get_args(Kind):
+        raise SmartpruneError(f"plan: unknown budget {budget.kind!r}; it is one of: {', '.join(get_args(Kind))}")
     if sparsity is not None:
         as_share(sparsity, "sparsity")  # so that a wrong number is named as it was given
         budget = blocks_budget(sparsity)

@@ -1,0 +1,122 @@
+"""Fields: reads untrusted plain data key by key, and says exactly which value is wrong."""
+
+from __future__ import annotations
+
+import math
+import re
+from fractions import Fraction
+
+from .errors import SmartpruneError
+
+LARGEST = 2**63 - 1
+
+
+class Fields:
+    """A dictionary from outside. Every read checks type and range; :meth:`done` refuses keys that nobody read.
+
+    >>> fields = Fields({"blocks": 12, "name": "conv1"}, "receipt")
+    >>> fields.integer("blocks"), fields.text("name")
+    (12, 'conv1')
+    >>> Fields({"blocks": -1}, "receipt").integer("blocks")
+    Traceback (most recent call last):
+    smartprune.errors.SmartpruneError: receipt: blocks is -1; it must be an integer from 0 to 9223372036854775807
+    """
+
+    def __init__(self, data: object, where: str) -> None:
+        if not isinstance(data, dict):
+            raise SmartpruneError(f"{where} is {_shown(data)}; it must be a dictionary")
+        self.data: dict[str, object] = data
+        self.where = where
+        self._read: set[str] = set()
+
+    def raw(self, key: str) -> object:
+        self._read.add(key)
+        if key not in self.data:
+            raise SmartpruneError(f"{self.where}: {key} is missing; the file may be damaged or cut off")
+        return self.data[key]
+
+    def wrong(self, key: str, allowed: str) -> SmartpruneError:
+        return SmartpruneError(f"{self.where}: {key} is {_shown(self.data.get(key))}; it must be {allowed}")
+
+    def integer(self, key: str, low: int = 0, high: int = LARGEST) -> int:
+        value = self.raw(key)
+        if type(value) is not int or not low <= value <= high:
+            raise self.wrong(key, f"an integer from {low} to {high}")
+        return value
+
+    def text(self, key: str, most: int = 1000) -> str:
+        value = self.raw(key)
+        if not isinstance(value, str) or len(value) > most or not value.isprintable():
+            raise self.wrong(key, f"a text of at most {most} printable characters")
+        return value
+
+    def match(self, key: str, pattern: str, allowed: str) -> str:
+        value = self.raw(key)
+        if not isinstance(value, str) or re.fullmatch(pattern, value) is None:
+            raise self.wrong(key, allowed)
+        return value
+
+    def boolean(self, key: str) -> bool:
+        value = self.raw(key)
+        if not isinstance(value, bool):
+            raise self.wrong(key, "true or false")
+        return value
+
+    def integers(self, key: str, low: int, most: int) -> tuple[int, ...]:
+        """A list of at most ``most`` integers, none below ``low``."""
+        value = self.raw(key)
+        if not isinstance(value, list) or len(value) > most or any(type(v) is not int or v < low for v in value):
+            raise self.wrong(key, f"a list of at most {most} integers, none below {low}")
+        return tuple(value)
+
+    def items(self, key: str, most: int) -> list[Fields]:
+        """A list of at most ``most`` dictionaries."""
+        value = self.raw(key)
+        if not isinstance(value, list) or len(value) > most:
+            raise self.wrong(key, f"a list of at most {most} dictionaries")
+        return [Fields(item, f"{self.where}: {key}[{i}]") for i, item in enumerate(value)]
+
+    def inner(self, key: str) -> Fields:
+        return Fields(self.raw(key), f"{self.where}: {key}")
+
+    def optional(self, key: str) -> Fields | None:
+        return None if self.raw(key) is None else self.inner(key)
+
+    def share(self, key: str = "share") -> Fraction:
+        """An exact share in [0, 1), written ``"19/20"``."""
+        allowed = "an exact share in [0, 1) such as '19/20'"
+        top, _, bottom = self.match(key, r"\d{1,30}(/\d{1,30})?", allowed).partition("/")
+        if int(bottom or 1) == 0 or not 0 <= (share := Fraction(int(top), int(bottom or 1))) < 1:
+            raise self.wrong(key, allowed)
+        return share
+
+    def done(self) -> None:
+        extra = [key for key in self.data if key not in self._read]
+        if extra:
+            raise SmartpruneError(
+                f"{self.where}: unknown key {_shown(extra[0])}; it has: {', '.join(sorted(self._read))}"
+            )
+
+
+def plain(value: object, where: str, depth: int = 8) -> object:
+    """A copy made of None, bool, int, finite float, str, list and dict only; anything else is refused."""
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if type(value) is int:
+        return value
+    if isinstance(value, float) and math.isfinite(value):
+        return float(value)
+    if depth and isinstance(value, (list, tuple)):
+        return [plain(item, f"{where}[{i}]", depth - 1) for i, item in enumerate(value)]
+    if depth and isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {key: plain(item, f"{where}.{key}", depth - 1) for key, item in value.items()}
+    raise SmartpruneError(f"{where} is {_shown(value)}; it must be plain data: numbers, texts, lists and dictionaries")
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10**40:
+        return "a huge integer"
+    if isinstance(value, (dict, list)):
+        return f"a {type(value).__name__} of {len(value)}"
+    out = repr(value)
+    return out if len(out) <= 60 else f"{out[:57]}..."

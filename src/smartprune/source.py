@@ -1,0 +1,256 @@
+"""Sources: the stored weights of anybody's model, from memory or from a file that nobody vouches for."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import zipfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from .block import Block, Grid
+from .errors import SmartpruneError
+from .layers import Skipped, candidates, find
+from .occupancy import nonzero
+from .receipt import Receipt
+
+Model = nn.Module | Mapping[str, Tensor] | str | os.PathLike[str]
+
+RUN_MODEL, RUN_RECEIPT = "model.safetensors", "receipt.json"
+NESTED = ("model", "state_dict", "model_state_dict")
+WRAPPERS = ("module.", "_orig_mod.")  # what data-parallel and compiled models put before every name
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One stored weight and the grid that cuts it."""
+
+    name: str
+    weight: str  # the key of the tensor
+    kind: str
+    grid: Grid
+    transposed: bool
+    tensor: Tensor = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Stored tensors by name, and what is known about them."""
+
+    where: str
+    tensors: Mapping[str, Tensor] = field(repr=False)
+    model: nn.Module | None = field(default=None, repr=False)
+    receipt: Receipt | None = field(default=None, repr=False)
+
+    def get(self, name: str) -> Tensor | None:
+        """A tensor by name, also where a wrapper put a prefix before all names."""
+        if name in self.tensors:
+            return self.tensors[name]
+        return self._unwrapped.get(name)
+
+    @cached_property
+    def _unwrapped(self) -> dict[str, Tensor]:
+        out = {}
+        for key, tensor in self.tensors.items():
+            while key.startswith(WRAPPERS):
+                key = key.partition(".")[2]
+            out[key] = tensor
+        return out
+
+    @property
+    def params(self) -> int:
+        """Numbers that the model learned: parameters, or in a file all but the running statistics."""
+        return sum(tensor.numel() for tensor in self._learned().values())
+
+    @property
+    def zeros(self) -> int:
+        """How many of them are zero."""
+        return sum(tensor.numel() - int(nonzero(tensor).sum()) for tensor in self._learned().values())
+
+    def _learned(self) -> dict[str, Tensor]:
+        out, seen = {}, set()
+        names = None if self.model is None else {name for name, _ in _parameters(self.model)}
+        for name, tensor in self.tensors.items():
+            place = _place(tensor)
+            if (
+                tensor.layout is torch.strided
+                and place not in seen
+                and (_learnable(name, tensor) if names is None else name in names)
+            ):
+                seen.add(place)
+                out[name] = tensor
+        return out
+
+    def cuts(self, block: Block) -> tuple[tuple[Cut, ...], tuple[Skipped, ...]]:
+        """Every weight that can be cut into blocks, and those that cannot, with the reason.
+
+        A model says which axes are which. A file does not: what the receipt lists is cut as it says, any other weight
+        as that of a plain convolution or linear layer.
+        """
+        if self.model is not None:
+            if next(candidates(self.model), None) is None:
+                return (), ()
+            layers, skipped = find(self.model, block, include="*")
+            return tuple(
+                Cut(x.name, x.weight, x.kind, x.grid, x.transposed, self.tensors[x.weight]) for x in layers
+            ), skipped
+        rows = {} if self.receipt is None else {row.weight: row for row in self.receipt.layers}
+        cuts: list[Cut] = []
+        left = [
+            Skipped(
+                key.removesuffix(".weight"), "sparse", tuple(tensor.shape), f"{tensor.layout} weights are not dense"
+            )
+            for key, tensor in self.tensors.items()
+            if tensor.layout is not torch.strided
+        ]
+        for key, tensor in self._learned().items():
+            if tensor.dim() < 2:
+                continue
+            name, shape = key.removesuffix(".weight"), tuple(tensor.shape)
+            row = rows.get(key)
+            if row is not None and row.shape == shape:
+                cuts.append(Cut(row.name, key, row.kind, row.cut(block), row.transposed, tensor))
+                continue
+            kind = "matrix" if tensor.dim() == 2 else "kernel"
+            try:
+                if tensor.numel() == 0:
+                    raise SmartpruneError("no weights")
+                cuts.append(Cut(name, key, kind, block.grid(shape), False, tensor))
+            except SmartpruneError as error:
+                left.append(Skipped(name, kind, shape, str(error)))
+        return tuple(cuts), tuple(left)
+
+
+def read_source(model: Model) -> Source:
+    """The stored weights of a model, a state dict, a file or a run folder. Nothing is unpickled but plain tensors."""
+    if isinstance(model, nn.Module):
+        return Source(type(model).__name__, dict(_stored(model)), model)
+    if isinstance(model, Mapping):
+        return Source("the state dict", _tensors(model, "the state dict"))
+    if not isinstance(model, (str, os.PathLike)):
+        raise SmartpruneError(
+            f"model is a {type(model).__name__}; give a torch.nn.Module, a state dict, or the path of a file or "
+            "of a run folder"
+        )
+    path = Path(model)
+    if path.is_dir():
+        if not (path / RUN_MODEL).is_file():
+            raise SmartpruneError(f"{path}: a run folder holds {RUN_MODEL}, and this folder does not; give a file")
+        receipt = path / RUN_RECEIPT
+        return Source(str(path), _read(path / RUN_MODEL), receipt=Receipt.load(receipt) if receipt.exists() else None)
+    return Source(str(path), _read(path))
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    if not path.is_file():
+        raise SmartpruneError(f"{path}: there is no such file")
+    reader = READERS.get(path.suffix.lower())
+    if reader is None:
+        raise SmartpruneError(
+            f"{path}: files that end in {path.suffix!r} are not known; known are: {', '.join(READERS)}"
+        )
+    return _tensors(reader(path), str(path))
+
+
+def _read_safetensors(path: Path) -> dict[str, Tensor]:
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+    except Exception as error:
+        raise SmartpruneError(f"{path}: not a readable safetensors file ({_first_line(error)})") from None
+
+
+def _read_checkpoint(path: Path) -> Mapping[str, object]:
+    try:
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as archive:
+                if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
+                    raise SmartpruneError("its entries are compressed, and torch compresses none")
+        data = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        raise SmartpruneError(
+            f"{path}: holds more than plain tensors, or is damaged; code in files is never run. "
+            "Save model.state_dict() instead of the model"
+        ) from None
+    except Exception as error:
+        raise SmartpruneError(f"{path}: not a readable torch checkpoint ({_first_line(error)})") from None
+    for key in NESTED:
+        if isinstance(data, Mapping) and isinstance(data.get(key), Mapping):
+            data = data[key]
+    if not isinstance(data, Mapping):
+        raise SmartpruneError(
+            f"{path}: holds a {type(data).__name__}; save model.state_dict(), a dictionary of tensors"
+        )
+    return data
+
+
+# One line per kind of file: its ending, and a function from the path to tensors by name.
+READERS: dict[str, Callable[[Path], Mapping[str, object]]] = {
+    ".safetensors": _read_safetensors,
+    ".pt": _read_checkpoint,
+    ".pth": _read_checkpoint,
+    ".ckpt": _read_checkpoint,
+    ".bin": _read_checkpoint,
+}
+
+
+def _tensors(data: Mapping[str, object], where: str) -> dict[str, Tensor]:
+    """The tensors among the values; a tensor that is larger than what is stored for it is refused."""
+    out = {}
+    for key, tensor in data.items():
+        if not isinstance(key, str) or not isinstance(tensor, Tensor):
+            continue
+        if tensor.layout is torch.strided and not tensor.is_meta and not _is_backed(tensor):
+            raise SmartpruneError(
+                f"{where}: {key} claims {tensor.numel():,} numbers and stores fewer; the file is not sound"
+            )
+        out[key] = tensor
+    if not out:
+        raise SmartpruneError(f"{where}: holds no tensors by name; give a state dict or a file that holds one")
+    return out
+
+
+def _is_backed(tensor: Tensor) -> bool:
+    try:
+        return tensor.numel() * tensor.element_size() <= tensor.untyped_storage().nbytes()
+    except (NotImplementedError, RuntimeError):  # tensor subclasses without a storage of their own
+        return True
+
+
+def _stored(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Parameters and buffers as they are stored: a masked layer's own weight, not the masked one."""
+    buffers = [(name, tensor) for name, tensor in model.named_buffers(remove_duplicate=False)]
+    return _parameters(model) + [(name, tensor) for name, tensor in buffers if isinstance(tensor, Tensor)]
+
+
+def _parameters(model: nn.Module) -> list[tuple[str, Tensor]]:
+    return [
+        (f"{module_name}.{name}" if module_name else name, weight.detach())
+        for module_name, module in model.named_modules()
+        for name, weight in module._parameters.items()
+        if weight is not None and not isinstance(weight, nn.UninitializedParameter)
+    ]
+
+
+def _learnable(name: str, tensor: Tensor) -> bool:
+    if name.rpartition(".")[2] in STATISTICS or tensor.is_complex():
+        return False
+    return tensor.is_floating_point() or tensor.is_quantized or tensor.dtype in (torch.int8, torch.uint8)
+
+
+def _place(tensor: Tensor) -> tuple[object, ...]:
+    """The same for two names of one tensor."""
+    if tensor.layout is not torch.strided or tensor.is_meta or tensor.numel() == 0:
+        return (id(tensor),)
+    return (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

@@ -1,0 +1,212 @@
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import reference
+import zoo
+from smartprune import budget
+from smartprune.block import Block
+from smartprune.budget import as_share, block_macs, blocks, count_macs, count_uses, keep_count, macs, min_keep, params
+from smartprune.errors import SmartpruneError
+from smartprune.layers import find
+
+SHARES = (
+    "0",
+    "0.1",
+    "0.25",
+    "0.3",
+    "0.333",
+    "0.5",
+    "0.7",
+    "0.9",
+    "0.93",
+    "0.95",
+    "0.97",
+    "0.98",
+    "0.99",
+    "0.995",
+    "0.999",
+)
+
+
+def test_keep_is_an_exact_ceiling() -> None:
+    for text in SHARES:
+        for n in [*range(1, 400), 1000, 4227, 8364, 87_168, 174_336, 10**7, 10**9 + 7]:
+            assert keep_count(as_share(float(text), "sparsity"), n) == reference.keep(text, n)
+
+
+@given(st.integers(0, 99_999), st.integers(1, 10**8))
+def test_keep_is_an_exact_ceiling_anywhere(hundred_thousandths: int, n: int) -> None:
+    text = f"0.{hundred_thousandths:05}"
+    kept = keep_count(as_share(float(text), "sparsity"), n)
+    assert kept == reference.keep(text, n)
+    assert 1 <= kept <= n
+
+
+def test_shares_are_read_as_written() -> None:
+    assert as_share(0.97, "x") == Fraction(97, 100)
+    assert as_share(1 / 3, "x") == Fraction(1, 3)
+    assert as_share(Fraction(2, 7), "x") == Fraction(2, 7)
+    assert as_share(np.float64(0.1), "x") == Fraction(1, 10)
+    assert as_share(0, "x") == as_share(0.0, "x") == 0
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (93, r"sparsity=93 is outside \[0, 1\): it is the share to remove; write sparsity=0.93"),
+        (1, r"sparsity=1 is outside \[0, 1\)"),
+        (1.0, r"outside \[0, 1\)"),
+        (-0.1, r"outside \[0, 1\)"),
+        (float("nan"), r"outside \[0, 1\)"),
+        (float("inf"), r"outside \[0, 1\)"),
+        (True, r"outside \[0, 1\)"),
+        ("0.5", r"outside \[0, 1\)"),
+        (None, r"outside \[0, 1\)"),
+    ],
+)
+def test_wrong_shares(value: object, words: str) -> None:
+    with pytest.raises(SmartpruneError, match=words):
+        as_share(value, "sparsity")
+
+
+def test_wrong_floor_is_not_called_a_share_to_remove() -> None:
+    layers, _ = find(zoo.plain_cnn()[0], Block(4, 4))
+    with pytest.raises(SmartpruneError, match=r"floor=2 .*least share of its blocks that each layer keeps"):
+        min_keep(layers, 2)
+
+
+def test_floor_rounds_up_in_every_layer() -> None:
+    layers, _ = find(zoo.plain_cnn()[0], Block(4, 4))
+    for floor in ("0", "0.02", "0.1", "0.5", "0.999"):
+        want = [math.ceil(Fraction(floor) * layer.n) for layer in layers]
+        assert min_keep(layers, float(floor)).tolist() == want
+
+
+@pytest.mark.parametrize("name", sorted(zoo.SMALL))
+def test_macs_agree_with_an_independent_counter(name: str) -> None:
+    model, x = zoo.SMALL[name]()
+    model.eval()
+    with FlopCounterMode(display=False) as counter:  # with gradients, or attention runs as one uncounted operator
+        model(x)
+    counts = counter.get_flop_counts()["Global"]
+    flops = sum(
+        n for op, n in counts.items() if "bmm" not in str(op) and "attention" not in str(op)
+    )  # no weight in those
+    want = flops // 2 // x.shape[0]
+    assert count_macs(model, x) == want
+
+
+def test_uses_of_every_kind_of_layer() -> None:
+    model, x = zoo.unet()
+    layers, _ = find(model, Block(4, 4), include="*")
+    uses = count_uses(model, layers, x)
+    assert uses == {"enter.0": (64,), "down.0": (16,), "deep.0": (4,), "up1": (4,), "up2": (16,), "out": (64,)}
+    model, x = zoo.transformer_block()
+    layers, _ = find(model, Block(4, 4), include="*")
+    uses = count_uses(model, layers, x)
+    assert uses["attention.in_proj_weight"] == (4, 4, 4)
+    assert uses["attention.out_proj"] == uses["mlp.0"] == (4,)
+    assert sum(int(block_macs(layer, uses[layer.name]).sum()) for layer in layers) == count_macs(model, x)
+    model, x = zoo.tied()
+    layers, _ = find(model, Block(4, 4), include="*")
+    assert count_uses(model, layers, x)["a"] == (2,)  # once for each of its two users
+
+
+@pytest.mark.parametrize("name", sorted(zoo.SMALL))
+def test_block_macs_add_up_to_slow_counts(name: str) -> None:
+    model, x = zoo.SMALL[name]()
+    layers, _ = find(model, Block(4, 4), include="*")
+    uses = count_uses(model, layers, x)
+    for layer in layers:
+        cost = block_macs(layer, uses[layer.name])
+        assert cost.shape == (layer.n,)
+        if len(uses[layer.name]) == 1:
+            assert torch.equal(cost, layer.grid.sizes() * uses[layer.name][0])
+
+
+def test_macs_leave_the_model_as_it_was() -> None:
+    model, x = zoo.plain_cnn()
+    model[1].eval()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    modes = [module.training for module in model.modules()]
+    count_macs(model, x)
+    assert [module.training for module in model.modules()] == modes
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_batch_does_not_matter() -> None:
+    model, x = zoo.mobilenet_block()
+    assert count_macs(model, x) == count_macs(model, x[:1]) == count_macs(model, (x,)) == count_macs(model, {"x": x})
+
+
+def test_macs_of_a_parametrized_model() -> None:
+    model, x = zoo.plain_cnn()
+    want = count_macs(model, x)
+    torch.nn.utils.parametrizations.weight_norm(model[3])
+    assert count_macs(model, x) == want
+
+
+def test_resolve() -> None:
+    model, x = zoo.plain_cnn()
+    layers, _ = find(model, Block(4, 4))
+    n = sum(layer.n for layer in layers)
+    assert blocks(0.9).resolve(model, layers) == (None, reference.keep("0.9", n))
+    cost, limit = params(0.9).resolve(model, layers)
+    assert cost is not None
+    assert int(cost.sum()) == 16 * 20 * 9 + 20 * 12
+    assert limit == math.floor(Fraction(1, 10) * int(cost.sum()))
+    cost, limit = macs(0.5, x).resolve(model, layers)
+    assert cost is not None
+    assert limit == int(cost.sum()) // 2
+    fixed = count_macs(model, x) - int(cost.sum())
+    _, limit = macs(0.5, x, of="model").resolve(model, layers)
+    assert limit + fixed <= count_macs(model, x) / 2 < limit + fixed + 1
+
+
+def test_budget_texts() -> None:
+    model, x = zoo.plain_cnn()
+    layers, _ = find(model, Block(4, 4))
+    with pytest.raises(SmartpruneError, match=r"macs\(0.99, of='model'\) cannot be met.*include="):
+        macs(0.99, x, of="model").resolve(model, layers)
+    with pytest.raises(SmartpruneError, match="an example input is needed"):
+        macs(0.5, None).resolve(model, layers)
+    with pytest.raises(SmartpruneError, match="the model does not run on it"):
+        macs(0.5, torch.zeros(1, 5, 8, 8)).resolve(model, layers)
+    with pytest.raises(SmartpruneError, match="example is a int"):
+        macs(0.5, 3).resolve(model, layers)
+    with pytest.raises(SmartpruneError, match="of='all'; it is 'layers'"):
+        macs(0.5, x, of="all")  # type: ignore[arg-type]
+
+    class Idle(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x
+
+    idle = Idle()
+    layers, _ = find(idle, Block(4, 4))
+    with pytest.raises(SmartpruneError, match="reaches none of the layers"):
+        macs(0.5, x).resolve(idle, layers)
+    assert str(budget.blocks(0.95)) == "blocks 0.95"
+
+
+@given(st.integers(1, 60), st.integers(1, 40), st.integers(1, 12), st.integers(1, 12))
+@settings(max_examples=50, deadline=None)
+def test_costs_of_ragged_blocks_add_up(out: int, into: int, rows: int, columns: int) -> None:
+    model = nn.Sequential(nn.Linear(into, out), nn.Linear(out, 3))
+    layers, _ = find(model, Block(rows, columns), include="*")
+    cost, limit = params(0.5).resolve(model, layers)
+    assert cost is not None
+    assert int(cost.sum()) == into * out + 3 * out
+    assert limit == (into * out + 3 * out) // 2
