@@ -1,3 +1,4 @@
+import itertools
 import math
 
 import pytest
@@ -12,7 +13,7 @@ def test_end_points_positive_and_falling(name: str, start: float, end: float) ->
     values = [SCHEDULES[name](i / 200, start, end) for i in range(201)]
     assert values[0] == pytest.approx(start)
     assert values[-1] == (start if name == "fixed" else end)
-    assert all(a >= b for a, b in zip(values, values[1:], strict=False))
+    assert all(a >= b for a, b in itertools.pairwise(values))
     assert all(value > 0 for value in values)
 
 

@@ -107,13 +107,25 @@ def tied() -> tuple[nn.Module, Tensor]:
 
 def conv1d_net() -> tuple[nn.Module, Tensor]:
     return nn.Sequential(
-        nn.Conv1d(2, 12, 3), nn.ReLU(), nn.Conv1d(12, 18, 5), nn.ReLU(), nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Linear(18, 10)
+        nn.Conv1d(2, 12, 3),
+        nn.ReLU(),
+        nn.Conv1d(12, 18, 5),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool1d(1),
+        nn.Flatten(),
+        nn.Linear(18, 10),
     ), torch.randn(4, 2, 32)
 
 
 def conv3d_net() -> tuple[nn.Module, Tensor]:
     return nn.Sequential(
-        nn.Conv3d(1, 8, 3), nn.ReLU(), nn.Conv3d(8, 12, 3), nn.ReLU(), nn.AdaptiveAvgPool3d(1), nn.Flatten(), nn.Linear(12, 10)
+        nn.Conv3d(1, 8, 3),
+        nn.ReLU(),
+        nn.Conv3d(8, 12, 3),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool3d(1),
+        nn.Flatten(),
+        nn.Linear(12, 10),
     ), torch.randn(2, 1, 8, 8, 8)
 
 

@@ -33,11 +33,13 @@ class Block:
         good = all(size is None or (type(size) is int and size > 0) for size in sizes)
         if not good or len(sizes) < 2:
             raise SmartpruneError(
-                f"block {sizes} must have at least two sizes (output channels, input channels, then the kernel), each a "
-                "positive int or None for the whole axis; write (16, 8) for 16 output x 8 input channels"
+                f"block {sizes} must have at least two sizes (output channels, input channels, then the kernel), each "
+                "a positive int or None for the whole axis; write (16, 8) for 16 output x 8 input channels"
             )
         kernel = sizes[2:]
-        if len(set(kernel)) == 1:  # (16, 8, 1, 1) and (16, 8) are one block, as are (1, None, None) and its longer forms
+        if (
+            len(set(kernel)) == 1
+        ):  # (16, 8, 1, 1) and (16, 8) are one block, as are (1, None, None) and its longer forms
             sizes = sizes[:2] if kernel[0] == 1 else sizes[:3]
         object.__setattr__(self, "sizes", sizes)
 
@@ -73,15 +75,16 @@ class Block:
         fill = sizes[-1] if len(sizes) > 2 else 1
         if any(size not in (1, None) for size in sizes[axes:]):
             raise SmartpruneError(
-                f"block {self} has kernel sizes, which a weight of {axes} axes cannot take; they must be 1 or None for it"
+                f"block {self} has kernel sizes, which a weight of {axes} axes cannot take; "
+                "they must be 1 or None for it"
             )
         return (sizes + (fill,) * (axes - len(sizes)))[:axes]
 
     def grid(self, shape: Sequence[int], groups: int = 1, transposed: bool = False) -> Grid:
         """The grid of a weight of this shape.
 
-        A transposed convolution stores (in, out / groups, *kernel), so its first two sizes swap. Groups divide the first
-        stored axis, and blocks never cross a group's border.
+        A transposed convolution stores (in, out / groups, *kernel), so its first two sizes swap. Groups divide the
+        first stored axis, and blocks never cross a group's border.
         """
         sizes = list(self.fit(len(shape)))
         if transposed:
@@ -98,7 +101,8 @@ class Block:
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis of a weight: ``parts`` stretches of ``length`` entries, each cut into steps of ``step``, the last ragged."""
+    """One axis of a weight: ``parts`` stretches of ``length`` entries, each cut into steps of ``step``, the last
+    ragged."""
 
     parts: int
     length: int
@@ -204,7 +208,9 @@ class Grid:
 
     def _check(self, weight: Tensor) -> None:
         if tuple(weight.shape) != self.weight_shape:
-            raise SmartpruneError(f"a tensor of shape {tuple(weight.shape)} was given for a grid of {self.weight_shape}")
+            raise SmartpruneError(
+                f"a tensor of shape {tuple(weight.shape)} was given for a grid of {self.weight_shape}"
+            )
 
 
 def spread(values: Tensor, dim: int, axis: Axis) -> Tensor:
@@ -215,4 +221,8 @@ def spread(values: Tensor, dim: int, axis: Axis) -> Tensor:
     out = out.flatten(dim, dim + 1)
     if axis.length % axis.step == 0:
         return out
-    return out.unflatten(dim, (axis.parts, axis.per_part * axis.step)).narrow(dim + 1, 0, axis.length).flatten(dim, dim + 1)
+    return (
+        out.unflatten(dim, (axis.parts, axis.per_part * axis.step))
+        .narrow(dim + 1, 0, axis.length)
+        .flatten(dim, dim + 1)
+    )

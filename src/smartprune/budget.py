@@ -50,8 +50,8 @@ class Budget:
             limit = math.floor((1 - self.share) * (total + fixed)) - fixed
             if limit < 0:
                 raise SmartpruneError(
-                    f"macs({float(self.share):g}, of='model') cannot be met: layers that are not pruned take {fixed:,} of "
-                    f"{total + fixed:,} MACs; at most {total / (total + fixed):.4f} can be removed; prune more layers "
+                    f"macs({float(self.share):g}, of='model') cannot be met: layers that are not pruned take {fixed:,} "
+                    f"of {total + fixed:,} MACs; at most {total / (total + fixed):.4f} can be removed; prune more layers "
                     "(include=) or ask for less"
                 )
         return cost, limit
@@ -70,8 +70,8 @@ def params(share: float) -> Budget:
 def macs(share: float, example: Any, of: Literal["layers", "model"] = "layers") -> Budget:
     """Removes at least this share of the multiply-accumulates, by less than one block more.
 
-    ``example`` is one input of the model (a tensor, or a tuple or dict of arguments). The share is of the MACs of the layers
-    that are pruned, or with ``of="model"`` of the whole model.
+    ``example`` is one input of the model (a tensor, or a tuple or dict of arguments). The share is of the MACs of
+    the layers that are pruned, or with ``of="model"`` of the whole model.
     """
     if of not in ("layers", "model"):
         raise SmartpruneError(f"macs: of={of!r}; it is 'layers' (those that are pruned) or 'model' (all of them)")
@@ -129,10 +129,11 @@ def count_macs(model: nn.Module, example: Any) -> int:
 
 
 def count_uses(model: nn.Module, layers: Sequence[Layer], example: Any) -> dict[str, tuple[int, ...]]:
-    """How often each weight element of a layer is used for one sample; one number per part (query, key, value have three).
+    """How often each weight element of a layer is used for one sample; one number per part (query, key, value have
+    three).
 
-    Every element of a convolution's weight meets every output position once, of a transposed one every input position, of a
-    linear layer every row.
+    Every element of a convolution's weight meets every output position once, of a transposed one every input
+    position, of a linear layer every row.
     """
     positions = _positions(model, example)
     out: dict[str, tuple[int, ...]] = {}
@@ -140,7 +141,9 @@ def count_uses(model: nn.Module, layers: Sequence[Layer], example: Any) -> dict[
         counts = [0] * (3 if layer.sites[0][1] == "in_proj_weight" else 1)
         for module_name, _ in layer.sites:
             found = positions.get(module_name)
-            if found is None and module_name.endswith("out_proj"):  # attention reads this weight without calling the layer
+            if found is None and module_name.endswith(
+                "out_proj"
+            ):  # attention reads this weight without calling the layer
                 found = positions.get(module_name.rpartition(".")[0], (0,))[:1]
             for i, count in enumerate(found or ()):
                 counts[i] += count
@@ -165,7 +168,10 @@ def _positions(model: nn.Module, example: Any) -> dict[str, tuple[int, ...]]:
         if isinstance(module, nn.MultiheadAttention):
 
             def attention(m: nn.Module, args: Any, kwargs: Any, out: Any, name: str = name) -> None:
-                given = [kwargs.get(key, args[i] if i < len(args) else None) for i, key in enumerate(("query", "key", "value"))]
+                given = [
+                    kwargs.get(key, args[i] if i < len(args) else None)
+                    for i, key in enumerate(("query", "key", "value"))
+                ]
                 note(name, [tensor.numel() // tensor.shape[-1] for tensor in given])
 
             hooks.append(module.register_forward_hook(attention, with_kwargs=True))
@@ -174,7 +180,7 @@ def _positions(model: nn.Module, example: Any) -> dict[str, tuple[int, ...]]:
             def plain(m: nn.Module, args: Any, kwargs: Any, out: Tensor, name: str = name) -> None:
                 nonlocal unbatched
                 tensor = (args[0] if args else kwargs["input"]) if isinstance(m, TRANSPOSED) else out
-                axis = -1 if isinstance(m, nn.Linear) else tensor.dim() - len(m.kernel_size) - 1  # type: ignore[arg-type]
+                axis = -1 if isinstance(m, nn.Linear) else tensor.dim() - len(m.kernel_size) - 1  # type: ignore[arg-type, operator]
                 unbatched |= axis == 0
                 note(name, [tensor.numel() // tensor.shape[axis]])
 
@@ -190,7 +196,9 @@ def _positions(model: nn.Module, example: Any) -> dict[str, tuple[int, ...]]:
             elif isinstance(example, Sequence):
                 model(*example)
             else:
-                raise SmartpruneError(f"example is a {type(example).__name__}; give a tensor, or a tuple or dict of arguments")
+                raise SmartpruneError(
+                    f"example is a {type(example).__name__}; give a tensor, or a tuple or dict of arguments"
+                )
     except SmartpruneError:
         raise
     except Exception as error:
@@ -208,6 +216,12 @@ def _positions(model: nn.Module, example: Any) -> dict[str, tuple[int, ...]]:
 
 
 def _batch(example: Any) -> int:
-    values = list(example.values()) if isinstance(example, Mapping) else [example] if isinstance(example, Tensor) else example
+    values = (
+        list(example.values())
+        if isinstance(example, Mapping)
+        else [example]
+        if isinstance(example, Tensor)
+        else example
+    )
     first = next((value for value in values if isinstance(value, Tensor) and value.dim() > 0), None)
     return 1 if first is None else max(1, first.shape[0])

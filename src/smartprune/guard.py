@@ -1,4 +1,5 @@
-"""The guard: removed blocks of a frozen or baked model stay zero, whatever an optimizer's momentum or decay would do."""
+"""The guard: removed blocks of a frozen or baked model stay zero, whatever an optimizer's momentum or decay would
+do."""
 
 from __future__ import annotations
 

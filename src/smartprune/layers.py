@@ -113,7 +113,8 @@ def find(
 ) -> tuple[tuple[Layer, ...], tuple[Skipped, ...]]:
     """All weights with two axes or more: those to be cut, in definition order, and those left alone, with the reason.
 
-    Left alone unless ``include`` names them (by glob such as ``"head.*"`` or by type): grouped and depthwise convolutions,
+    Left alone unless ``include`` names them (by glob such as ``"head.*"`` or by type): grouped and depthwise
+    convolutions,
     the stem that reads the image (the first convolution, if it reads at most 4 channels) and the classifier (the last
     layer). ``skip`` takes layers out, and wins over ``include``.
     """
@@ -143,7 +144,9 @@ def find(
             reason = "named by skip"
         if reason is None and not any(other.matches(wanted) for other in same):
             if c.parts > 1 and not isinstance(c.module, nn.MultiheadAttention):
-                reason = "depthwise convolution" if c.weight.shape[1] == 1 else f"grouped convolution ({c.parts} groups)"
+                reason = (
+                    "depthwise convolution" if c.weight.shape[1] == 1 else f"grouped convolution ({c.parts} groups)"
+                )
             elif c is last:
                 reason = "last layer, taken for the classifier"
             elif c is stem:

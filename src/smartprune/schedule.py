@@ -27,13 +27,14 @@ def geometric(progress: float, start: float, end: float) -> float:
 def paper_exponential(progress: float, start: float, end: float) -> float:
     """``start - 1 + beta ** progress`` with ``beta = 1 - start + end``: the paper's printed formula.
 
-    Paper: it does not exist for ``start - end >= 1`` although starts of 5 and 10 are reported, and is nearly a straight line
-    below that; hence :func:`geometric` is the default.
+    Paper: it does not exist for ``start - end >= 1`` although starts of 5 and 10 are reported, and is nearly a
+    straight line below that; hence :func:`geometric` is the default.
     """
     base = 1 - start + end
     if base <= 0:
         raise SmartpruneError(
-            f"schedule 'paper_exponential' needs start - end < 1, got start={start:g}, end={end:g}; use schedule='geometric'"
+            f"schedule 'paper_exponential' needs start - end < 1, got start={start:g}, end={end:g}; "
+            "use schedule='geometric'"
         )
     return end if progress >= 1 else float(start - 1 + base**progress)
 

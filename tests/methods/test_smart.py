@@ -6,10 +6,10 @@ import math
 
 import pytest
 import torch
-import zoo
 from torch import nn
 
 import smartprune as sp
+import zoo
 from smartprune.methods.method import make, settings
 
 
@@ -21,9 +21,9 @@ def slow_block_means(weight: torch.Tensor, step: tuple[int, int]) -> list[float]
     """Mean of |w| block by block, with Python loops, for a [O, I, kh, kw] weight."""
     out = []
     weight = weight.detach()
-    O, I, kh, kw = weight.shape
-    for o in range(0, O, step[0]):
-        for i in range(0, I, step[1]):
+    rows, columns, kh, kw = weight.shape
+    for o in range(0, rows, step[0]):
+        for i in range(0, columns, step[1]):
             for y in range(kh):
                 for x in range(kw):
                     box = weight[o : o + step[0], i : i + step[1], y, x]
@@ -85,7 +85,9 @@ def test_score_gradient_is_the_block_sum_through_the_jacobian() -> None:
     n = layer.n
     g = [float((grad * weight)[layer.grid.expand(torch.eye(n)[i].double()) > 0].sum()) for i in range(n)]
     v = [float(m * (1 - m)) for m in mask]
-    expected = [sum(((v[i] if i == j else 0) - v[i] * v[j] / sum(v)) * g[i] for i in range(n)) / pruner.tau for j in range(n)]
+    expected = [
+        sum(((v[i] if i == j else 0) - v[i] * v[j] / sum(v)) * g[i] for i in range(n)) / pruner.tau for j in range(n)
+    ]
     assert torch.allclose(got, torch.tensor(expected).double(), rtol=1e-3, atol=1e-7)
 
 
@@ -105,9 +107,15 @@ def test_conservation_of_the_scores_sum_under_plain_sgd() -> None:
 
 
 def test_batch_norm_hides_a_layers_scale_from_its_masks() -> None:
-    """A bias-free convolution before batch norm: the loss does not see its scale, so sum(f g) over the layer is zero (Euler)."""
+    """A bias-free convolution before batch norm: the loss does not see its scale, so sum(f g) over the layer is
+    zero (Euler)."""
     model = nn.Sequential(
-        nn.Conv2d(8, 12, 3, bias=False), nn.BatchNorm2d(12, eps=1e-12), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(12, 4)
+        nn.Conv2d(8, 12, 3, bias=False),
+        nn.BatchNorm2d(12, eps=1e-12),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(12, 4),
     ).double()
     pruner = sp.attach(model, sp.Smart(), block=(4, 4), sparsity=0.5, steps=9)
     weight = pruner.blocks.weights[0]
@@ -135,7 +143,10 @@ def train(method: sp.Smart, steps: int = 12, seed: int = 0) -> tuple[sp.Pruner, 
 ABLATION = [
     *(sp.Smart(mask_type=kind) for kind in ("deterministic", "stochastic", "binary", "binary_soft")),
     *(sp.Smart(schedule="fixed", start=start) for start in (1.0, 1e-3)),
-    *(sp.Smart(schedule=name, start=0.5, end=1e-5, unit="absolute") for name in ("geometric", "paper_exponential", "linear")),
+    *(
+        sp.Smart(schedule=name, start=0.5, end=1e-5, unit="absolute")
+        for name in ("geometric", "paper_exponential", "linear")
+    ),
     sp.Smart(schedule="inverse_exponential", start=0.5, end=1e-5, unit="absolute"),
     sp.Smart.paper(),
     sp.Smart.paper(start=10.0),

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-import zoo
 from torch import Tensor, nn
 
 import smartprune as sp
+import zoo
 
 
 @pytest.fixture(params=sorted(zoo.PROMISED))
@@ -30,7 +30,9 @@ class Case:
         self.include = ["grouped"] if name == "mobilenet_block" else []
         self.sparsity = 0.8
 
-    def attach(self, method: object = None, steps: int = 4, model: nn.Module | None = None, **options: object) -> sp.Pruner:
+    def attach(
+        self, method: object = None, steps: int = 4, model: nn.Module | None = None, **options: object
+    ) -> sp.Pruner:
         given = {"block": self.block, "sparsity": self.sparsity, "include": self.include, **options}
         if "budget" in given:
             given.pop("sparsity")
@@ -47,7 +49,9 @@ class Case:
     def loss(self, model: nn.Module | None = None) -> Tensor:
         return nn.functional.cross_entropy((model or self.model)(self.x), self.y)
 
-    def train(self, pruner: sp.Pruner, optimizer: torch.optim.Optimizer, steps: int, model: nn.Module | None = None) -> None:
+    def train(
+        self, pruner: sp.Pruner, optimizer: torch.optim.Optimizer, steps: int, model: nn.Module | None = None
+    ) -> None:
         for _ in range(steps):
             self.loss(model).backward()
             optimizer.step()

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from conftest import Case
 from torch import nn
 
 import smartprune as sp
+from conftest import Case
 
 
 def test_scores_missing_from_the_optimizer(small: Case) -> None:

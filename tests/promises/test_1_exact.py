@@ -5,10 +5,10 @@ from fractions import Fraction
 
 import pytest
 import torch
-from conftest import Case
 from torch import nn
 
 import smartprune as sp
+from conftest import Case
 
 
 def blocks_in(weight: torch.Tensor, layer: object) -> int:

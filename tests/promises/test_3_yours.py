@@ -1,11 +1,12 @@
-"""Promise 3: parameters keep identity, order and names; an early optimizer keeps working; baked keys are the plain ones."""
+"""Promise 3: parameters keep identity, order and names; an early optimizer keeps working; baked keys are the plain
+ones."""
 
 import pytest
 import torch
-from conftest import Case
 from torch import nn
 
 import smartprune as sp
+from conftest import Case
 
 
 def listing(model: nn.Module) -> list[tuple[str, int]]:

@@ -5,12 +5,12 @@ import io
 
 import pytest
 import torch
-from conftest import Case, removed_elements
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 import smartprune as sp
+from conftest import Case, removed_elements
 
 
 @pytest.mark.parametrize("stage", ["search", "frozen"])
@@ -196,7 +196,9 @@ def test_bfloat16_model() -> None:
     sp.bake(case.model)
 
 
-QUIET = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks, and hides it
+QUIET = pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf"
+)  # dynamo looks, and hides it
 
 
 @QUIET

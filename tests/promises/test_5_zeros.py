@@ -4,9 +4,9 @@ import copy
 
 import pytest
 import torch
-from conftest import Case, removed_elements
 
 import smartprune as sp
+from conftest import Case, removed_elements
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=5e-2),

@@ -1,12 +1,13 @@
-"""Promise 6, for a user's own loop: stop anywhere, resume, and end with the same bits. (Real kills: tests/test_resume.py.)"""
+"""Promise 6, for a user's own loop: stop anywhere, resume, and end with the same bits. (Real kills:
+tests/test_resume.py.)"""
 
 import io
 
 import pytest
 import torch
-from conftest import Case
 
 import smartprune as sp
+from conftest import Case
 
 METHODS = [sp.Smart(), sp.Smart(mask_type="stochastic"), sp.Smart(ramp="cubic", clip=1.0), sp.Magnitude()]
 
@@ -19,7 +20,9 @@ def save(case: Case, pruner: sp.Pruner, optimizer: torch.optim.Optimizer) -> io.
 
 
 @pytest.mark.parametrize("stop", [1, 3, 4, 6])
-@pytest.mark.parametrize("method", METHODS, ids=lambda m: f"{m.name}-{getattr(m, 'mask_type', '')}-{getattr(m, 'ramp', '')}")
+@pytest.mark.parametrize(
+    "method", METHODS, ids=lambda m: f"{m.name}-{getattr(m, 'mask_type', '')}-{getattr(m, 'ramp', '')}"
+)
 def test_interrupted_is_uninterrupted(small: Case, method: object, stop: int) -> None:
     pruner = small.attach(method, steps=4)
     optimizer = small.optimizer()

@@ -17,12 +17,14 @@ class Method(Protocol):
     """A frozen dataclass whose fields are its settings, and these functions. All tensors in a state are per block, [n].
 
     - ``check(blocks, steps)`` raises where the settings cannot work; called once, by attach.
-    - ``state(blocks)`` gives the state at the start: tensors [n] (those that require grad are trained by the user's optimizer), or floats.
-    - ``scalars(blocks, state, progress)`` gives numbers that change with progress in [0, 1]; they appear in the state as
-      0-dim tensors on the device, so that :meth:`mask` never waits for the host.
-    - ``mask(blocks, state, seed)`` gives the mask, [n] in [0, 1], at every forward pass; random methods draw from ``seed``, which is
-      None in evaluation.
-    - ``update(blocks, state, progress)``, optional, gives new values for tensors of the state, after every optimizer step.
+    - ``state(blocks)`` gives the state at the start: tensors [n] (those that require grad are trained by the
+      user's optimizer), or floats.
+    - ``scalars(blocks, state, progress)`` gives numbers that change with progress in [0, 1]; they appear in the
+      state as 0-dim tensors on the device, so that :meth:`mask` never waits for the host.
+    - ``mask(blocks, state, seed)`` gives the mask, [n] in [0, 1], at every forward pass; random methods draw from
+      ``seed``, which is None in evaluation.
+    - ``update(blocks, state, progress)``, optional, gives new values for tensors of the state, after every
+      optimizer step.
     - ``rank(blocks, state)`` gives the numbers by which the hard mask is chosen at the end; highest are kept.
     """
 

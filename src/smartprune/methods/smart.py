@@ -1,6 +1,8 @@
-"""SMART: one learnable score per block, a differentiable top-k over all of them, a temperature that falls until the mask is hard.
+"""SMART: one learnable score per block, a differentiable top-k over all of them, a temperature that falls until
+the mask is hard.
 
-``mask = sigmoid((scores - theta) / tau)`` with theta such that ``sum(cost * mask) = limit`` (paper, equations 2 and 5). Scores
+``mask = sigmoid((scores - theta) / tau)`` with theta such that ``sum(cost * mask) = limit`` (paper, equations 2
+and 5). Scores
 start at the mean of the absolute weights and are trained with the weights; at the end the highest scores are kept.
 """
 
@@ -26,9 +28,12 @@ class Smart:
 
     ``start`` and ``end`` are temperatures in units of the spread (standard deviation) of the initial scores, or, with
     ``unit="absolute"``, as the paper prints them. Other fields: ``schedule`` (geometric, paper_exponential, linear,
-    inverse_exponential, fixed); ``init`` of the scores (mean: mean of |w|; l1: sum of |w|; ones); ``mask_type`` (deterministic;
-    stochastic: Bernoulli samples of the mask; binary: hard forward, straight-through gradients; binary_soft: hard forward,
-    gradients of the soft mask); ``train_weights`` during the search; ``ramp`` of the budget ("none", or "cubic": from all
+    inverse_exponential, fixed); ``init`` of the scores (mean: mean of |w|; l1: sum of |w|; ones); ``mask_type``
+    (deterministic;
+    stochastic: Bernoulli samples of the mask; binary: hard forward, straight-through gradients; binary_soft: hard
+    forward,
+    gradients of the soft mask); ``train_weights`` during the search; ``ramp`` of the budget ("none", or "cubic":
+    from all
     blocks down to the budget while the temperature falls); ``clip``: the largest norm of the scores' gradient.
 
     >>> Smart(end=1e-4).end
@@ -83,14 +88,17 @@ class Smart:
         scores = self.init_scores(blocks)
         spread = float((blocks.mean(torch.abs) if self.init == "ones" else scores).double().std(correction=0))
         unit = 1.0 if self.unit == "absolute" else spread or float(scores.double().abs().mean()) or 1.0
-        # where the next search for theta starts, and where the last one ended: (pivot, delta) each. They are two, so that any
+        # where the next search for theta starts, and where the last one ended: (pivot, delta) each. They are two,
+        # so that any
         # number of forward passes between two steps starts at the same place and gives the same bits.
         theta = torch.full((2, 2), math.nan, dtype=torch.float64, device=blocks.device)
         return {"scores": scores.requires_grad_(), "unit": unit, "theta": theta}
 
     def scalars(self, blocks: Blocks, state: State, progress: float) -> dict[str, float]:
         tau = SCHEDULES[self.schedule](progress, self.start, self.end) * state["unit"]
-        limit = float(blocks.limit) if self.ramp == "none" else cubic(progress, float(blocks.total), float(blocks.limit))
+        limit = (
+            float(blocks.limit) if self.ramp == "none" else cubic(progress, float(blocks.total), float(blocks.limit))
+        )
         return {"tau": tau, "limit": limit}
 
     def mask(self, blocks: Blocks, state: State, seed: int | None = None) -> Tensor:
@@ -98,8 +106,8 @@ class Smart:
         if self.clip is not None:
             scores = _clipped(scores, self.clip)
         if self.mask_type == "binary":
-            hard = _hard(blocks, state).to(torch.float32)
-            return hard + (scores - scores.detach())
+            out: Tensor = _hard(blocks, state).to(torch.float32) + (scores - scores.detach())
+            return out
         warm = state["theta"][0].clone()
         soft = soft_topk(scores, state["limit"], state["tau"], blocks.soft_cost, warm=warm)
         state["theta"][1].copy_(warm)
@@ -118,12 +126,14 @@ class Smart:
     def warmth(self, blocks: Blocks, state: State) -> float:
         """How far the soft mask is from a hard one because of its temperature, as a share of the kept blocks.
 
-        What a thousand times colder mask still has, tied scores and the last block of a budget in costs, is not counted.
+        What a thousand times colder mask still has, tied scores and the last block of a budget in costs, is not
+        counted.
         """
         if self.schedule == "fixed" or self.mask_type.startswith("binary"):
             return 0.0
         soft, cold = (
-            soft_topk(state["scores"], state["limit"], state["tau"] * factor, blocks.soft_cost) for factor in (1.0, 1e-3)
+            soft_topk(state["scores"], state["limit"], state["tau"] * factor, blocks.soft_cost)
+            for factor in (1.0, 1e-3)
         )
         keep = blocks.n * blocks.limit / max(blocks.total, 1)
         return float((torch.minimum(soft, 1 - soft).sum() - torch.minimum(cold, 1 - cold).sum()) / (2 * max(keep, 1.0)))
