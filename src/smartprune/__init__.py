@@ -7,7 +7,9 @@ from .methods import METHODS, Magnitude, Smart
 from .plan import Plan, plan
 from .pruner import Pruner, attach, bake
 from .receipt import Receipt
+from .report import report
 from .topk import hard_topk, soft_topk
+from .verify import verify
 
 __version__ = "0.1.0"
 
@@ -27,5 +29,7 @@ __all__ = [
     "macs",
     "params",
     "plan",
+    "report",
     "soft_topk",
+    "verify",
 ]

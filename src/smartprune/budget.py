@@ -50,8 +50,8 @@ class Budget:
             limit = math.floor((1 - self.share) * (total + fixed)) - fixed
             if limit < 0:
                 raise SmartpruneError(
-                    f"macs({float(self.share):g}, of='model') cannot be met: layers that are not pruned take {fixed:,} "
-                    f"of {total + fixed:,} MACs; at most {total / (total + fixed):.4f} can be removed; prune more layers "
+                    f"macs({float(self.share):g}, of='model') cannot be met: layers that are not pruned take "
+                    f"{fixed:,} of {total + fixed:,} MACs; at most {total / (total + fixed):.4f} can be removed; prune more layers "
                     "(include=) or ask for less"
                 )
         return cost, limit

@@ -1,13 +1,11 @@
-"""The guard: removed blocks of a frozen or baked model stay zero, whatever an optimizer's momentum or decay would
-do."""
+"""The guard: removed blocks of a frozen or baked model stay zero, whatever momentum or decay would do to them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
-import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -15,23 +13,55 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from .masking import Masking
 
 
-class _Held:
-    """One weight that is held: its place in a masking, and the version at which it was last known to be clean."""
+class _Group:
+    """The held weights of one masking, and the version at which each was last known to be clean."""
 
-    def __init__(self, masking: Masking, index: int, mask: Tensor, version: int) -> None:
-        self.masking, self.index, self.mask, self.version = masking, index, mask, version
+    def __init__(self, masking: Masking, mask: Tensor) -> None:
+        count = len(masking.grids)
+        self.masking, self.mask = masking, mask
+        self.weights: list[Callable[[], Tensor | None]] = [_gone] * count
+        self.versions = [-1] * count
 
-    def clean(self, weight: Tensor) -> None:
-        if weight._version != self.version:
-            self.zero(weight)
-            self.version = weight._version
+    def add(self, i: int, weight: Tensor, version: int) -> None:
+        self.weights[i], self.versions[i] = ref(weight), version
 
-    def zero(self, tensor: Tensor) -> None:
-        self.masking.multiply_one_(self.mask, self.index, tensor)
+    def zero(self, layers: Sequence[int], weights: Sequence[Tensor]) -> None:
+        if self.mask.device != weights[0].device:
+            self.mask = self.mask.to(weights[0].device)
+        self.masking.multiply_(self.mask, weights, layers)
+        for i, weight in zip(layers, weights, strict=True):
+            self.versions[i] = weight._version
 
 
-_held = WeakTensorKeyDictionary()  # Tensor -> _Held
-_known: WeakSet[Optimizer] = WeakSet()
+class _Work:
+    """What is to be cleaned after a step of one optimizer: weights, by group."""
+
+    def __init__(self, params: list[Tensor]) -> None:
+        self.params, self.epoch = params, _epoch
+        self.groups: dict[int, tuple[_Group, list[int], list[Tensor]]] = {}
+        for weight in params:
+            group, i = _held.get(weight, (None, 0))
+            if group is not None:
+                _, layers, weights = self.groups.setdefault(id(group), (group, [], []))
+                layers.append(i)
+                weights.append(weight)
+
+    def fits(self, params: list[Tensor]) -> bool:
+        return (
+            self.epoch == _epoch
+            and len(params) == len(self.params)
+            and all(a is b for a, b in zip(params, self.params, strict=True))
+        )
+
+
+def _gone() -> Tensor | None:
+    return None
+
+
+_held = WeakTensorKeyDictionary()  # Tensor -> (_Group, number of the layer)
+_groups: WeakValueDictionary[int, _Group] = WeakValueDictionary()  # by the id of the masking, which a group keeps alive
+_works: WeakKeyDictionary[Optimizer, _Work] = WeakKeyDictionary()
+_epoch = 0  # changes with what is held
 _hooked = False
 
 
@@ -41,43 +71,60 @@ def hold(weights: Sequence[nn.Parameter], masking: Masking, mask: Tensor) -> Non
     if not _hooked:
         register_optimizer_step_post_hook(_after_step)
         _hooked = True
+    group = _groups[id(masking)] = _Group(masking, mask)
     for i, weight in enumerate(weights):
-        _held[weight] = _Held(masking, i, masking.piece(mask, i), weight._version)
-    _known.clear()
+        _hold_one(group, i, weight, weight._version)
+
+
+def _hold_one(group: _Group, i: int, weight: Tensor, version: int) -> None:
+    global _epoch
+    _epoch += 1
+    group.add(i, weight, version)
+    _held[weight] = (group, i)
 
 
 def release(weights: Sequence[nn.Parameter]) -> None:
+    global _epoch
+    _epoch += 1
     for weight in weights:
-        _held.pop(weight, None)
+        group, i = _held.pop(weight, (None, 0))
+        if group is not None:
+            group.weights[i] = _gone
 
 
 def clean(weights: Sequence[nn.Parameter], masking: Masking, mask: Tensor) -> None:
     """Zeroes the removed blocks of every weight that was written to since it was last clean."""
+    group = _groups.get(id(masking))
+    if group is None:  # a copy, or a model that was loaded
+        group = _groups[id(masking)] = _Group(masking, mask)
+    stale = []
     for i, weight in enumerate(weights):
-        held = _held.get(weight)
-        if held is None or held.masking is not masking:  # a copy, or a model that was loaded
-            held = _held[weight] = _Held(masking, i, masking.piece(mask, i), -1)
-        held.clean(weight)
+        if group.weights[i]() is not weight:
+            _hold_one(group, i, weight, -1)
+        if group.versions[i] != weight._version:
+            stale.append(i)
+    if stale:
+        group.zero(stale, [weights[i] for i in stale])
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if not _held:
         return
-    first = optimizer not in _known
-    for group in optimizer.param_groups:
-        for weight in group["params"]:
-            held = _held.get(weight)
-            if held is None:
-                continue
-            held.zero(weight)
-            held.version = weight._version
-            if first:  # momentum of before the freeze: gradients of removed blocks are zero from now on
-                for value in optimizer.state.get(weight, {}).values():
-                    if isinstance(value, Tensor) and value.shape == weight.shape:
-                        held.zero(value)
-    _known.add(optimizer)
+    params = [weight for group in optimizer.param_groups for weight in group["params"]]
+    work = _works.get(optimizer)
+    first = work is None or not work.fits(params)
+    if work is None or first:
+        work = _works[optimizer] = _Work(params)
+    for group, layers, weights in work.groups.values():
+        group.zero(layers, weights)
+        if not first:
+            continue
+        # momentum of before the freeze: gradients of removed blocks are zero from now on
+        for i, weight in zip(layers, weights, strict=True):
+            for value in optimizer.state.get(weight, {}).values():
+                if isinstance(value, Tensor) and value.shape == weight.shape:
+                    group.masking.multiply_one_(group.masking.piece(group.mask, i), i, value)
 
 
-@torch.no_grad()
 def is_held(weight: Tensor) -> bool:
     return weight in _held

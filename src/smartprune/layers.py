@@ -114,9 +114,8 @@ def find(
     """All weights with two axes or more: those to be cut, in definition order, and those left alone, with the reason.
 
     Left alone unless ``include`` names them (by glob such as ``"head.*"`` or by type): grouped and depthwise
-    convolutions,
-    the stem that reads the image (the first convolution, if it reads at most 4 channels) and the classifier (the last
-    layer). ``skip`` takes layers out, and wins over ``include``.
+    convolutions, the stem that reads the image (the first convolution, if it reads at most 4 channels) and the
+    classifier (the last layer). ``skip`` takes layers out, and wins over ``include``.
     """
     wanted, unwanted = as_patterns(include, "include"), as_patterns(skip, "skip")
     sites: dict[int, list[Candidate]] = {}

@@ -1,9 +1,7 @@
-"""SMART: one learnable score per block, a differentiable top-k over all of them, a temperature that falls until
-the mask is hard.
+"""SMART: a learnable score per block, a differentiable top-k over all of them, a temperature that falls.
 
-``mask = sigmoid((scores - theta) / tau)`` with theta such that ``sum(cost * mask) = limit`` (paper, equations 2
-and 5). Scores
-start at the mean of the absolute weights and are trained with the weights; at the end the highest scores are kept.
+``mask = sigmoid((scores - theta) / tau)`` with theta such that ``sum(cost * mask) = limit`` (paper, equations 2 and 5).
+Scores start at the mean of the absolute weights and train with the weights; at the end the highest are kept.
 """
 
 from __future__ import annotations
@@ -26,15 +24,15 @@ from .method import State, choose
 class Smart:
     """Settings of SMART. With none given, the temperature range fits the model's own weights.
 
-    ``start`` and ``end`` are temperatures in units of the spread (standard deviation) of the initial scores, or, with
-    ``unit="absolute"``, as the paper prints them. Other fields: ``schedule`` (geometric, paper_exponential, linear,
-    inverse_exponential, fixed); ``init`` of the scores (mean: mean of |w|; l1: sum of |w|; ones); ``mask_type``
-    (deterministic;
-    stochastic: Bernoulli samples of the mask; binary: hard forward, straight-through gradients; binary_soft: hard
-    forward,
-    gradients of the soft mask); ``train_weights`` during the search; ``ramp`` of the budget ("none", or "cubic":
-    from all
-    blocks down to the budget while the temperature falls); ``clip``: the largest norm of the scores' gradient.
+    - ``start``, ``end``: temperatures, in units of the spread (standard deviation) of the initial scores, or with
+      ``unit="absolute"`` as the paper prints them;
+    - ``schedule``: geometric, paper_exponential, linear, inverse_exponential or fixed;
+    - ``init`` of the scores: mean (of |w|), l1 (sum of |w|) or ones;
+    - ``mask_type``: deterministic; stochastic (Bernoulli samples of the mask); binary (hard forward, straight-through
+      gradients to scores and weights); binary_soft (hard forward, gradients of the soft mask);
+    - ``train_weights``: whether the pruned weights train during the search;
+    - ``ramp`` of the budget: none, or cubic (from all blocks down to the budget while the temperature falls);
+    - ``clip``: the largest norm of the scores' gradient.
 
     >>> Smart(end=1e-4).end
     0.0001

@@ -1,0 +1,74 @@
+"""What the documentation shows is executed: code blocks, docstrings and examples."""
+
+import doctest
+import importlib
+import pkgutil
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import smartprune as sp
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+SNIPPETS = [
+    pytest.param(text, id=f"{page.name}-{i}")
+    for page in PAGES
+    for i, text in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.S))
+]
+
+
+def setting() -> dict[str, object]:
+    """What a snippet may take for granted: a user's model, data, loss and optimizer."""
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 32, 3), nn.Flatten(), nn.Linear(32 * 16, 10))
+    data = [(torch.randn(2, 3, 8, 8), torch.randint(0, 10, (2,)))] * 8
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    return {
+        "model": model,
+        "loader": data,
+        "criterion": nn.functional.cross_entropy,
+        "optimizer": optimizer,
+        "x": data[0][0],
+    }
+
+
+@pytest.mark.parametrize("text", SNIPPETS)
+def test_snippets_run(text: str) -> None:
+    scope = setting()
+    exec(text.replace("steps=7640", "steps=6"), scope)
+    if "bake" in text:
+        assert isinstance(scope["receipt"], sp.Receipt)
+
+
+def modules() -> list[str]:
+    names = [m.name for m in pkgutil.walk_packages(sp.__path__, "smartprune.") if "triton" not in m.name]
+    return [name for name in names if not name.endswith("__main__")]
+
+
+@pytest.mark.parametrize("name", modules())
+def test_docstrings(name: str) -> None:
+    failed, _ = doctest.testmod(importlib.import_module(name))
+    assert failed == 0
+
+
+def test_example_of_a_plain_loop(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("sklearn")
+    main = runpy.run_path(str(ROOT / "examples" / "your_loop.py"))["main"]
+    accuracy, receipt = main(epochs=4)
+    assert receipt.met
+    assert accuracy > 0.5
+
+
+def test_the_plus_lines_are_few() -> None:
+    lines = (ROOT / "examples" / "your_loop.py").read_text().splitlines()
+    assert sum(line.endswith("# +") for line in lines) == 5
+
+
+def test_links_lead_somewhere() -> None:
+    for page in PAGES:
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
