@@ -20,8 +20,13 @@ from torch.autograd.function import once_differentiable
 
 from .errors import SmartpruneError
 
+FLIP = 0.8
 LIMIT = 60.0  # |z| is cut here: exp(-60) is still a normal float32, and denormals cost a factor of two
 VANISHED = 1e-20  # sum(cost * v) below this share of sum(cost) means every block is decided: the gradient is zero
+# The sum may miss k by the first share of min(k, sum(cost) - k), more if |z| is large because the sum then moves in
+# steps of |z| ulp. Where few blocks are undecided it may miss by the second share of sum(cost * v), which bounds the
+# error of one element. Below the third share lies the noise of the sum.
+TOLERANCES = {torch.float32: (5e-7, 1e-4, 2e-8), torch.float64: (1e-12, 1e-9, 1e-14)}
 TAU_RANGE = (1e-30, 1e30)
 BACKEND = os.environ.get("SMARTPRUNE_TOPK", "auto")  # auto, triton or torch; the CPU solver serves auto only
 
@@ -56,63 +61,22 @@ def soft_topk(
     tensor(True)
     """
     if torch.compiler.is_compiling():
-        result: Tensor = _apply_uncompiled(scores, k, tau, cost, warm)
-        return result
-    return _apply(scores, k, tau, cost, warm)
-
-
-def _apply(scores: Tensor, k: float | Tensor, tau: float | Tensor, cost: Tensor | None, warm: Tensor | None) -> Tensor:
-    _check_vectors("soft_topk", scores, cost)
-    device = scores.device
-    if warm is not None and (warm.shape != (2,) or warm.dtype != torch.float64 or warm.device != device):
-        raise SmartpruneError(
-            f"soft_topk: warm is {_kind(warm)}; it must be float64 [2] on {device}: "
-            "make it with torch.full((2,), math.nan, dtype=torch.float64)"
-        )
-    k, tau = _number("k", k, device), _number("tau", tau, device)
-    if not isinstance(tau, Tensor) and not TAU_RANGE[0] <= tau <= TAU_RANGE[1]:
-        raise SmartpruneError(f"soft_topk: tau={tau!r}: {_FACTS[2]}")
-    if not isinstance(k, Tensor) and not (0 <= k <= scores.numel() if cost is None else 0 <= k < math.inf):
-        _refuse_k(k, scores.numel() if cost is None else None)
-    if device.type == "cuda":
-        check_device(device)
+        return _compiled(scores, k, tau, cost, warm)
+    k, tau = _check(scores, k, tau, cost, warm)
     mask: Tensor = _SoftTopk.apply(scores, k, tau, cost, warm)  # type: ignore[no-untyped-call]
     return mask
-
-
-_apply_uncompiled: Any = torch.compiler.disable(_apply)  # type: ignore[no-untyped-call]
 
 
 class _SoftTopk(torch.autograd.Function):
     # What backward needs lives in plain attributes: reentrant checkpointing passes here once per segment.
     @staticmethod
     def forward(
-        ctx: Any,
-        scores: Tensor,
-        k: float | Tensor,
-        tau: float | Tensor,
-        cost: Tensor | None,
-        warm: Tensor | None,
+        ctx: Any, scores: Tensor, k: float | Tensor, tau: float | Tensor, cost: Tensor | None, warm: Tensor | None
     ) -> Tensor:
-        dtype = torch.float64 if scores.dtype == torch.float64 else torch.float32
-        solver = _solver(scores)
-        x = scores.detach().contiguous() if solver == "triton" else scores.detach().to(dtype).contiguous()
+        mask, ctx.x, ctx.c, ctx.state = _forward(scores.detach(), k, tau, cost, warm)
         # A kept copy cannot be modified in place, a kept view can: hence the version.
-        ctx.version = scores._version if x.data_ptr() == scores.data_ptr() else None
-        ctx.scores, ctx.x, ctx.dtype = scores.detach(), x, scores.dtype
-        c = None if cost is None else cost.detach()
-        if solver == "cpu":
-            assert not isinstance(k, Tensor)
-            assert not isinstance(tau, Tensor)
-            mask, ctx.c, ctx.state = _forward_cpu(x, k, tau, c, warm)
-        elif solver == "torch":
-            mask, ctx.c, ctx.state = _forward_plain(x, k, tau, c, warm)
-        else:
-            from . import topk_triton
-
-            ctx.c = None if c is None else c.to(dtype).contiguous()
-            mask, ctx.state = topk_triton.forward(x, k, tau, ctx.c, warm)
-        ctx.solver = solver
+        ctx.version = scores._version if ctx.x.data_ptr() == scores.data_ptr() else None
+        ctx.scores = scores.detach()
         return mask
 
     @staticmethod
@@ -123,16 +87,96 @@ class _SoftTopk(torch.autograd.Function):
                 "soft_topk: scores were modified in place between forward and backward; backward must see them "
                 "unchanged: call optimizer.step() after backward()"
             )
-        g = grad.contiguous()
-        if ctx.solver == "cpu":
-            out = _backward_cpu(ctx.x, g, ctx.c, ctx.state)
-        elif ctx.solver == "torch":
-            out = _backward_plain(ctx.x, g, ctx.c, ctx.state)
-        else:
-            from . import topk_triton
+        return _backward(ctx.x, grad.contiguous(), ctx.c, ctx.state).to(ctx.scores.dtype), None, None, None, None
 
-            out = topk_triton.backward(ctx.x, g, ctx.c, ctx.state)
-        return out.to(ctx.dtype), None, None, None, None
+
+_State = tuple[float, float, float]  # pivot, delta, tau; a tensor of these and sum(cost) where a device holds them
+
+
+def _forward(
+    scores: Tensor, k: float | Tensor, tau: float | Tensor, cost: Tensor | None, warm: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None, _State | Tensor]:
+    solver = _solver(scores)
+    dtype = torch.float64 if scores.dtype == torch.float64 else torch.float32
+    if solver == "triton":
+        from . import topk_triton
+
+        x, c = scores.contiguous(), None if cost is None else cost.detach().to(dtype).contiguous()
+        mask, state = topk_triton.forward(x, k, tau, c, warm)
+        return mask, x, c, state
+    x = scores.to(dtype).contiguous()
+    if solver == "torch":
+        return _forward_plain(x, k, tau, cost, warm)
+    return _forward_cpu(x, float(k), float(tau), cost, warm)
+
+
+def _backward(x: Tensor, g: Tensor, c: Tensor | None, state: _State | Tensor) -> Tensor:
+    if not isinstance(state, Tensor):
+        return _backward_cpu(x, g, c, state)
+    if _solver(x) == "torch":
+        return _backward_plain(x, g, c, state)
+    from . import topk_triton
+
+    return topk_triton.backward(x, g, c, state)
+
+
+# Under torch.compile: one opaque node, no graph break, and nothing to recompile while tau cools in a tensor.
+
+
+def _compiled(
+    scores: Tensor, k: float | Tensor, tau: float | Tensor, cost: Tensor | None, warm: Tensor | None
+) -> Tensor:
+    start = scores.new_full((2,), math.nan, dtype=torch.float64) if warm is None else warm
+    mask: Tensor
+    mask, end, _ = _node(scores, _scalar(k, scores.device), _scalar(tau, scores.device), cost, start)
+    if warm is not None:
+        warm.copy_(end.detach())
+    return mask
+
+
+def _scalar(value: float | Tensor, device: torch.device) -> Tensor:
+    if isinstance(value, Tensor):
+        return value.detach().to(device, torch.float64)
+    return torch.full((), value, dtype=torch.float64, device=device)
+
+
+@torch.library.custom_op("smartprune::soft_topk", mutates_args=())
+def _node(scores: Tensor, k: Tensor, tau: Tensor, cost: Tensor | None, warm: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    end = warm.clone()
+    mask, _, _, state = _forward(scores, *_check(scores, k, tau, cost, end), cost, end)
+    return mask, end, state if isinstance(state, Tensor) else torch.tensor((*state, 0.0), dtype=torch.float64)
+
+
+@torch.library.custom_op("smartprune::soft_topk_backward", mutates_args=())
+def _node_backward(scores: Tensor, grad: Tensor, cost: Tensor | None, state: Tensor) -> Tensor:
+    known = tuple(state[:3].tolist()) if _solver(scores) == "cpu" else state
+    x = scores.contiguous() if _solver(scores) == "triton" else scores.to(grad.dtype).contiguous()
+    c = None if cost is None else cost.to(grad.dtype).contiguous()
+    return _backward(x, grad.contiguous(), c, known).to(scores.dtype)
+
+
+@_node.register_fake
+def _(scores: Tensor, k: Tensor, tau: Tensor, cost: Tensor | None, warm: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    dtype = torch.float64 if scores.dtype == torch.float64 else torch.float32
+    mask = torch.empty(scores.shape, dtype=dtype, device=scores.device)
+    return mask, torch.empty_like(warm), warm.new_empty(4)
+
+
+@_node_backward.register_fake
+def _(scores: Tensor, grad: Tensor, cost: Tensor | None, state: Tensor) -> Tensor:
+    return torch.empty(scores.shape, dtype=scores.dtype, device=scores.device)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    ctx.save_for_backward(inputs[0], inputs[3], output[2])
+
+
+def _node_gradient(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor, None, None, None, None]:
+    scores, cost, state = ctx.saved_tensors
+    return _node_backward(scores, grad, cost, state), None, None, None, None
+
+
+_node.register_autograd(_node_gradient, setup_context=_keep)
 
 
 def _solver(scores: Tensor) -> str:
@@ -152,12 +196,10 @@ def _has_triton() -> bool:
 
 # CPU: a few passes over chunks that stay in cache.
 
-_State = tuple[float, float, float]  # pivot, delta, tau
-
 
 def _forward_cpu(
     x: Tensor, k: float, tau: float, cost: Tensor | None, warm: Tensor | None
-) -> tuple[Tensor, Tensor | None, _State]:
+) -> tuple[Tensor, Tensor, Tensor | None, _State]:
     low, high = (float(v) for v in torch.aminmax(x))
     if not math.isfinite(low) or not math.isfinite(high):
         raise SmartpruneError(f"soft_topk: {_FACTS[1]}")
@@ -183,7 +225,7 @@ def _forward_cpu(
         theta = _solve(x, target, tau, c, total, (low, high), mask, start)
     if warm is not None:
         warm.copy_(torch.tensor(theta if edge else (math.nan, math.nan), dtype=torch.float64))
-    return mask, c, (*theta, tau)
+    return mask, x, c, (*theta, tau)
 
 
 def _solve(
@@ -198,9 +240,10 @@ def _solve(
 ) -> tuple[float, float]:
     """Safeguarded third-order Newton on z -> z + u; fills mask and returns (pivot, delta)."""
     rounding = np.float64 if x.dtype == torch.float64 else np.float32
-    relative, floor = (1e-12, 1e-14) if x.dtype == torch.float64 else (5e-7, 1e-7)
-    tolerance = max(relative * min(k, total - k), floor * k)
     logit = math.log(k) - math.log(total - k)
+    loose, fine, noise = TOLERANCES[x.dtype]
+    loose, noise = loose * min(k, total - k) * (1 + abs(logit) / 4), noise * min(k, total - k)
+    flip = k > FLIP * total  # nearly all are kept: sum what is dropped, the sum of what is kept would round it away
     slack = 1e-6 * (span[1] - span[0]) + tau
     low, high = span[0] - tau * logit - slack, span[1] - tau * logit + slack
     located = start is None
@@ -209,41 +252,44 @@ def _solve(
         pivot, delta = 0.5 * low + 0.5 * high, 0.0
     low, high = low - pivot, high - pivot  # from here on: offsets from the pivot, like delta
     step, before = math.inf, math.inf
-    final = False
-    for _ in range(200):
+    stale = cut = True
+    for _ in range(100):
         moved = float(rounding(pivot + delta))
         shift = pivot - moved
         pivot, delta, low, high = moved, delta + shift, low + shift, high + shift
-        cut = max(span[1] - pivot, pivot - span[0]) > LIMIT * tau
-        F, A, B = _sums(x, c, pivot, delta, tau, mask, cut, not final)
-        r = F - k
-        if final or abs(r) <= tolerance:
+        cut = max(span[1] - pivot, pivot - span[0]) > (LIMIT - 1) * tau
+        F, A, B = _sums(x, c, pivot, delta, tau, mask, cut, flip)
+        r, B = (total - k - F, -B) if flip else (F - k, B)
+        stale = flip
+        tolerance = max(min(loose, fine * A), noise)
+        if abs(r) <= tolerance:
             break
         low, high = (delta, high) if r > 0 else (low, delta)
-        u, left = _newton(F, A, B, k, total)
+        u, left = _newton(r, A, B, k, total)
+        new = delta - tau * u
         if abs(u) > 1 and not located:  # the warm start is off: two passes locate theta better than ten steps
             located = True
             p, d = _locate(x, k, tau, c, total, span)
-            new = (p - pivot) + d
-            left = math.inf
-        else:
-            new = delta - tau * u
+            new, left = (p - pivot) + d, math.inf
         if not low < new < high or abs(new - delta) > 0.5 * before:
             new, left = 0.5 * low + 0.5 * high, math.inf
         if new in (delta, low, high):
             break
-        before, step = step, abs(new - delta)
-        delta, final = new, left <= 0.5 * tolerance
+        before, step, delta, stale = step, abs(new - delta), new, True
+        if left <= 0.5 * tolerance:
+            break
+    if stale:
+        _sums(x, c, pivot, delta, tau, mask, cut, None)
     return pivot, delta
 
 
-def _newton(F: float, A: float, B: float, k: float, total: float) -> tuple[float, float]:
-    """Step u towards sum(c sigmoid(z + u)) = k, and a bound on what is left of the residual after it.
+def _newton(r: float, A: float, B: float, k: float, total: float) -> tuple[float, float]:
+    """Step u towards sum(c sigmoid(z + u)) = k, and a bound on what is left of the residual r after it.
 
     |sigmoid'''| <= sigmoid', hence after the exact root of the quadratic at most A (e^|u| - 1 - |u| - u^2 / 2) is
     left. Far away Newton runs on the logit of the mean, which is exact for equal scores.
     """
-    r = F - k
+    F = k + r
     if A <= 0 or not 0 < F < total:
         return math.copysign(math.inf, -r), math.inf
     root = A * A - 2 * r * B
@@ -255,29 +301,40 @@ def _newton(F: float, A: float, B: float, k: float, total: float) -> tuple[float
 
 
 def _sums(
-    x: Tensor, c: Tensor | None, pivot: float, delta: float, tau: float, mask: Tensor, cut: bool, sums: bool
+    x: Tensor, c: Tensor | None, pivot: float, delta: float, tau: float, mask: Tensor, cut: bool, flip: bool | None
 ) -> tuple[float, float, float]:
-    """One pass: writes the mask and returns sum(c m), sum(c m (1 - m)) and sum(c m (1 - m) (1 - 2 m))."""
+    """One pass: writes m = sigmoid(z), or of -z if flip; returns sum(c m), sum(c v) and sum(c v (1 - 2 m)).
+
+    flip None: the mask alone, no sums. v = m (1 - m).
+    """
     F = A = M = 0.0
+    tau = -tau if flip else tau
     shift = torch.tensor(-delta / tau, dtype=x.dtype)
     size = _chunk(x)
     buffer = torch.empty(min(size, x.numel()), dtype=x.dtype)
     for i in range(0, x.numel(), size):
         m = mask[i : i + size]
         _z(x[i : i + size], pivot, shift, tau, cut, m).sigmoid_()
-        if not sums:
+        if flip is None:
             continue
         v = buffer[: m.numel()]
         if c is None:
-            F += m.sum().item()
+            F += _total(m)
             torch.addcmul(m, m, m, value=-1, out=v)
         else:
             torch.mul(m, c[i : i + size], out=v)
-            F += v.sum().item()
+            F += _total(v)
             v.addcmul_(v, m, value=-1)
         A += v.sum().item()
         M += torch.dot(v, m).item()
     return F, A, A - 2 * M
+
+
+def _total(x: Tensor) -> float:
+    """Sum with float32 runs of 256 elements, the rest in float64: nearly as exact as float64, four times as fast."""
+    whole = x.numel() & ~255
+    total = x[:whole].view(-1, 256).sum(1).sum(dtype=torch.float64).item()
+    return total + x[whole:].sum(dtype=torch.float64).item() if whole < x.numel() else total
 
 
 def _z(x: Tensor, pivot: float, shift: Tensor, tau: float, cut: bool, out: Tensor) -> Tensor:
@@ -415,13 +472,9 @@ STEPS = 64
 
 def _forward_plain(
     x: Tensor, k: float | Tensor, tau: float | Tensor, cost: Tensor | None, warm: Tensor | None
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    def scalar(value: float | Tensor) -> Tensor:
-        wide = {"dtype": torch.float64, "device": x.device}
-        return value.to(**wide) if isinstance(value, Tensor) else torch.full((), value, **wide)
-
-    kept, heat = scalar(k), scalar(tau)
-    total = scalar(x.numel()) if cost is None else cost.sum(dtype=torch.float64)
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    kept, heat = _scalar(k, x.device), _scalar(tau, x.device)
+    total = _scalar(x.numel(), x.device) if cost is None else cost.sum(dtype=torch.float64)
     low, high = torch.aminmax(x)
     code = (~(torch.isfinite(low) & torch.isfinite(high))).int()
     code = code + 2 * (~((heat >= TAU_RANGE[0]) & (heat <= TAU_RANGE[1]))).int()
@@ -435,11 +488,16 @@ def _forward_plain(
     if x.device.type == "cpu":
         _raise(int(code), "soft_topk: ")
     else:
-        device_flag(x.device)[0].copy_(code.view(1), non_blocking=True)
-    tight = (1e-12, 1e-14) if x.dtype == torch.float64 else (5e-7, 1e-7)
+        # The codes pile up on the device: a later, correct call must not wipe out one the host has not seen yet.
+        pinned, _, codes = device_flag(x.device)
+        pinned.copy_(codes.bitwise_or_(code), non_blocking=True)
     goal = torch.minimum(torch.maximum(kept, 1e-9 * total), (1 - 1e-9) * total)
-    tolerance = torch.maximum(tight[0] * torch.minimum(goal, total - goal), tight[1] * goal)
-    bias = heat * torch.log(goal / (total - goal))
+    logit = torch.log(goal) - torch.log(total - goal)
+    loose, fine, noise = TOLERANCES[x.dtype]
+    smaller = torch.minimum(goal, total - goal)
+    flip = goal > FLIP * total
+    sign = torch.where(flip, -1.0, 1.0).to(x.dtype)
+    bias = heat * logit
     slack = 1e-6 * (high.double() - low.double()) + heat
     down, up = low - bias - slack, high - bias + slack
     pivot, delta = 0.5 * down + 0.5 * up, torch.zeros_like(down)
@@ -453,15 +511,17 @@ def _forward_plain(
         moved = (pivot + delta).to(x.dtype).double()
         shift = pivot - moved
         pivot, delta, down, up = moved, delta + shift, down + shift, up + shift
-        mask = _z_plain(x, pivot, delta, heat).sigmoid_()
+        mask = _z_plain(x, pivot, delta, heat).mul_(sign).sigmoid_()
         weighted = mask if c is None else mask * c
-        r = weighted.sum(dtype=torch.float64) - goal
+        amount = weighted.sum(dtype=torch.float64)
+        r = torch.where(flip, total - goal - amount, amount - goal)
         slope = (weighted * (1 - mask)).sum(dtype=torch.float64)
         down, up = torch.where(r > 0, delta, down), torch.where(r > 0, up, delta)
         new = delta + heat * r / slope
         safe = (new > down) & (new < up) & ((new - delta).abs() <= 0.5 * before)
         new = torch.where(safe, new, 0.5 * down + 0.5 * up)
-        new = torch.where(r.abs() <= tolerance, delta, new)
+        tolerance = torch.minimum(loose * smaller * (1 + logit.abs() / 4), fine * slope)
+        new = torch.where(r.abs() <= torch.maximum(tolerance, noise * smaller), delta, new)
         before, step, delta = step, (new - delta).abs(), new
     mask = _z_plain(x, pivot, delta, heat).sigmoid_()
     none, every = kept <= 0, kept >= total
@@ -470,7 +530,7 @@ def _forward_plain(
         unsolved = none | every | (code > 0)
         warm.copy_(torch.stack((pivot, delta)).masked_fill_(unsolved, math.nan))
     pivot = pivot.masked_fill(every, -math.inf).masked_fill_(none, math.inf)
-    return mask, c, torch.stack((pivot, delta, heat, total))
+    return mask, x, c, torch.stack((pivot, delta, heat, total))
 
 
 def _z_plain(x: Tensor, pivot: Tensor, delta: Tensor, tau: Tensor) -> Tensor:
@@ -489,15 +549,15 @@ def _backward_plain(x: Tensor, g: Tensor, c: Tensor | None, state: Tensor) -> Te
 
 # Errors. A CUDA call cannot raise without waiting for the device: it returns NaN and a code; the next call raises.
 
-_flags: dict[int, tuple[Tensor, Any]] = {}
+_flags: dict[int, tuple[Tensor, Any, Tensor]] = {}
 
 
-def device_flag(device: torch.device) -> tuple[Tensor, Any]:
-    """The pinned int32 of a CUDA device that kernels write error codes to, and the same memory as an array."""
+def device_flag(device: torch.device) -> tuple[Tensor, Any, Tensor]:
+    """A pinned int32 per CUDA device that receives error codes, the same memory as an array, and an int32 there."""
     index = _index(device)
     if index not in _flags:
         pinned = torch.zeros(1, dtype=torch.int32, pin_memory=index >= 0)
-        _flags[index] = (pinned, pinned.numpy())
+        _flags[index] = (pinned, pinned.numpy(), torch.zeros(1, dtype=torch.int32, device=device))
     return _flags[index]
 
 
@@ -518,6 +578,7 @@ def check_device(device: torch.device | str | int | None = None) -> None:
         if index in _flags and _flags[index][1][0]:
             code = int(_flags[index][1][0])
             _flags[index][1][0] = 0
+            _flags[index][2].zero_()
             _raise(code, f"soft_topk: in an earlier call on cuda:{index} (its mask is NaN) ")
 
 
@@ -546,6 +607,27 @@ def _check_vectors(where: str, scores: Tensor, cost: Tensor | None) -> None:
             f"{where}: cost is {_kind(cost)}; it must be real, {list(scores.shape)} and on {scores.device}, one cost "
             "per score"
         )
+
+
+def _check(
+    scores: Tensor, k: float | Tensor, tau: float | Tensor, cost: Tensor | None, warm: Tensor | None
+) -> tuple[float | Tensor, float | Tensor]:
+    """Everything that can be known without reading CUDA memory; k and tau as float unless they live there."""
+    _check_vectors("soft_topk", scores, cost)
+    device = scores.device
+    if warm is not None and (warm.shape != (2,) or warm.dtype != torch.float64 or warm.device != device):
+        raise SmartpruneError(
+            f"soft_topk: warm is {_kind(warm)}; it must be float64 [2] on {device}: "
+            "make it with torch.full((2,), math.nan, dtype=torch.float64)"
+        )
+    k, tau = _number("k", k, device), _number("tau", tau, device)
+    if not isinstance(tau, Tensor) and not TAU_RANGE[0] <= tau <= TAU_RANGE[1]:
+        raise SmartpruneError(f"soft_topk: tau={tau!r}: {_FACTS[2]}")
+    if not isinstance(k, Tensor) and not (0 <= k <= scores.numel() if cost is None else 0 <= k < math.inf):
+        _refuse_k(k, scores.numel() if cost is None else None)
+    if device.type == "cuda":
+        check_device(device)
+    return k, tau
 
 
 def _number(name: str, value: float | Tensor, device: torch.device) -> float | Tensor:

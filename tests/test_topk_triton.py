@@ -1,0 +1,248 @@
+"""The CUDA kernels: in the interpreter of Triton where there is no GPU (in a child process), else on the GPU."""
+
+import importlib.util
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from smartprune import topk
+from smartprune.errors import SmartpruneError
+from smartprune.topk import check_device, soft_topk
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+TAUS = (10.0, 1e-3, 1e-7)
+
+needs_interpreter = pytest.mark.skipif(not (HAS_TRITON and INTERPRETED), reason="runs in the interpreted child process")
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available() or INTERPRETED, reason="needs a CUDA device")
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
+@pytest.mark.skipif(INTERPRETED, reason="this is the child process")
+def test_kernels_in_the_interpreter() -> None:
+    # The interpreter is chosen when triton is imported, hence a process of its own.
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__, "-m", "not gpu"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment["PYTHONPATH"] = str(Path(topk.__file__).parents[1])
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "passed" in done.stdout
+
+
+def make(kind: str, n: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
+    x = torch.randn(n, generator=torch.Generator().manual_seed(n))
+    table = {"means": x.abs() * 0.02, "near one": 1 + 1e-5 * x, "equal": torch.full((n,), 0.3), "huge": x * 1e4}
+    return table[kind].to(device, dtype)
+
+
+def costs(n: int, device: str = "cpu") -> Tensor:
+    return (10 ** (6 * torch.rand(n, generator=torch.Generator().manual_seed(1)))).to(device)
+
+
+def no_start(device: str = "cpu") -> Tensor:
+    return torch.full((2,), math.nan, dtype=torch.float64, device=device)
+
+
+def reference(x: Tensor, k: float, tau: float, cost: Tensor | None, g: Tensor) -> tuple[Tensor, Tensor]:
+    """Float64 on the CPU, through the solver that test_topk.py compares with slow loops."""
+    leaf = x.detach().cpu().double().requires_grad_()
+    mask = soft_topk(leaf, k, tau, None if cost is None else cost.cpu().double())
+    mask.backward(g.cpu().double())
+    assert leaf.grad is not None
+    return mask.detach(), leaf.grad
+
+
+def compare(x: Tensor, k: float, tau: float, cost: Tensor | None, g: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(topk, "BACKEND", "auto")
+    mask, grad = reference(x, k, tau, cost, g)
+    monkeypatch.setattr(topk, "BACKEND", "triton")
+    leaf = x.clone().requires_grad_()
+    warm = no_start(str(x.device))
+    got = soft_topk(leaf, k, tau, cost, warm=warm)
+    got.backward(g.to(got.dtype))
+    assert leaf.grad is not None
+    again = soft_topk(x, k, tau, cost, warm=warm)
+    tight = x.dtype == torch.float64
+    spent = float((got.detach().double() * (1 if cost is None else cost)).sum())
+    assert abs(spent / k - 1) < (1e-10 if tight else 1e-5)
+    assert float((got.detach().cpu() - mask).abs().max()) < (1e-8 if tight else 3e-4)
+    assert float((again - got.detach()).abs().max()) < (1e-8 if tight else 3e-4)
+    scale = float(grad.abs().max()) + 1e-2 / tau
+    assert float((leaf.grad.cpu() - grad).abs().max()) < (1e-6 if tight else 2e-3) * scale
+
+
+@needs_interpreter
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("kind", ["means", "near one", "equal", "huge"])
+def test_interpreted(kind: str, weighted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    for n in (2, 600):
+        x, cost = make(kind, n), costs(n) if weighted else None
+        g = torch.randn(n, generator=torch.Generator().manual_seed(5))
+        total = float(n if cost is None else cost.double().sum())
+        for tau in TAUS:
+            for share in (0.5,) if n == 2 else (0.3, 1 - 1 / n):
+                compare(x, share * total, tau, cost, g, monkeypatch)
+
+
+@needs_interpreter
+def test_interpreted_float64_and_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    g = torch.randn(300, generator=torch.Generator().manual_seed(5))
+    for tau in (1.0, 1e-4):
+        compare(make("means", 300, torch.float64), 77.5, tau, None, g, monkeypatch)
+        x = make("means", 300, torch.bfloat16).requires_grad_()
+        mask = soft_topk(x, 77, tau)
+        mask.backward(g)
+        assert mask.dtype == torch.float32
+        assert x.grad is not None
+        assert x.grad.dtype == torch.bfloat16
+
+
+@needs_interpreter
+def test_interpreted_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(topk, "BACKEND", "triton")
+    for k, value in ((0, 0.0), (5, 1.0)):
+        x = torch.arange(5.0, requires_grad=True)
+        mask = soft_topk(x, k, 0.1)
+        mask.sum().backward()
+        assert mask.tolist() == [value] * 5
+        assert x.grad is not None
+        assert x.grad.tolist() == [0.0] * 5
+
+
+@needs_interpreter
+@pytest.mark.parametrize(
+    ("x", "cost", "text"),
+    [
+        (torch.tensor([1.0, math.nan]), None, "scores hold NaN"),
+        (torch.tensor([1.0, -math.inf]), None, "scores hold NaN"),
+        (torch.ones(2), torch.tensor([2.0, -1.0]), "cost holds a negative"),
+        (torch.ones(2), torch.tensor([0.2, 0.3]), "k is outside"),
+    ],
+)
+def test_interpreted_errors(x: Tensor, cost: Tensor | None, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(topk, "BACKEND", "triton")
+    with pytest.raises(SmartpruneError, match=text):
+        soft_topk(x, 1, 0.1, cost)
+    soft_topk(torch.ones(2), 1, 0.1)  # the flag is cleared
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("kind", ["means", "near one", "equal", "huge"])
+@pytest.mark.parametrize("n", [2, 1000, 100_000, 1_000_000])
+def test_gpu(kind: str, n: int, weighted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, cost = make(kind, n, device="cuda"), costs(n, "cuda") if weighted else None
+    g = torch.randn(n, generator=torch.Generator().manual_seed(5)).cuda()
+    total = float(n if cost is None else cost.double().sum())
+    for tau in TAUS:
+        for share in (1 / n, 0.3, 1 - 1 / n):
+            compare(x, share * total, tau, cost, g, monkeypatch)
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+def test_gpu_errors_come_with_the_next_call(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(topk, "BACKEND", backend)
+    good = torch.ones(4, device="cuda")
+    bad = torch.tensor([1.0, math.nan, 2.0, 3.0], device="cuda")
+    for call, text in (
+        (lambda: soft_topk(bad, 2, 0.1), "scores hold NaN"),
+        (lambda: soft_topk(good, torch.tensor(9.0, device="cuda"), 0.1), "k is outside"),
+        (lambda: soft_topk(good, 2, torch.tensor(-1.0, device="cuda")), "tau is outside"),
+        (lambda: soft_topk(good, 2, 0.1, -good), "cost holds a negative"),
+    ):
+        assert bool(call().isnan().all())
+        torch.cuda.synchronize()
+        with pytest.raises(SmartpruneError, match=text):
+            soft_topk(good, 2, 0.1)
+        check_device()
+        assert not bool(soft_topk(good, 2, 0.1).isnan().any())
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+def test_gpu_never_waits(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(topk, "BACKEND", backend)
+    x, cost = make("means", 5000, device="cuda").requires_grad_(), costs(5000, "cuda")
+    tau, k, warm = torch.tensor(1e-3, device="cuda"), torch.tensor(1e5, device="cuda"), no_start("cuda")
+    soft_topk(x, k, tau, cost, warm=warm).sum().backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        soft_topk(x, k, tau, cost, warm=warm).sum().backward()
+        soft_topk(x, 300, 1e-3).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+def test_gpu_graph_follows_tau(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(topk, "BACKEND", backend)
+    n = 20_000
+    x, g = make("means", n, device="cuda").requires_grad_(), torch.randn(n, device="cuda")
+    tau, warm = torch.tensor(1e-2, device="cuda", dtype=torch.float64), no_start("cuda")
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            x.grad = None
+            soft_topk(x, 600, tau, warm=warm).backward(g)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    x.grad = None
+    with torch.cuda.graph(graph):
+        mask = soft_topk(x, 600, tau, warm=warm)
+        mask.backward(g)
+    for value in (1e-2, 3e-3, 1e-3, 1e-5, 1e-1):
+        tau.fill_(value)
+        graph.replay()
+        torch.cuda.synchronize()
+        expected, grad = reference(x, 600, value, None, g)
+        assert float((mask.detach().cpu() - expected).abs().max()) < 3e-4
+        assert x.grad is not None
+        assert float((x.grad.cpu() - grad).abs().max()) < 2e-3 * float(grad.abs().max())
+    check_device()
+
+
+@pytest.mark.gpu
+@on_gpu
+def test_gpu_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(topk, "BACKEND", "triton")
+    x, g = make("means", 1_000_000, device="cuda"), torch.randn(1_000_000, device="cuda")
+    runs = []
+    for _ in range(5):
+        leaf = x.clone().requires_grad_()
+        mask = soft_topk(leaf, 30_000, 1e-4)
+        mask.backward(g)
+        runs.append((mask.detach(), leaf.grad))
+    for mask, grad in runs[1:]:
+        assert torch.equal(mask, runs[0][0])
+        assert grad is not None
+        assert torch.equal(grad, runs[0][1])
+
+
+@pytest.mark.gpu
+@on_gpu
+def test_gpu_streams_do_not_share_a_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(topk, "BACKEND", "triton")
+    x = make("means", 300_000, device="cuda")
+    expected = soft_topk(x, 9_000, 1e-3)
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    results = []
+    for _ in range(20):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                results.append(soft_topk(x, 9_000, 1e-3))
+    torch.cuda.synchronize()
+    assert all(torch.equal(result, expected) for result in results)
