@@ -153,7 +153,7 @@ class Receipt:
             "",
             *text.table(("layer", "weight", "kept/blocks", "kept", "sparsity"), rows, "<<><>", WIDTH, (0, 1)),
             "",
-            *text.table(("", "total", "kept", "removed", "removed"), counts, "<>>>>", WIDTH),
+            *text.table(("", "total", "kept", "removed", "share"), counts, "<>>>>", WIDTH),
             "",
         ]
         if self.asked is not None:

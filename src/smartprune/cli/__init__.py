@@ -1,0 +1,49 @@
+"""The command line: every verb is a short function around what the library does.
+
+Results go to stdout, progress to stderr. Exit codes: 0 done, 1 failed or stopped, 2 bad arguments. Torch is imported
+inside the commands, so that help comes at once. A new verb is a function that adds its parser, and a name in ``VERBS``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from ..errors import SmartpruneError
+from .look import plan_verb, report_verb, verify_verb
+from .train import train_verb
+from .verb import Verbs
+
+VERBS: tuple[Callable[[Verbs], None], ...] = (train_verb, plan_verb, report_verb, verify_verb)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code."""
+    parser = argparse.ArgumentParser(
+        prog="smartprune",
+        description="Exact-budget block pruning: finds which blocks of a network can go,\n"
+        "removes exactly as many as asked for, and proves it.",
+        epilog="smartprune VERB --help shows a verb's options with an example.\n"
+        "Exit codes: 0 done, 1 failed or stopped, 2 bad arguments.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    verbs = parser.add_subparsers(metavar="VERB", required=True)
+    for add in VERBS:
+        add(verbs)
+    args = parser.parse_args(argv)
+    try:
+        code: int = args.run(args)
+        sys.stdout.flush()
+        return code
+    except SmartpruneError as error:
+        print(f"smartprune: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # the reader of our output went away, as in `smartprune report ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        print("smartprune: stopped", file=sys.stderr)
+        return 1

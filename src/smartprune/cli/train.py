@@ -1,0 +1,234 @@
+"""``smartprune train``: starts, resumes or repeats a run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
+
+from ..config import Config, flags
+from ..errors import SmartpruneError
+from .verb import Verbs, add_verb, arguments
+
+if TYPE_CHECKING:
+    from ..train import Result
+
+
+def train_verb(verbs: Verbs) -> None:
+    parser = add_verb(
+        verbs,
+        "train",
+        "train, search, fine-tune, bake and verify; with no arguments, the small job on handwritten digits",
+        "  smartprune train                                          about half a minute on a CPU\n"
+        "  smartprune train digits --method magnitude --sparsity 0.95 --out runs/mine\n"
+        "  smartprune train --set start=2 --set ramp=cubic           settings of the method\n"
+        "  smartprune train --resume --out runs/mine                 goes on after Ctrl-C, SIGTERM or kill -9\n"
+        "  smartprune train --config runs/mine/config.json           repeats a run\n\n"
+        "Ctrl-C and SIGTERM finish the step, write a checkpoint and exit with code 1; once more stops at once.",
+    )
+    parser.add_argument("task", nargs="?", help="what to train on (default: digits)")
+    parser.add_argument("--out", metavar="DIR", help="run folder (default: runs/TASK-METHOD-BLOCK-SPARSITY-sSEED)")
+    parser.add_argument("--resume", action="store_true", help="continue the run in --out from its last checkpoint")
+    parser.add_argument("--config", metavar="FILE", help="settings from a config.json; other arguments win over it")
+    parser.add_argument("--set", action="append", metavar="NAME=VALUE", help="a setting of the method")
+    parser.add_argument("--task-set", action="append", metavar="NAME=VALUE", help="a setting of the task")
+    parser.add_argument("--json", action="store_true", help="print the result and the receipt as JSON")
+    hints = get_type_hints(Config)
+    for field in flags():
+        flag, hint = "--" + field.name.replace("_", "-"), hints[field.name]
+        if get_origin(hint) is tuple:
+            parser.add_argument(flag, action="append", metavar="GLOB", help=field.metadata["help"])
+        else:
+            kind = next(part for part in (get_args(hint) or (hint,)) if part is not type(None))
+            metavar = {int: "N", float: "X", str: "NAME"}[kind]
+            parser.add_argument(flag, type=kind, metavar=metavar, help=field.metadata["help"])
+    parser.set_defaults(run=run_train)
+
+
+def run_train(args: argparse.Namespace) -> int:
+    with arguments(args):
+        given = _given(args)
+    if args.resume:
+        folder = _folder_to_resume(args, given)
+        return _carry_out(args, folder, resuming=True)
+    from ..config import configure
+    from ..train import check
+
+    with arguments(args):
+        config = configure({"out": "", **given})
+        if not args.out:
+            config = configure({**asdict(config), "out": str(_free(_default_out(config)))})
+        check(config)
+    return _carry_out(args, Path(config.out), resuming=False, config=config)
+
+
+def _carry_out(args: argparse.Namespace, folder: Path, resuming: bool, config: Config | None = None) -> int:
+    from .. import rundir
+    from ..progress import Progress
+    from ..train import Result, resume, train
+
+    if resuming and (folder / rundir.RESULT).exists():
+        print(f"smartprune: the run in {folder} is finished; nothing to resume", file=sys.stderr)
+        return _print_result(args, folder, Result.load(folder))
+    progress = Progress()
+    with stop_signals(progress.say) as stop:
+        try:
+            result = resume(folder, progress, stop) if config is None else train(config, progress, stop)
+        finally:
+            progress.close()
+    return _print_result(args, folder, result)
+
+
+@contextmanager
+def stop_signals(say: Callable[[str], None]) -> Iterator[Callable[[], bool]]:
+    """Turns the first SIGINT or SIGTERM into a request to stop; the second one acts as ever."""
+    asked = False
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.getsignal(number) for number in numbers}
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    def ask(number: int, frame: object) -> None:
+        nonlocal asked
+        asked = True
+        restore()
+
+    def stop() -> bool:
+        if asked:
+            say("stopping: writing a checkpoint")
+        return asked
+
+    for number in numbers:
+        signal.signal(number, ask)
+    try:
+        yield stop
+    finally:
+        restore()
+
+
+def _given(args: argparse.Namespace) -> dict[str, Any]:
+    """The settings that were asked for, from the file and the flags."""
+    from .. import config as configs
+
+    out: dict[str, Any] = {}
+    if args.config:
+        out = asdict(configs.load(args.config))
+        out.pop("out")
+    flagged = {field.name: getattr(args, field.name) for field in flags() if getattr(args, field.name) is not None}
+    if args.task is not None:
+        flagged["task"] = args.task
+    for name, settings, texts in (("task", "task_settings", args.task_set), ("method", "settings", args.set)):
+        if flagged.get(name, out.get(name)) != out.get(name):
+            out.pop(settings, None)  # they were another one's
+        if texts:
+            out[settings] = {**out.get(settings, {}), **dict(map(_setting, texts))}
+    for name, other in (("sparsity", "macs"), ("macs", "sparsity")):
+        if name in flagged and other not in flagged:
+            out[other] = None
+    if args.out:
+        flagged["out"] = args.out
+    if flagged.get("dense"):
+        flagged["dense"] = str(Path(flagged["dense"]).absolute())
+    return {**out, **flagged}
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    """``end=1e-4`` as a name and a number, ``ramp=cubic`` as a name and a text."""
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise SmartpruneError(f"{text!r} is not a setting; write NAME=VALUE, such as end=1e-4")
+    words: dict[str, Any] = {"none": None, "null": None, "true": True, "false": False}
+    if value.lower() in ("none", "null", "true", "false"):
+        return name, words[value.lower()]
+    for kind in (int, float):
+        try:
+            return name, kind(value)
+        except ValueError:
+            continue
+    return name, value
+
+
+def _default_out(config: Config) -> Path:
+    from ..config import make_task
+
+    own = make_task(config.task, config.task_settings).recipe.model
+    share = f"{config.sparsity:g}" if config.sparsity is not None else f"macs{config.macs:g}"
+    parts = [config.task, *([config.model] if config.model != own else []), config.method, config.block, share]
+    return Path("runs") / "-".join([*parts, f"s{config.seed}"]).replace("*", "all")
+
+
+def _numbered(base: Path) -> Iterator[Path]:
+    yield base
+    number = 2
+    while True:
+        yield base.with_name(f"{base.name}-{number}")
+        number += 1
+
+
+def _free(base: Path) -> Path:
+    return next(path for path in _numbered(base) if not path.exists())
+
+
+def _folder_to_resume(args: argparse.Namespace, given: dict[str, Any]) -> Path:
+    """The folder, once what was asked for agrees with the settings in it."""
+    from ..config import configure, load
+    from ..rundir import CONFIG
+
+    if args.out:
+        folder = Path(args.out)
+    else:
+        with arguments(args):
+            base = _default_out(configure(given))
+        folder = base
+        for path in _numbered(base):
+            if not path.exists():
+                break
+            folder = path
+    if not (folder / CONFIG).exists():
+        raise SmartpruneError(
+            f"{folder} holds no run to resume; start one without --resume, or give its folder as --out"
+        )
+    stored = load(folder / CONFIG)
+    with arguments(args):
+        for name, value in given.items():
+            kept = getattr(stored, name)
+            if name != "out" and not _agrees(kept, value) and (name, value) != ("device", "auto"):
+                raise SmartpruneError(
+                    f"--resume goes on with the settings in {folder / CONFIG}: {name} is {kept!r} there, "
+                    f"{value!r} was given; leave it out, or start a new run"
+                )
+    return folder
+
+
+def _agrees(kept: Any, value: Any) -> bool:
+    if isinstance(kept, dict):
+        return isinstance(value, dict) and {**kept, **value} == kept
+    return bool(kept == (tuple(value) if isinstance(value, list) else value))
+
+
+def _print_result(args: argparse.Namespace, folder: Path, result: Result) -> int:
+    from ..progress import clock
+    from ..receipt import Receipt
+    from ..rundir import RECEIPT
+
+    receipt = Receipt.load(folder / RECEIPT)
+    if args.json:
+        print(json.dumps({**asdict(result), "receipt": receipt.to_json()}, indent=2))
+        return 0
+    stages = ", ".join(f"{stage} {clock(seconds)}" for stage, seconds in result.stage_seconds.items())
+    print(receipt)
+    change = 100 * (result.pruned - result.dense)
+    print(f"dense    {result.measure} {100 * result.dense:.2f} %")
+    print(f"pruned   {result.measure} {100 * result.pruned:.2f} % ({change:+.2f} points)")
+    print(f"verified {'yes' if result.verified else 'NO'}")
+    print(f"time     {result.seconds:.0f} s ({stages})")
+    print(f"folder   {folder}")
+    return 0

@@ -1,0 +1,222 @@
+"""Settings of a training run: a flat record that prints, goes to ``config.json`` and repeats the run.
+
+Nothing here imports torch at the top, so the command line can show its help at once.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import types
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
+
+from .errors import SmartpruneError
+
+if TYPE_CHECKING:
+    from .methods import Method
+    from .tasks import Task
+
+Setting = int | float | str | bool | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A task's own numbers: what a run uses where nothing else is asked for."""
+
+    model: str
+    block: str
+    sparsity: float
+    dense_epochs: int
+    search_epochs: int
+    finetune_epochs: int
+    batch: int
+    lr: float
+    search_lr: float
+    finetune_lr: float
+    score_lr: float
+    momentum: float
+    weight_decay: float
+    optimizer: str = "sgd"
+    schedule: str = "cosine"
+    search_schedule: str = "constant"
+    threads: int = 0
+
+
+def option(text: str, default: Any = MISSING, **more: Any) -> Any:
+    """A field that becomes a flag of the same name; without a default, the task's recipe fills it."""
+    return field(default=default, metadata={"help": text, **more})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Everything a run depends on. Made by :func:`configure`, kept as ``config.json``."""
+
+    task: str = option("what to train on", "digits", flag=False)
+    task_settings: dict[str, Setting] = option("settings of the task", flag=False)  # noqa: RUF009
+    model: str = option("network, by name")
+    method: str = option("pruning method, by name", "smart")
+    settings: dict[str, Setting] = option("settings of the method", flag=False)  # noqa: RUF009
+    block: str = option("block, output x input channels, such as 8x4")
+    sparsity: float | None = option("share of blocks to remove, in [0, 1)", None)
+    macs: float | None = option("share of multiply-accumulates to remove, in place of --sparsity", None)
+    floor: float | None = option("least share of its blocks that each layer keeps", None)
+    include: tuple[str, ...] = option("layers to prune although they are left alone by default (globs)", ())
+    skip: tuple[str, ...] = option("layers to leave alone (globs)", ())
+    dense: str | None = option("start from this trained dense model (.safetensors) and leave out the dense stage", None)
+    dense_epochs: int = option("epochs of dense training")
+    search_epochs: int = option("epochs in which the method searches")
+    finetune_epochs: int = option("epochs after the mask is fixed")
+    batch: int = option("samples per step")
+    optimizer: str = option("sgd or adamw")
+    lr: float = option("learning rate of the dense stage")
+    search_lr: float = option("learning rate of the weights in the search")
+    finetune_lr: float = option("learning rate of the fine-tuning")
+    score_lr: float = option("learning rate of the scores")
+    schedule: str = option("learning rate over the dense stage and the fine-tuning: cosine, linear or constant")
+    search_schedule: str = option("learning rate over the search: cosine, linear or constant")
+    momentum: float = option("momentum of sgd")
+    weight_decay: float = option("weight decay of the weights (scores have none)")
+    seed: int = option("seed of the weights and of the data order", 0)
+    device: str = option("auto, cpu or cuda", "auto")
+    threads: int = option("CPU threads; 0 leaves it to torch. Another number may change the last bits of the result")
+    checkpoint_seconds: float = option("seconds between checkpoints; 0 writes one after every step", 5.0)
+    out: str = option("run folder", "", flag=False)
+
+
+def configure(given: Mapping[str, Any]) -> Config:
+    """Fills what was not given from the task's recipe, and checks every value.
+
+    >>> configure({"sparsity": 0.8}).block
+    '8x4'
+    """
+    unknown = sorted(set(given) - {f.name for f in fields(Config)})
+    if unknown:
+        raise SmartpruneError(f"unknown setting {unknown[0]!r}; a run has: {', '.join(f.name for f in fields(Config))}")
+    task_name = _fitting("task", given.get("task", "digits"))
+    task = make_task(task_name, _fitting("task_settings", given.get("task_settings", {})))
+    values: dict[str, Any] = {**asdict(task.recipe), "task": task_name, "task_settings": asdict(task)}  # type: ignore[call-overload]
+    if given.get("macs") is not None:
+        values["sparsity"] = None
+    values |= {name: value for name, value in given.items() if name not in ("task", "task_settings")}
+    method_name = _fitting("method", values.get("method", "smart"))
+    method = make_method(method_name, _fitting("settings", values.get("settings", {})))
+    values |= {"method": method_name, "settings": asdict(method)}  # type: ignore[call-overload]
+    for f in fields(Config):
+        values[f.name] = _fitting(f.name, values.get(f.name, f.default))
+    config = Config(**values)
+    _check(config, task)
+    return config
+
+
+def load(path: str | Path) -> Config:
+    """Reads a ``config.json``."""
+    try:
+        values = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise SmartpruneError(f"{path} cannot be read as a configuration: {error}") from None
+    if not isinstance(values, dict):
+        raise SmartpruneError(f"{path} holds a {type(values).__name__}; a configuration is a JSON object")
+    try:
+        return configure(values)
+    except SmartpruneError as error:
+        raise SmartpruneError(f"{path}: {error}") from None
+
+
+def make_task(name: str, settings: Mapping[str, Any]) -> Task:
+    from .tasks import TASKS
+
+    return _filled(TASKS, "task", name, settings)  # type: ignore[no-any-return]
+
+
+def make_method(name: str, settings: Mapping[str, Any]) -> Method:
+    from .methods import METHODS
+
+    return _filled(METHODS, "method", name, settings)  # type: ignore[no-any-return]
+
+
+def _filled(choices: Mapping[str, Any], kind: str, name: str, settings: Mapping[str, Any]) -> Any:
+    """One of the dictionary's dataclasses with these settings; names and types are checked against its fields."""
+    if name not in choices:
+        raise SmartpruneError(f"unknown {kind} {name!r}; there are: {', '.join(choices)}")
+    hints = get_type_hints(choices[name])
+    known = {f.name: hints[f.name] for f in fields(choices[name])}
+    for setting, value in settings.items():
+        if setting not in known:
+            raise SmartpruneError(f"unknown setting {setting!r} for {name}; it has: {', '.join(known) or 'none'}")
+        if not _fits(value, known[setting]):
+            raise SmartpruneError(f"{name}: {setting}={value!r} should be {_named(known[setting])}")
+    return choices[name](**settings)
+
+
+def _fitting(name: str, value: Any) -> Any:
+    """The value of a field of Config, if it is of the field's type (a list from JSON may stand for a tuple)."""
+    hint = get_type_hints(Config)[name]
+    if get_origin(hint) is tuple and isinstance(value, (list, tuple)):
+        value = tuple(value)
+    if not _fits(value, hint):
+        raise SmartpruneError(f"{name}={value!r} should be {_named(hint)}")
+    return value
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin is types.UnionType or type(hint).__name__ in ("_UnionGenericAlias", "Union"):
+        return any(_fits(value, part) for part in parts)
+    if origin is tuple:
+        return isinstance(value, tuple) and all(_fits(item, parts[0]) for item in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(isinstance(key, str) and _fits(v, parts[1]) for key, v in value.items())
+    if get_origin(hint) is not None and type(hint).__name__ == "_LiteralGenericAlias":
+        return value in parts
+    if hint is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return type(value) is hint or (hint is type(None) and value is None)
+
+
+def _named(hint: Any) -> str:
+    if type(hint).__name__ == "_LiteralGenericAlias":
+        return "one of " + ", ".join(map(repr, get_args(hint)))
+    return str(getattr(hint, "__name__", None) or hint) if not get_args(hint) else str(hint)
+
+
+POSITIVE = ("search_epochs", "finetune_epochs", "batch", "lr", "search_lr", "finetune_lr")
+NOT_NEGATIVE = ("dense_epochs", "score_lr", "momentum", "weight_decay", "seed", "threads", "checkpoint_seconds")
+CHOICES = {
+    "optimizer": ("sgd", "adamw"),
+    "schedule": ("cosine", "linear", "constant"),
+    "search_schedule": ("cosine", "linear", "constant"),
+    "device": ("auto", "cpu", "cuda"),
+}
+
+
+def _check(config: Config, task: Task) -> None:
+    from .block import Block
+    from .budget import as_share
+
+    for name in POSITIVE:
+        if getattr(config, name) <= 0:
+            raise SmartpruneError(f"{name}={getattr(config, name)} should be above 0")
+    for name in NOT_NEGATIVE:
+        if getattr(config, name) < 0:
+            raise SmartpruneError(f"{name}={getattr(config, name)} should not be negative")
+    for name, allowed in CHOICES.items():
+        if getattr(config, name) not in allowed:
+            raise SmartpruneError(f"{name}={getattr(config, name)!r}; it is one of {', '.join(allowed)}")
+    if config.seed >= 2**32:
+        raise SmartpruneError(f"seed={config.seed} should be below 2**32")
+    if (config.sparsity is None) == (config.macs is None):
+        raise SmartpruneError(f"sparsity={config.sparsity} and macs={config.macs}: give one of the two")
+    if config.model not in task.models:
+        raise SmartpruneError(f"model={config.model!r} does not fit {config.task}; it takes: {', '.join(task.models)}")
+    for name in ("sparsity", "macs", "floor"):
+        if getattr(config, name) is not None:
+            as_share(getattr(config, name), name)
+    Block.of(config.block)
+
+
+def flags() -> list[Field[Any]]:
+    """The fields of Config that are flags of the command line."""
+    return [f for f in fields(Config) if f.metadata.get("flag", True)]

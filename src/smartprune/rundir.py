@@ -1,0 +1,167 @@
+"""The run folder: files that are whole or absent at every moment, whenever the process is killed."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import pickle
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+from torch import Tensor, nn
+
+from .config import Config
+from .errors import SmartpruneError
+from .files import write_whole
+
+CONFIG, METRICS, CHECKPOINT, RESULT = "config.json", "metrics.jsonl", "checkpoint.pt", "result.json"
+DENSE, MODEL, RECEIPT = "dense.safetensors", "model.safetensors", "receipt.json"
+
+
+def create(config: Config) -> Path:
+    """Makes the run folder with its ``config.json``; both appear together."""
+    out = Path(config.out)
+    if out.exists() and not out.is_dir():
+        raise SmartpruneError(f"{out} is a file; give a folder for the run")
+    if out.exists() and any(out.iterdir()):
+        if (out / CONFIG).exists():
+            raise SmartpruneError(
+                f"{out} already holds a run; continue it with: smartprune train --resume --out {out}, "
+                "or choose another folder"
+            )
+        raise SmartpruneError(f"{out} is not empty and holds no run; choose another folder")
+    temporary = out.with_name(f".{out.name}.{os.getpid()}.part")
+    try:
+        temporary.mkdir(parents=True)
+        write_json(temporary / CONFIG, asdict(config))
+        os.rename(temporary, out)
+    except OSError as error:
+        raise SmartpruneError(f"{out}: the run folder cannot be made ({error.strerror or error})") from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return out
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keeps a second process out of the folder. The system drops the lock when the process ends, however it ends."""
+    try:
+        import fcntl
+    except ImportError:  # a system without it
+        yield
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise SmartpruneError(f"another process is training in {folder}; wait for it or stop it first") from None
+        yield
+    finally:
+        os.close(handle)
+
+
+def tidy(folder: Path) -> None:
+    """Removes temporary files that a killed process left behind."""
+    for path in folder.glob(".*.part"):
+        path.unlink(missing_ok=True)
+
+
+def save_checkpoint(folder: Path, state: Mapping[str, Any]) -> None:
+    buffer = io.BytesIO()
+    torch.save(dict(state), buffer)
+    write_whole(folder / CHECKPOINT, buffer.getvalue())
+
+
+def load_checkpoint(folder: Path) -> dict[str, Any] | None:
+    """The checkpoint as tensors and plain values, or None if there is none yet. Never runs code from the file."""
+    path = folder / CHECKPOINT
+    if not path.exists():
+        return None
+    anew = "delete it to start the run from its beginning"
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
+        raise SmartpruneError(f"{path} is damaged ({first_line(error)}); {anew}") from None
+    if not isinstance(state, dict) or state.get("version") != 1:
+        raise SmartpruneError(f"{path} is not a checkpoint that this version writes; {anew}")
+    return state
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def append_row(folder: Path, row: Mapping[str, object]) -> None:
+    with (folder / METRICS).open("a") as file:
+        file.write(json.dumps(_finite(row), allow_nan=False) + "\n")
+
+
+def keep_rows(folder: Path, count: int) -> None:
+    """Drops the rows that were written after the checkpoint; the resumed run writes them again."""
+    path = folder / METRICS
+    rows = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    if len(rows) < count:
+        raise SmartpruneError(f"{path} has {len(rows)} rows, but the checkpoint was written after row {count}")
+    if len(rows) > count or not path.exists():
+        write_whole(path, b"".join(rows[:count]))
+
+
+def write_json(path: Path, value: object) -> None:
+    write_whole(path, (json.dumps(value, indent=2, allow_nan=False) + "\n").encode())
+
+
+def save_weights(model: nn.Module, path: Path) -> None:
+    state = model.state_dict()
+    write_whole(path, save({name: value.detach().cpu().contiguous().clone() for name, value in state.items()}))
+
+
+def load_weights(model: nn.Module, path: Path) -> None:
+    """Loads a ``.safetensors`` file that must fit the model exactly."""
+    try:
+        tensors = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise SmartpruneError(f"{path} cannot be read as a .safetensors file ({error})") from None
+    wanted = model.state_dict()
+    missing, extra = sorted(set(wanted) - set(tensors)), sorted(set(tensors) - set(wanted))
+    if missing or extra:
+        parts = [f"lacks {_listed(missing)}"] * bool(missing) + [f"also has {_listed(extra)}"] * bool(extra)
+        raise SmartpruneError(f"{path} does not fit the model: it {' and '.join(parts)}; give the one it was made with")
+    for name, value in wanted.items():
+        if value.shape != tensors[name].shape:
+            given, own = tuple(tensors[name].shape), tuple(value.shape)
+            raise SmartpruneError(f"{path} does not fit the model: {name} is {given} there and {own} in the model")
+        if value.is_floating_point() and not bool(tensors[name].isfinite().all()):
+            raise SmartpruneError(f"{path}: {name} holds NaN or infinity; give a model that was trained to its end")
+    model.load_state_dict(tensors)
+
+
+def to_cpu(value: Any) -> Any:
+    """Nested dictionaries and lists with every tensor on the CPU."""
+    if isinstance(value, Tensor):
+        return value.detach().cpu()
+    if isinstance(value, Mapping):
+        return {key: to_cpu(item) for key, item in value.items()}
+    return [to_cpu(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _finite(value: Any) -> Any:
+    """The same with None for numbers that JSON cannot write."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

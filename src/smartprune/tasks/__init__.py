@@ -1,0 +1,14 @@
+"""Tasks: what is trained, on what, and how it is judged. A new one is one file and one line here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from .digits import Digits
+from .task import Data, Task, generator
+
+TASKS: dict[str, Callable[..., Task]] = {
+    "digits": Digits,
+}
+
+__all__ = ["TASKS", "Data", "Task", "generator"]

@@ -1,0 +1,266 @@
+"""The command line: verbs, exit codes, what goes to stdout and what to stderr."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+import smartprune
+from jobs import FLAGS, assert_same_run, call, command, environment
+from smartprune.cli import VERBS, main
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which one run was made, by a process of its own."""
+    folder = tmp_path_factory.mktemp("work")
+    done = call("train", *FLAGS, "--out", "runs/a", folder=folder)
+    assert done.returncode == 0, done.stderr
+    (folder / "stdout.txt").write_text(done.stdout)
+    (folder / "stderr.txt").write_text(done.stderr)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _inside(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(work)
+
+
+def run(*arguments: str) -> int:
+    """The exit code of a command in this process."""
+    try:
+        return main(arguments)
+    except SystemExit as stop:
+        return int(stop.code or 0)
+
+
+def test_results_on_stdout_progress_on_stderr(work: Path) -> None:
+    output, errors = (work / "stdout.txt").read_text(), (work / "stderr.txt").read_text()
+    for word in ("kept/blocks", "blocks 0.5 removed", "achieved", "dense    accuracy", "pruned   accuracy"):
+        assert word in output
+    assert "folder   runs/a" in output
+    assert "loss" not in output
+    for stage in ("dense", "search", "finetune"):
+        assert f"\n{stage}" in "\n" + errors
+    assert "\x1b" not in errors
+
+
+@pytest.mark.parametrize("verb", ["train", "plan", "report", "verify"])
+def test_help_has_an_example(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(verb, "--help") == 0
+    assert f"example:\n  smartprune {verb}" in capsys.readouterr().out
+
+
+def test_help_lists_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--help") == 0
+    text = capsys.readouterr().out
+    assert all(add.__name__.removesuffix("_verb") in text for add in VERBS)
+    assert "Exit codes: 0 done, 1 failed or stopped, 2 bad arguments" in text
+
+
+def test_default_folder_is_numbered(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    short = [*FLAGS, "--dense", "runs/a/dense.safetensors", "--search-epochs", "1"]
+    assert run("train", *short) == 0
+    assert run("train", *short) == 0
+    assert (work / "runs/digits-smart-4x2-0.5-s0/result.json").exists()
+    assert (work / "runs/digits-smart-4x2-0.5-s0-2/result.json").exists()
+    capsys.readouterr()
+    assert run("train", *short, "--resume") == 0
+    captured = capsys.readouterr()
+    assert "the run in runs/digits-smart-4x2-0.5-s0-2 is finished; nothing to resume" in captured.err
+    assert "folder   runs/digits-smart-4x2-0.5-s0-2" in captured.out
+
+
+def test_config_repeats_the_run(work: Path) -> None:
+    assert run("train", "--config", "runs/a/config.json", "--out", "runs/again") == 0
+    assert_same_run(work / "runs/a", work / "runs/again")
+
+
+def test_flags_win_over_config_and_settings_follow_the_method(work: Path) -> None:
+    flags = [
+        "--method",
+        "magnitude",
+        "--sparsity",
+        "0.75",
+        "--search-epochs",
+        "1",
+        "--dense",
+        "runs/a/dense.safetensors",
+    ]
+    assert run("train", "--config", "runs/a/config.json", *flags, "--out", "runs/m") == 0
+    config = json.loads((work / "runs/m/config.json").read_text())
+    assert (config["method"], config["sparsity"], config["block"]) == ("magnitude", 0.75, "4x2")
+    assert Path(config["dense"]).is_absolute()
+    assert run("train", "--config", "runs/a/config.json", *flags[4:], "--macs", "0.5", "--out", "runs/n") == 0
+    config = json.loads((work / "runs/n/config.json").read_text())
+    assert (config["sparsity"], config["macs"]) == (None, 0.5)
+
+
+def test_set_fills_the_method(work: Path) -> None:
+    short = [*FLAGS, "--dense", "runs/a/dense.safetensors", "--search-epochs", "1", "--out", "runs/set"]
+    assert run("train", *short, "--set", "start=2", "--set", "ramp=cubic", "--set", "clip=none") == 0
+    settings = json.loads((work / "runs/set/config.json").read_text())["settings"]
+    assert (settings["start"], settings["ramp"], settings["clip"]) == (2, "cubic", None)
+
+
+def test_json_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("train", "--resume", "--out", "runs/a", "--json") == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["verified"] is True
+    assert data["receipt"]["achieved"]["met"] is True
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["train", "--sparsity", "93"],
+            "sparsity=93.0 is outside [0, 1): it is the share to remove; write sparsity=0.93",
+        ),
+        (["train", "--sparsity", "many"], "argument --sparsity: invalid float value: 'many'"),
+        (["train", "--sparsity", "0.5", "--macs", "0.5"], "give one of the two"),
+        (["train", "--block", "0x4"], "block"),
+        (["train", "--method", "snip"], "unknown method 'snip'; there are: smart"),
+        (["train", "mnist"], "unknown task 'mnist'; there are: digits"),
+        (["train", "--model", "vgg"], "model='vgg' does not fit digits; it takes: resnet8, resnet18"),
+        (["train", "--set", "strat=1"], "unknown setting 'strat' for smart; it has: start, end"),
+        (["train", "--set", "start"], "'start' is not a setting; write NAME=VALUE"),
+        (["train", "--set", "start=hot"], "smart: start='hot' should be float"),
+        (["train", "--set", "schedule=sudden"], "schedule='sudden' is not known; it can be:"),
+        (["train", "--task-set", "depth=3"], "unknown setting 'depth' for digits; it has: width, shift"),
+        (["train", "--floor", "0.9"], "floor=0.9 needs"),
+        (["train", "--dense", "nowhere.safetensors"], "nowhere.safetensors cannot be read"),
+        (["train", "--config", "nowhere.json"], "nowhere.json cannot be read as a configuration"),
+        (["train", "--skip", "head.*"], "'head.*' matches no layer"),
+        (["train", "--spars", "0.5"], "unrecognized arguments: --spars"),
+        (["train", "--resume", "--out", "runs/a", "--sparsity", "0.75"], "sparsity is 0.5 there, 0.75 was given"),
+        (["plan", "nothing"], "unknown model 'nothing'; there are: resnet8, resnet18"),
+        (["plan", "nowhere:build"], "nowhere:build: cannot be imported"),
+        (["plan", "builtins:len"], "builtins:len() failed with TypeError"),
+        (["plan", "resnet18", "--macs", "0.5"], "--macs needs the shape of one sample"),
+        (["plan", "resnet18", "--input", "3x"], "--input 3x cannot be read"),
+        (["plan", "resnet18", "--input", "5x32x32"], "to have 3 channels, but got 5 channels instead"),
+        (["plan", "resnet18", "--sparsity", "1"], "sparsity=1.0 is outside [0, 1)"),
+        (["report", "runs/a", "--block", "4"], "must have at least two sizes"),
+        (["report", "runs/a", "--map", "conv9"], "there is no layer 'conv9'"),
+        (["verify", "runs/a", "--block", "4y2"], "block='4y2' cannot be read"),
+        (["dance"], "invalid choice: 'dance'"),
+        ([], "the following arguments are required: VERB"),
+    ],
+)
+def test_bad_arguments_exit_2(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert message in captured.err
+    assert "Traceback" not in captured.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", *FLAGS, "--out", "runs/a"], "runs/a already holds a run; continue it with"),
+        (["train", "--resume", "--out", "runs/none"], "runs/none holds no run to resume; start one without --resume"),
+        (["report", "nowhere.safetensors"], "nowhere.safetensors: there is no such file"),
+        (["verify", "runs"], "runs: a run folder holds model.safetensors"),
+    ],
+)
+def test_failures_exit_1_with_just_the_message(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*arguments) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("smartprune: ")
+    assert message in captured.err
+    assert captured.err.count("\n") == 1
+
+
+def test_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("plan", "resnet18", "--block", "16x8", "--sparsity", "0.95", "--input", "3x32x32") == 0
+    assert "87,168 in 19 layers" in capsys.readouterr().out
+    assert run("plan", "digits", "--sparsity", "0.9", "--json") == 0
+    data = json.loads(capsys.readouterr().out)
+    assert (data["block"], data["feasible"]) == ("8x4x1x1", True)
+    assert data["macs"] is not None
+
+
+def test_plan_of_your_own_model(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (work / "ownnet.py").write_text(
+        "from torch import nn\n"
+        "def build():\n    return nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 10))\n"
+        "def wrong():\n    return 3\n"
+    )
+    assert run("plan", "ownnet:build", "--params", "0.5") == 0
+    assert "8 in 1 layer" in capsys.readouterr().out
+    assert run("plan", "ownnet:wrong") == 2
+    assert "ownnet:wrong gives a int; it should return a torch.nn.Module" in capsys.readouterr().err
+
+
+def test_plan_that_cannot_be_met_exits_1(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("plan", "digits", "--sparsity", "0.95", "--floor", "0.5") == 1
+    assert "problem  floor=0.5 needs" in capsys.readouterr().out
+
+
+def test_report(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("report", "runs/a") == 0
+    assert "blocks of 4x2" in capsys.readouterr().out
+    assert run("report", "runs/a/model.safetensors", "--block", "4x2", "--json") == 0
+    data = json.loads(capsys.readouterr().out)
+    receipt = json.loads(Path("runs/a/receipt.json").read_text())
+    assert data["blocks"]["removed"] == receipt["achieved"]["blocks"]["removed"]
+    assert run("report", "runs/a", "--map", "stages.0.0.conv1") == 0
+    assert "stages.0.0.conv1:" in capsys.readouterr().out
+
+
+def test_verify(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("verify", "runs/a") == 0
+    assert "ok: as the receipt says" in capsys.readouterr().out
+    assert run("verify", "runs/a/model.safetensors", "--receipt", "runs/a/receipt.json", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["ok"] is True
+    assert run("verify", "runs/a", "--block", "8x4") == 1
+    capsys.readouterr()
+    tensors = load_file(work / "runs/a/model.safetensors")
+    tensors["stages.2.0.conv2.weight"] += 1e-30
+    save_file(tensors, work / "changed.safetensors")
+    assert run("verify", "changed.safetensors", "--receipt", "runs/a/receipt.json") == 1
+    assert "NOT ok" in capsys.readouterr().out
+
+
+def test_help_needs_no_torch() -> None:
+    """The package is stood in for, so that only what the command line itself imports counts."""
+    package = Path(smartprune.__file__).parent
+    code = (
+        "import sys, types\n"
+        f"stand_in = types.ModuleType('smartprune'); stand_in.__path__ = [{str(package)!r}]\n"
+        "sys.modules['smartprune'] = stand_in\n"
+        "from smartprune.cli import main\n"
+        "try: main(['train', '--help'])\n"
+        "except SystemExit: pass\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "usage: smartprune train" in done.stdout
+
+
+def test_a_closed_pipe_is_quiet(work: Path) -> None:
+    process = subprocess.Popen(
+        command("plan", "resnet8"),
+        cwd=work,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.stderr is not None
+    assert process.stderr.read() == ""
+    assert process.wait(60) == 1
+    process.stderr.close()

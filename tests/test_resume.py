@@ -1,0 +1,238 @@
+"""Promise 6: interrupted is uninterrupted. Processes are really killed, at random moments."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+
+from jobs import FLAGS, assert_same_run, command, environment, rows, small
+from smartprune import SmartpruneError
+from smartprune.cli import main
+from smartprune.rundir import locked
+from smartprune.train import resume, train
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("runs") / "whole"
+    train(small(out))
+    return out
+
+
+class After:
+    """Asks a run to stop after so many steps."""
+
+    def __init__(self, steps: int) -> None:
+        self.left = steps
+
+    def __call__(self) -> bool:
+        self.left -= 1
+        return self.left <= 0
+
+
+@pytest.mark.parametrize("every", [1, 3, 7, 11])
+def test_stopped_and_resumed_again_and_again(every: int, whole: Path, tmp_path: Path) -> None:
+    """35 steps: 14 dense, 14 of search, 7 of fine-tuning; the stops fall into, onto and between epochs and stages."""
+    out, stops = tmp_path / "run", 1
+    with pytest.raises(
+        SmartpruneError, match=r"stopped in dense, after step .*; continue with: smartprune train --resume"
+    ):
+        train(small(out), stop=After(every))
+    while not (out / "result.json").exists():
+        torch.rand(1)
+        with suppress(SmartpruneError):
+            resume(out, stop=After(every))
+        stops += 1
+    assert stops == 35 // every + 1
+    assert_same_run(whole, out)
+
+
+def start(*arguments: str, folder: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command("train", *arguments),
+        cwd=folder,
+        env=environment(),
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+def wait_for(path: Path, process: subprocess.Popen[str]) -> bool:
+    for _ in range(6000):
+        if path.exists():
+            return True
+        if process.poll() is not None:
+            return False
+        time.sleep(0.01)
+    raise AssertionError(f"{path} did not appear")
+
+
+@pytest.mark.slow
+def test_killed_at_random_moments(tmp_path: Path) -> None:
+    flags = [*FLAGS, "--dense-epochs", "6", "--search-epochs", "8", "--finetune-epochs", "6"]
+    longer = {"dense_epochs": 6, "search_epochs": 8, "finetune_epochs": 6}
+    train(small(tmp_path / "whole", **longer))
+    moments, out, kills = random.Random(4), tmp_path / "run", 0
+    arguments = [*flags, "--checkpoint-seconds", "0", "--out", str(out)]
+    for _ in range(6):
+        process = start(*arguments, folder=tmp_path)
+        steps_before = (out / "checkpoint.pt").stat().st_mtime_ns if (out / "checkpoint.pt").exists() else None
+        wait_for(out / "config.json", process)
+        while process.poll() is None and steps_before is not None:  # until it works on from the checkpoint
+            if (out / "checkpoint.pt").stat().st_mtime_ns != steps_before:
+                break
+            time.sleep(0.002)
+        time.sleep(moments.uniform(0, 0.4))
+        process.kill()
+        process.communicate()
+        kills += process.returncode == -signal.SIGKILL
+        arguments = ["--resume", "--out", str(out)]
+        if (out / "result.json").exists():
+            break
+    assert kills >= 3
+    last = start("--resume", "--out", str(out), folder=tmp_path)
+    _, errors = last.communicate(timeout=100)
+    assert last.returncode == 0, errors
+    assert_same_run(tmp_path / "whole", out)
+    assert not list(out.glob(".*"))
+
+
+ENDLESS = ["--dense-epochs", "100000", "--checkpoint-seconds", "1000"]
+
+
+def test_sigterm_writes_a_checkpoint_and_says_how_to_go_on(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    process = start(*FLAGS, *ENDLESS, "--out", str(out), folder=tmp_path)
+    assert wait_for(out / "metrics.jsonl", process)
+    while not rows(out):
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert output == ""
+    assert f"continue with: smartprune train --resume --out {out}" in errors
+    assert "Traceback" not in errors
+    assert (out / "checkpoint.pt").exists()
+
+
+def test_ctrl_c_does_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "run"
+
+    def press() -> None:
+        while not (out / "metrics.jsonl").exists() or not (out / "metrics.jsonl").stat().st_size:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    before = signal.getsignal(signal.SIGINT)
+    thread = threading.Thread(target=press, daemon=True)
+    thread.start()
+    assert main(["train", *FLAGS, *ENDLESS, "--out", str(out)]) == 1
+    thread.join()
+    assert "stopping: writing a checkpoint" in capsys.readouterr().err
+    assert (out / "checkpoint.pt").exists()
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_rows_after_the_checkpoint_are_written_once(whole: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    with pytest.raises(SmartpruneError):
+        train(small(out), stop=After(10))
+    with (out / "metrics.jsonl").open("a") as file:
+        file.write('{"stage": "dense", "epoch": 2}\n{"half a r')
+    (out / ".checkpoint.pt.abc.part").write_bytes(b"half")
+    resume(out)
+    assert_same_run(whole, out)
+    assert not list(out.glob(".*"))
+
+
+def test_killed_while_finishing(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import smartprune.train
+
+    def die(*arguments: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    out = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr(smartprune.train, "verify", die)
+        with pytest.raises(KeyboardInterrupt):
+            train(small(out))
+    assert not (out / "result.json").exists()
+    resume(out)
+    assert_same_run(whole, out)
+
+
+def test_no_run_to_resume(tmp_path: Path) -> None:
+    with pytest.raises(SmartpruneError, match=r"holds no run \(no config.json\); start one without --resume"):
+        resume(tmp_path)
+
+
+def test_no_checkpoint_yet_starts_from_the_beginning(whole: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    with pytest.raises(SmartpruneError):
+        train(small(out), stop=After(1))
+    (out / "checkpoint.pt").unlink()
+    resume(out)
+    assert_same_run(whole, out)
+
+
+def stopped_run(out: Path) -> None:
+    with pytest.raises(SmartpruneError, match="stopped"):
+        train(small(out), stop=After(20))
+
+
+@pytest.mark.parametrize("damage", ["empty", "cut", "noise", "foreign", "other"])
+def test_damaged_checkpoint_is_an_error_not_a_crash(damage: str, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    stopped_run(out)
+    path = out / "checkpoint.pt"
+    data = path.read_bytes()
+    if damage == "foreign":
+        torch.save({"version": 1, "model": Path("x")}, path)  # an object: its code must not run
+    elif damage == "other":
+        torch.save({"step": 3}, path)
+    else:
+        path.write_bytes({"empty": b"", "cut": data[: len(data) // 2], "noise": b"\x80\x02" + bytes(500)}[damage])
+    with pytest.raises(SmartpruneError, match=r"checkpoint\.pt is (damaged|not a checkpoint).*delete it to start"):
+        resume(out)
+
+
+def test_checkpoint_of_another_run(tmp_path: Path) -> None:
+    stopped_run(tmp_path / "a")
+    with pytest.raises(SmartpruneError):
+        train(small(tmp_path / "b", task_settings={"width": 8}), stop=After(20))
+    (tmp_path / "a" / "checkpoint.pt").write_bytes((tmp_path / "b" / "checkpoint.pt").read_bytes())
+    with pytest.raises(SmartpruneError, match=r"checkpoint\.pt does not fit config\.json beside it"):
+        resume(tmp_path / "a")
+
+
+def test_missing_rows_are_an_error(tmp_path: Path) -> None:
+    stopped_run(tmp_path / "a")
+    (tmp_path / "a" / "metrics.jsonl").write_text("")
+    with pytest.raises(SmartpruneError, match="has 0 rows, but the checkpoint was written after row 2"):
+        resume(tmp_path / "a")
+
+
+def test_second_process_is_kept_out(tmp_path: Path) -> None:
+    stopped_run(tmp_path / "a")
+    with locked(tmp_path / "a"), pytest.raises(SmartpruneError, match="another process is training in"):
+        resume(tmp_path / "a")
+    assert resume(tmp_path / "a").verified
+
+
+def test_checkpoint_holds_tensors_and_plain_values_only(tmp_path: Path) -> None:
+    stopped_run(tmp_path / "a")
+    state = torch.load(tmp_path / "a" / "checkpoint.pt", weights_only=True)
+    assert state["stage"] == "search"
+    assert state["step"] == 6
+    assert json.dumps({key: state[key] for key in ("stage", "step", "rows", "seconds")})
