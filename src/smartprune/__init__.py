@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from .block import Block
     from .budget import blocks, macs, params
     from .errors import SmartpruneError
-    from .methods import METHODS, Magnitude, Smart
+    from .methods import METHODS, Acdc, Awg, Gradual, Magnitude, Pas, Pdp, Smart
     from .plan import Plan, plan
     from .pruner import Pruner, attach, bake
     from .receipt import Receipt
@@ -21,8 +21,13 @@ __version__ = "0.1.0"
 
 __all__ = [
     "METHODS",
+    "Acdc",
+    "Awg",
     "Block",
+    "Gradual",
     "Magnitude",
+    "Pas",
+    "Pdp",
     "Plan",
     "Pruner",
     "Receipt",
@@ -45,7 +50,7 @@ _HOMES = {
     "block": ["Block"],
     "budget": ["blocks", "macs", "params"],
     "errors": ["SmartpruneError"],
-    "methods": ["METHODS", "Magnitude", "Smart"],
+    "methods": ["METHODS", "Acdc", "Awg", "Gradual", "Magnitude", "Pas", "Pdp", "Smart"],
     "plan": ["Plan", "plan"],
     "pruner": ["Pruner", "attach", "bake"],
     "receipt": ["Receipt"],

@@ -37,9 +37,7 @@ class Block:
                 "a positive int or None for the whole axis; write (16, 8) for 16 output x 8 input channels"
             )
         kernel = sizes[2:]
-        if (
-            len(set(kernel)) == 1
-        ):  # (16, 8, 1, 1) and (16, 8) are one block, as are (1, None, None) and its longer forms
+        if len(set(kernel)) == 1:  # (16, 8, 1, 1) and (16, 8) are one block, as are (1, None, None) and its longer forms
             sizes = sizes[:2] if kernel[0] == 1 else sizes[:3]
         object.__setattr__(self, "sizes", sizes)
 
@@ -75,8 +73,7 @@ class Block:
         fill = sizes[-1] if len(sizes) > 2 else 1
         if any(size not in (1, None) for size in sizes[axes:]):
             raise SmartpruneError(
-                f"block {self} has kernel sizes, which a weight of {axes} axes cannot take; "
-                "they must be 1 or None for it"
+                f"block {self} has kernel sizes, which a weight of {axes} axes cannot take; they must be 1 or None for it"
             )
         return (sizes + (fill,) * (axes - len(sizes)))[:axes]
 
@@ -208,9 +205,7 @@ class Grid:
 
     def _check(self, weight: Tensor) -> None:
         if tuple(weight.shape) != self.weight_shape:
-            raise SmartpruneError(
-                f"a tensor of shape {tuple(weight.shape)} was given for a grid of {self.weight_shape}"
-            )
+            raise SmartpruneError(f"a tensor of shape {tuple(weight.shape)} was given for a grid of {self.weight_shape}")
 
 
 def spread(values: Tensor, dim: int, axis: Axis) -> Tensor:
@@ -221,8 +216,5 @@ def spread(values: Tensor, dim: int, axis: Axis) -> Tensor:
     out = out.flatten(dim, dim + 1)
     if axis.length % axis.step == 0:
         return out
-    return (
-        out.unflatten(dim, (axis.parts, axis.per_part * axis.step))
-        .narrow(dim + 1, 0, axis.length)
-        .flatten(dim, dim + 1)
-    )
+    cropped: Tensor = out.unflatten(dim, (axis.parts, axis.per_part * axis.step)).narrow(dim + 1, 0, axis.length)
+    return cropped.flatten(dim, dim + 1)

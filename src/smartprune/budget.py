@@ -141,9 +141,7 @@ def count_uses(model: nn.Module, layers: Sequence[Layer], example: Any) -> dict[
         counts = [0] * (3 if layer.sites[0][1] == "in_proj_weight" else 1)
         for module_name, _ in layer.sites:
             found = positions.get(module_name)
-            if found is None and module_name.endswith(
-                "out_proj"
-            ):  # attention reads this weight without calling the layer
+            if found is None and module_name.endswith("out_proj"):  # attention reads this weight without calling the layer
                 found = positions.get(module_name.rpartition(".")[0], (0,))[:1]
             for i, count in enumerate(found or ()):
                 counts[i] += count
@@ -168,10 +166,7 @@ def _positions(model: nn.Module, example: Any) -> dict[str, tuple[int, ...]]:
         if isinstance(module, nn.MultiheadAttention):
 
             def attention(m: nn.Module, args: Any, kwargs: Any, out: Any, name: str = name) -> None:
-                given = [
-                    kwargs.get(key, args[i] if i < len(args) else None)
-                    for i, key in enumerate(("query", "key", "value"))
-                ]
+                given = [kwargs.get(key, args[i] if i < len(args) else None) for i, key in enumerate(("query", "key", "value"))]
                 note(name, [tensor.numel() // tensor.shape[-1] for tensor in given])
 
             hooks.append(module.register_forward_hook(attention, with_kwargs=True))
@@ -196,16 +191,12 @@ def _positions(model: nn.Module, example: Any) -> dict[str, tuple[int, ...]]:
             elif isinstance(example, Sequence):
                 model(*example)
             else:
-                raise SmartpruneError(
-                    f"example is a {type(example).__name__}; give a tensor, or a tuple or dict of arguments"
-                )
+                raise SmartpruneError(f"example is a {type(example).__name__}; give a tensor, or a tuple or dict of arguments")
     except SmartpruneError:
         raise
     except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise SmartpruneError(
-            f"example: the model does not run on it ({reason}); give one input as the model takes it"
-        ) from error
+        raise SmartpruneError(f"example: the model does not run on it ({reason}); give one input as the model takes it") from error
     finally:
         for hook in hooks:
             hook.remove()
@@ -216,12 +207,6 @@ def _positions(model: nn.Module, example: Any) -> dict[str, tuple[int, ...]]:
 
 
 def _batch(example: Any) -> int:
-    values = (
-        list(example.values())
-        if isinstance(example, Mapping)
-        else [example]
-        if isinstance(example, Tensor)
-        else example
-    )
+    values = list(example.values()) if isinstance(example, Mapping) else [example] if isinstance(example, Tensor) else example
     first = next((value for value in values if isinstance(value, Tensor) and value.dim() > 0), None)
     return 1 if first is None else max(1, first.shape[0])

@@ -143,9 +143,7 @@ def find(
             reason = "named by skip"
         if reason is None and not any(other.matches(wanted) for other in same):
             if c.parts > 1 and not isinstance(c.module, nn.MultiheadAttention):
-                reason = (
-                    "depthwise convolution" if c.weight.shape[1] == 1 else f"grouped convolution ({c.parts} groups)"
-                )
+                reason = "depthwise convolution" if c.weight.shape[1] == 1 else f"grouped convolution ({c.parts} groups)"
             elif c is last:
                 reason = "last layer, taken for the classifier"
             elif c is stem:
@@ -156,9 +154,7 @@ def find(
             except SmartpruneError as error:
                 reason = str(error)
         if reason is None:
-            layers.append(
-                Layer(c.name, c.kind, grid, start, c.transposed, tuple((s.module_name, s.attribute) for s in same))
-            )
+            layers.append(Layer(c.name, c.kind, grid, start, c.transposed, tuple((s.module_name, s.attribute) for s in same)))
             start += grid.n
         else:
             skipped.append(Skipped(c.name, c.kind, () if _lazy(c.weight) else tuple(c.weight.shape), reason))
@@ -274,14 +270,17 @@ class Blocks:
     def sum(self, function: Callable[[Tensor], Tensor]) -> Tensor:
         """Sum of ``function(weight)`` over every block, float32 [n] on the weights' device."""
         with torch.no_grad():
-            parts = [
-                layer.grid.sum(function(w.detach().float())) for layer, w in zip(self.layers, self.weights, strict=True)
-            ]
+            parts = [layer.grid.sum(function(w.detach().float())) for layer, w in zip(self.layers, self.weights, strict=True)]
             return torch.cat([part.to(self.device) for part in parts])
 
     def mean(self, function: Callable[[Tensor], Tensor]) -> Tensor:
         """Mean of ``function(weight)`` over every block's real elements, float32 [n]."""
         return self.sum(function) / self.sizes.to(self.device)
+
+    def squares(self) -> Tensor:
+        """Sum of squared weights of every block, float32 [n]; gradients reach the weights."""
+        pairs = zip(self.layers, self.weights, strict=True)
+        return torch.cat([layer.grid.sum(weight.float().square()) for layer, weight in pairs])
 
     def per_layer(self, values: Tensor) -> Tensor:
         """Sum of a value per block over each layer, [number of layers]."""

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import guard
+from . import guard, watch
 from .block import Block
 from .budget import Budget
 from .errors import SmartpruneError
-from .layers import Patterns
-from .masking import Masking, put_on, take_off
-from .methods.method import Method, State, settings
+from .layers import CONVOLUTIONS, TRANSPOSED, Patterns
+from .link import plain_class, put_on, take_off
+from .masking import Masking
+from .methods.method import Clock, Method, State, settings
 from .plan import Plan, plan
 from .receipt import Receipt, make_receipt
 from .telemetry import Telemetry, theorem_3_7
@@ -37,6 +38,7 @@ class Live:
     versions: list[int]
     grad: bool
     inference: bool
+    autocast: torch.dtype | None  # what autocast wants layers to compute in
 
 
 class Pruner:
@@ -61,6 +63,7 @@ class Pruner:
         self._hard: Tensor | None = None
         self._live: Live | None = None
         self._inside = False
+        self._castable: list[bool] | None = None  # by layer: whether autocast would cast for it
         self._scalars: dict[str, float] = {}
         self._seen: tuple[int, int] | None = None
         self.telemetry_ = Telemetry(self.masking.starts, self._keep_equivalent())
@@ -70,7 +73,9 @@ class Pruner:
                 self._host.register_parameter(PREFIX + name, nn.Parameter(value.detach()))
             else:
                 self._state[name] = value
-        self._move(0.0)
+        self._watched: watch.Watched | None = None
+        self._penalized = False
+        self._move()
         self._put_on()
 
     # -- what the user sees -----------------------------------------------------------------------------------------------
@@ -111,6 +116,7 @@ class Pruner:
         penalty = getattr(self.method, "penalty", None)
         if penalty is None or self.phase != "search":
             return torch.zeros((), device=self.blocks.device)
+        self._penalized = True
         out: Tensor = penalty(self.blocks, self._all_state())
         return out
 
@@ -126,19 +132,13 @@ class Pruner:
         self._require_finite()
         if self._live is not None:
             self.telemetry_.measure(self._live.mask)
-        update = getattr(self.method, "update", None)
-        if update is not None:
-            with torch.no_grad():
-                for name, value in update(self.blocks, self._all_state(), self.progress).items():
-                    self._state[name].copy_(value)  # in place: a captured graph reads these addresses
-        if self.count + 1 >= self.steps:
-            self.count = self.steps
-            self._move(1.0)
-            self.freeze()
-        else:
-            self.count += 1
-            self._move(self.progress)
+        self._require_penalty()
+        self.count = min(self.count + 1, self.steps)
+        self._update()
+        self._move()
         self._live = None
+        if self.count >= self.steps:
+            self.freeze()
 
     def freeze(self, force: bool = False) -> None:
         """Hardens the mask now: keeps the best blocks that the budget allows, exactly, and zeroes the others.
@@ -147,9 +147,7 @@ class Pruner:
         """
         if self.phase != "search":
             raise SmartpruneError(f"pruner.freeze(): the mask is {self.phase} already")
-        rank = self.method.rank(self.blocks, self._all_state()).detach()
-        layer = None if self.blocks.min_keep is None else self.blocks.layer.to(rank.device)
-        hard = _agree(hard_topk(rank, self.blocks.limit, self.blocks.cost, self.blocks.min_keep, layer))
+        hard = _agree(self._choose())
         measure = getattr(self.method, "warmth", None)
         warmth = 0.0 if measure is None or force else measure(self.blocks, self._all_state())
         if warmth > TOO_WARM:
@@ -161,9 +159,21 @@ class Pruner:
         self.telemetry_.measure(hard.to(torch.float32))
         self._hard = hard
         self.phase = "frozen"
+        self._watch(False)
         self._live = None
         self.masking.multiply_(hard.to(torch.float32), self.blocks.weights)
         guard.hold(self.blocks.weights, self.masking, hard)
+
+    def _choose(self) -> Tensor:
+        """The hard mask: the best blocks that the budget allows, or what a method without a budget wants."""
+        final, floor = (getattr(self.method, name, None) for name in ("final", "floor"))
+        chosen = None if final is None else final(self.blocks, self._all_state())
+        if chosen is not None:
+            return chosen  # type: ignore[no-any-return]
+        rank = self.method.rank(self.blocks, self._all_state()).detach()
+        least = self.blocks.min_keep if floor is None else floor(self.blocks)
+        layer = None if least is None else self.blocks.layer.to(rank.device)
+        return hard_topk(rank, self.blocks.limit, self.blocks.cost, least, layer)
 
     def telemetry(self) -> dict[str, Any]:
         """The search in numbers. Reading waits for a GPU; measuring, at every step, does not."""
@@ -196,7 +206,7 @@ class Pruner:
         theirs = find_pruner(other)
         if theirs is self:
             raise SmartpruneError("pruner.apply_to(): that is the model this pruner is attached to; give a copy of it")
-        if self.phase == "baked" or self._hard is not None and theirs is None:
+        if self.phase == "baked" or (self._hard is not None and theirs is None):
             assert self._hard is not None
             weights = self.plan.blocks(other).weights
             self.masking.multiply_(self._hard.to(torch.float32), weights)
@@ -211,7 +221,11 @@ class Pruner:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but the weights, as tensors and plain values."""
-        tensors = {name: value.detach().clone() for name, value in self._all_state().items() if isinstance(value, Tensor)}
+        tensors = {
+            name: value.detach().clone()
+            for name, value in self._all_state().items()
+            if isinstance(value, Tensor) and name != "watched"
+        }
         floats = {name: value for name, value in self._state.items() if not isinstance(value, Tensor)}
         return {
             "format": 1,
@@ -232,7 +246,9 @@ class Pruner:
         """Continues where another pruner, attached with the same arguments, stood."""
         mine = {"method": self.method.name, "blocks": self.blocks.n, "limit": self.blocks.limit, "steps": self.steps}
         if not isinstance(state, dict) or state.get("format") != 1:
-            raise SmartpruneError("pruner.load_state_dict(): this is not the state of a pruner; give what pruner.state_dict() returned")
+            raise SmartpruneError(
+                "pruner.load_state_dict(): this is not the state of a pruner; give what pruner.state_dict() returned"
+            )
         for name, value in mine.items():
             if state.get(name) != value:
                 raise SmartpruneError(
@@ -255,7 +271,7 @@ class Pruner:
         self._hard = None if mask is None else mask.to(device, torch.bool).clone()
         self.telemetry_.side = None if state["side"] is None else state["side"].to(device).clone()
         self._live, self._seen = None, None
-        self._move(self.progress)
+        self._move()
         if self._hard is not None:
             self.masking.multiply_(self._hard.to(torch.float32), self.blocks.weights)
             guard.hold(self.blocks.weights, self.masking, self._hard)
@@ -270,13 +286,10 @@ class Pruner:
 
     def masked(self, index: int) -> Tensor:
         """The weight a layer computes with; called by the layer."""
-        if torch.compiler.is_compiling():
-            if not self._inside:
-                self._ensure(index)
-        else:
-            live = self._live
-            if live is None or not self._fresh(live, index):
-                self._refresh()
+        if not torch.compiler.is_compiling():
+            self._ensure(index)
+        elif not self._inside:
+            _ensure_uncompiled(self, index)
         assert self._live is not None
         return self._live.weights[index]
 
@@ -286,29 +299,33 @@ class Pruner:
             return False
         if torch.is_grad_enabled() and not live.grad:
             return False
+        if live.autocast != _autocast():
+            return False
         return live.versions[index] == self.blocks.weights_at(index)._version and live.key == self._key()
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _ensure(self, index: int) -> None:
         if self._live is None or not self._fresh(self._live, index):
             self._refresh()
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _refresh(self) -> None:
         """One solve and one masked multiply for all layers."""
         if self._hard is not None:
             self._clean()
         weights: Sequence[Tensor] = self.blocks.weights
+        autocast = _autocast()
+        dtypes = None if autocast is None else self._dtypes(weights, autocast)
         with torch.autocast(weights[0].device.type, enabled=False):
             if self._hard is not None:
                 mask = self._hard
                 extra = self.parameters() if _distributed() else []
-                masked = self.masking.hold(mask, weights, extra)
+                masked = self.masking.hold(mask, weights, extra, dtypes)
             else:
                 mask = self._soft(self.seed * 1_000_003 + self.count if self.model.training else None)
-                masked = self.masking.apply(
-                    mask, weights if self._train_weights else [weight.detach() for weight in weights], self._through
-                )
+                trained = weights if self._train_weights else [weight.detach() for weight in weights]
+                if self._watched is None:
+                    masked = self.masking.apply(mask, trained, self._through, dtypes)
+                else:
+                    masked = self._watched.apply(mask, weights)
         self._live = Live(
             masked,
             mask,
@@ -316,7 +333,17 @@ class Pruner:
             [weight._version for weight in weights],
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
+            autocast,
         )
+
+    def _dtypes(self, weights: Sequence[Tensor], autocast: torch.dtype) -> list[torch.dtype | None]:
+        """What autocast would cast each weight to, for torch's own layers: the multiply does it on the way."""
+        if self._castable is None:
+            own = (*CONVOLUTIONS, *TRANSPOSED, nn.Linear)
+            classes = [[plain_class(self.model.get_submodule(s[0])) for s in layer.sites] for layer in self.plan.layers]
+            self._castable = [all(cls in own for cls in same) for same in classes]
+        fits = [w.is_cuda and w.dtype == torch.float32 for w in weights]
+        return [autocast if fit and own else None for fit, own in zip(fits, self._castable, strict=True)]
 
     def _soft(self, seed: int | None) -> Tensor:
         return self.method.mask(self.blocks, self._all_state(), seed)
@@ -325,17 +352,49 @@ class Pruner:
         return (self.count, *(parameter._version for parameter in self.parameters()))
 
     def _all_state(self) -> State:
-        return {**self._state, **dict(zip(self._trained, self.parameters(), strict=True))}
+        out = {**self._state, **dict(zip(self._trained, self.parameters(), strict=True))}
+        if self._watched is not None:
+            out["watched"] = self._watched.total
+        return out
 
-    def _move(self, progress: float) -> None:
+    def _update(self) -> None:
+        """What the method changes after a step."""
+        update = getattr(self.method, "update", None)
+        if update is None:
+            return
+        if self._watched is not None and _distributed():
+            torch.distributed.all_reduce(self._watched.total)
+        with torch.no_grad():
+            change = update(self.blocks, self._all_state(), Clock(self.count, self.steps))
+            for name, value in change.state.items():
+                self._state[name].copy_(value)  # in place: a captured graph reads these addresses
+            if change.multiply is not None:
+                self.masking.multiply_(change.multiply, self.blocks.weights)
+        if change.forget:
+            watch.forget(self.model.parameters())
+
+    def _move(self) -> None:
         """Sets what depends on progress, on the device and without waiting for it."""
-        self._scalars = self.method.scalars(self.blocks, self._all_state(), progress)
+        self._scalars = self.method.scalars(self.blocks, self._all_state(), self.progress)
         for name, value in self._scalars.items():
             old = self._state.get(name)
             if old is None or old.device != self.blocks.device:
                 self._state[name] = torch.full((), value, dtype=torch.float64, device=self.blocks.device)
             else:
                 old.fill_(value)
+        calibrates = getattr(self.method, "calibrates", None)
+        self._watch(calibrates is not None and self._hard is None and calibrates(Clock(self.count, self.steps)))
+
+    def _watch(self, on: bool) -> None:
+        """While a method calibrates, gradients are added up per block and no parameter moves."""
+        if on and self._watched is None:
+            self._watched = watch.Watched(self.masking, self.blocks.device)
+            watch.hold_still(self.model.parameters())
+        elif on and self._watched is not None:
+            self._watched.clear()
+        elif self._watched is not None:
+            self._watched = None
+            watch.let_go(self.model.parameters())
 
     def _clean(self) -> None:
         """Removed blocks of a frozen model are zero again, whatever touched them."""
@@ -374,7 +433,10 @@ class Pruner:
                 self.model._forward_hooks_always_called.pop(key, None)
 
     def _before(self, module: nn.Module, args: Any) -> None:
-        self._refresh()
+        if torch.compiler.is_compiling():
+            _refresh_uncompiled(self)
+        else:
+            self._refresh()
         self._inside = True
 
     def _after(self, module: nn.Module, args: Any, out: Any) -> None:
@@ -413,7 +475,9 @@ class Pruner:
             return
         mine = self.parameters()
         if not all(parameter.requires_grad for parameter in mine):
-            raise SmartpruneError("pruner.step(): the scores do not require grad, so the search cannot learn; set requires_grad_(True)")
+            raise SmartpruneError(
+                "pruner.step(): the scores do not require grad, so the search cannot learn; set requires_grad_(True)"
+            )
         ids = {id(parameter) for parameter in mine}
         others = sum(p._version for p in self.model.parameters() if id(p) not in ids)
         now = (others, sum(parameter._version for parameter in mine))
@@ -423,6 +487,20 @@ class Pruner:
                 "optimizer.add_param_group(pruner.param_group()), or build the optimizer after attach"
             )
         self._seen = now
+
+    def _require_penalty(self) -> None:
+        """What a method learns from must have been there in this step."""
+        if hasattr(self.method, "penalty") and not self._penalized:
+            raise SmartpruneError(
+                f"pruner.step(): {type(self.method).__name__} steers sparsity through the loss, and pruner.penalty() was not "
+                "called in this step; add it to your loss: loss = criterion(model(x), y) + pruner.penalty()"
+            )
+        self._penalized = False
+        if self._watched is not None and not self._watched.seen:
+            raise SmartpruneError(
+                f"pruner.step(): {type(self.method).__name__} reads gradients, and no backward pass reached the pruned layers in "
+                "this step; call loss.backward() before pruner.step()"
+            )
 
     def _require_finite(self) -> None:
         for parameter in self.parameters():
@@ -439,6 +517,11 @@ class Pruner:
     def _keep_equivalent(self) -> float:
         """How many blocks the budget keeps, about."""
         return self.blocks.n * self.blocks.limit / max(self.blocks.total, 1)
+
+
+# Inside torch.compile these run as they are. (torch.compiler.disable would load the compiler for everybody.)
+_refresh_uncompiled = torch._disable_dynamo(Pruner._refresh)  # type: ignore[attr-defined]
+_ensure_uncompiled = torch._disable_dynamo(Pruner._ensure)  # type: ignore[attr-defined]
 
 
 def attach(
@@ -486,8 +569,8 @@ def bake(model: nn.Module, hold: bool = True) -> Receipt:
         raise SmartpruneError("bake: the model has no pruner; attach one first (a baked model is plain and needs no second bake)")
     if pruner.phase == "search":
         raise SmartpruneError(
-            f"bake: the search is at step {pruner.count} of {pruner.steps}; let it finish, or call pruner.freeze() to harden the mask now; "
-            "if this is a copy of a model whose search is over (EMA), call pruner.apply_to(copy) first"
+            f"bake: the search is at step {pruner.count} of {pruner.steps}; let it finish, or call pruner.freeze() to harden the mask "
+            "now; if this is a copy of a model whose search is over (EMA), call pruner.apply_to(copy) first"
         )
     receipt = pruner.receipt()
     pruner._take_off()
@@ -510,6 +593,10 @@ def find_pruner(model: nn.Module) -> Pruner | None:
 def _last_module(model: nn.Module) -> nn.Module:
     """Where the scores live: the last module, so that they come last in ``parameters()`` and zip with a plain copy's."""
     return [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)][-1]
+
+
+def _autocast() -> torch.dtype | None:
+    return torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
 
 
 def _distributed() -> bool:

@@ -30,9 +30,7 @@ class Case:
         self.include = ["grouped"] if name == "mobilenet_block" else []
         self.sparsity = 0.8
 
-    def attach(
-        self, method: object = None, steps: int = 4, model: nn.Module | None = None, **options: object
-    ) -> sp.Pruner:
+    def attach(self, method: object = None, steps: int = 4, model: nn.Module | None = None, **options: object) -> sp.Pruner:
         given = {"block": self.block, "sparsity": self.sparsity, "include": self.include, **options}
         if "budget" in given:
             given.pop("sparsity")
@@ -49,9 +47,7 @@ class Case:
     def loss(self, model: nn.Module | None = None) -> Tensor:
         return nn.functional.cross_entropy((model or self.model)(self.x), self.y)
 
-    def train(
-        self, pruner: sp.Pruner, optimizer: torch.optim.Optimizer, steps: int, model: nn.Module | None = None
-    ) -> None:
+    def train(self, pruner: sp.Pruner, optimizer: torch.optim.Optimizer, steps: int, model: nn.Module | None = None) -> None:
         for _ in range(steps):
             self.loss(model).backward()
             optimizer.step()

@@ -11,10 +11,7 @@ from conftest import Case
 def test_masked_forward_equals_weights_multiplied_by_hand(case: Case) -> None:
     pruner = case.attach()
     case.model.eval()
-    raw = {
-        layer.weight: weight.detach().clone()
-        for layer, weight in zip(pruner.plan.layers, pruner.blocks.weights, strict=True)
-    }
+    raw = {layer.weight: weight.detach().clone() for layer, weight in zip(pruner.plan.layers, pruner.blocks.weights, strict=True)}
     with torch.no_grad():
         masked = case.model(case.x)
     mask = pruner.mask
@@ -58,11 +55,7 @@ def test_gradients_equal_autograd_through_an_expanded_mask(small: Case) -> None:
 def test_every_weight_is_pruned_or_has_a_reason(case: Case) -> None:
     plan = sp.plan(case.model, case.block, case.sparsity)
     named = {name for name, p in case.model.named_parameters() if p.dim() > 1}
-    told = (
-        {layer.weight for layer in plan.layers}
-        | {s.name for s in plan.skipped}
-        | {s.name + ".weight" for s in plan.skipped}
-    )
+    told = {layer.weight for layer in plan.layers} | {s.name for s in plan.skipped} | {s.name + ".weight" for s in plan.skipped}
     assert named <= told
     assert all(s.reason for s in plan.skipped)
 

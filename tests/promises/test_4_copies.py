@@ -196,9 +196,7 @@ def test_bfloat16_model() -> None:
     sp.bake(case.model)
 
 
-QUIET = pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor that is not a leaf"
-)  # dynamo looks, and hides it
+QUIET = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks, and hides it
 
 
 @QUIET

@@ -20,9 +20,7 @@ def save(case: Case, pruner: sp.Pruner, optimizer: torch.optim.Optimizer) -> io.
 
 
 @pytest.mark.parametrize("stop", [1, 3, 4, 6])
-@pytest.mark.parametrize(
-    "method", METHODS, ids=lambda m: f"{m.name}-{getattr(m, 'mask_type', '')}-{getattr(m, 'ramp', '')}"
-)
+@pytest.mark.parametrize("method", METHODS, ids=lambda m: f"{m.name}-{getattr(m, 'mask_type', '')}-{getattr(m, 'ramp', '')}")
 def test_interrupted_is_uninterrupted(small: Case, method: object, stop: int) -> None:
     pruner = small.attach(method, steps=4)
     optimizer = small.optimizer()

@@ -2,10 +2,28 @@
 
 from typing import Any
 
+from .acdc import Acdc
+from .awg import Awg
+from .gradual import Gradual
 from .magnitude import Magnitude
 from .method import Method, make, settings
+from .pas import Pas, find_strength
+from .pdp import Pdp
 from .smart import Smart
 
-METHODS: dict[str, Any] = {"smart": Smart, "magnitude": Magnitude}
+METHODS: dict[str, Any] = {method.name: method for method in (Smart, Magnitude, Gradual, Pdp, Pas, Awg, Acdc)}
 
-__all__ = ["METHODS", "Magnitude", "Method", "Smart", "make", "settings"]
+__all__ = [
+    "METHODS",
+    "Acdc",
+    "Awg",
+    "Gradual",
+    "Magnitude",
+    "Method",
+    "Pas",
+    "Pdp",
+    "Smart",
+    "find_strength",
+    "make",
+    "settings",
+]

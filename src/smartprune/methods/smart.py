@@ -17,7 +17,7 @@ from ..errors import SmartpruneError
 from ..layers import Blocks
 from ..schedule import SCHEDULES, cubic
 from ..topk import hard_topk, soft_topk
-from .method import State, choose
+from .method import Change, Clock, State, choose
 
 
 @dataclass(frozen=True)
@@ -94,9 +94,7 @@ class Smart:
 
     def scalars(self, blocks: Blocks, state: State, progress: float) -> dict[str, float]:
         tau = SCHEDULES[self.schedule](progress, self.start, self.end) * state["unit"]
-        limit = (
-            float(blocks.limit) if self.ramp == "none" else cubic(progress, float(blocks.total), float(blocks.limit))
-        )
+        limit = float(blocks.limit) if self.ramp == "none" else cubic(progress, float(blocks.total), float(blocks.limit))
         return {"tau": tau, "limit": limit}
 
     def mask(self, blocks: Blocks, state: State, seed: int | None = None) -> Tensor:
@@ -117,8 +115,8 @@ class Smart:
             return soft + (sample - soft).detach()
         return soft
 
-    def update(self, blocks: Blocks, state: State, progress: float) -> State:
-        return {"theta": state["theta"][1:].expand(2, 2)}
+    def update(self, blocks: Blocks, state: State, clock: Clock) -> Change:
+        return Change({"theta": state["theta"][1:].expand(2, 2)})
 
     @torch.no_grad()
     def warmth(self, blocks: Blocks, state: State) -> float:
@@ -129,10 +127,7 @@ class Smart:
         """
         if self.schedule == "fixed" or self.mask_type.startswith("binary"):
             return 0.0
-        soft, cold = (
-            soft_topk(state["scores"], state["limit"], state["tau"] * factor, blocks.soft_cost)
-            for factor in (1.0, 1e-3)
-        )
+        soft, cold = (soft_topk(state["scores"], state["limit"], state["tau"] * factor, blocks.soft_cost) for factor in (1.0, 1e-3))
         keep = blocks.n * blocks.limit / max(blocks.total, 1)
         return float((torch.minimum(soft, 1 - soft).sum() - torch.minimum(cold, 1 - cold).sum()) / (2 * max(keep, 1.0)))
 

@@ -1,0 +1,68 @@
+"""AC/DC: compressed and dense phases take turns on the same weights (Peste et al. 2021, on blocks).
+
+At the start of a compressed phase the blocks with the largest L2 norm are kept; when it ends, removed weights come back
+as zeros and the optimizer's momentum is forgotten. After the last dense phase the mask is chosen once more and stays.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ..errors import SmartpruneError
+from ..layers import Blocks
+from ..topk import hard_topk
+from .cap import capped_floor, check_cap
+from .method import Change, Clock, State
+
+
+@dataclass(frozen=True)
+class Acdc:
+    """``cycles``: pairs of a compressed and a dense phase, of equal length; ``mspl``: no layer loses more than this share of
+    its blocks; ``cap``: what happens where that cannot be met: strict (an error, at attach), relax (layers keep less,
+    at least one block), off."""
+
+    name: ClassVar[str] = "acdc"
+
+    cycles: int = 8
+    mspl: float = 0.98
+    cap: str = "strict"
+
+    def check(self, blocks: Blocks, steps: int) -> None:
+        if self.cycles < 1 or steps < 2 * self.cycles:
+            raise SmartpruneError(
+                f"Acdc: cycles={self.cycles} need at least {max(2, 2 * self.cycles)} steps, the search has {steps}; "
+                "search longer, or take fewer cycles"
+            )
+        check_cap("Acdc", blocks, self.mspl, self.cap)
+
+    def state(self, blocks: Blocks) -> State:
+        return {"mask": self._compress(blocks)}
+
+    def scalars(self, blocks: Blocks, state: State, progress: float) -> dict[str, float]:
+        return {}
+
+    def mask(self, blocks: Blocks, state: State, seed: int | None) -> Tensor:
+        return state["mask"]  # type: ignore[no-any-return]
+
+    def update(self, blocks: Blocks, state: State, clock: Clock) -> Change:
+        phase = clock.enters(2 * self.cycles)
+        if phase is None:
+            return Change()
+        if phase % 2 == 0:
+            return Change({"mask": self._compress(blocks)})
+        return Change({"mask": torch.ones_like(state["mask"])}, multiply=state["mask"].clone(), forget=True)
+
+    def rank(self, blocks: Blocks, state: State) -> Tensor:
+        return blocks.sum(torch.square).sqrt()
+
+    def floor(self, blocks: Blocks) -> Tensor | None:
+        return capped_floor(blocks, self.mspl, self.cap)
+
+    def _compress(self, blocks: Blocks) -> Tensor:
+        rank = self.rank(blocks, {})
+        kept = hard_topk(rank, blocks.limit, blocks.cost, self.floor(blocks), blocks.layer.to(rank.device))
+        return kept.to(torch.float32)

@@ -1,0 +1,97 @@
+"""AWG: accumulated weight and gradient (the paper's Appendix F, on blocks).
+
+In each of S stages the network is watched first, nothing moving: the importance of a block is a running mean of the sum of
+``|gradient * weight|`` over its elements, times how much of its layer is gone already. Then the least important blocks go, and
+the rest trains on. A removed block has no gradient, so masks are nested.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ..errors import SmartpruneError
+from ..layers import Blocks
+from ..topk import hard_topk
+from .cap import capped_floor, check_cap
+from .method import Change, Clock, State, within
+
+
+@dataclass(frozen=True)
+class Awg:
+    """``stages``: S; ``calibration``: share of each stage that only watches; ``gamma`` of the running mean; ``mspl`` and
+    ``cap`` as for AC/DC.
+
+    Paper: its factor for sparse layers is 1 for binary masks; the prose wants blocks over surviving blocks, which is what this
+    is. S, gamma and the lengths are not given; these are eight stages of one part watching to four training.
+    """
+
+    name: ClassVar[str] = "awg"
+
+    stages: int = 8
+    calibration: float = 0.2
+    gamma: float = 0.99
+    mspl: float = 0.98
+    cap: str = "strict"
+
+    def check(self, blocks: Blocks, steps: int) -> None:
+        if self.stages < 1 or steps < 2 * self.stages:
+            raise SmartpruneError(
+                f"Awg: stages={self.stages} need at least {max(2, 2 * self.stages)} steps, the search has {steps}; search "
+                "longer, or take fewer stages"
+            )
+        within("Awg: calibration", self.calibration, 1e-6, 1)
+        within("Awg: gamma", self.gamma, 0, 1 - 1e-9)
+        check_cap("Awg", blocks, self.mspl, self.cap)
+
+    def state(self, blocks: Blocks) -> State:
+        n, device = blocks.n, blocks.device
+        return {
+            "mask": torch.ones(n, device=device),
+            "importance": torch.full((n,), math.nan, device=device),  # NaN: nothing watched in this stage yet
+        }
+
+    def scalars(self, blocks: Blocks, state: State, progress: float) -> dict[str, float]:
+        return {}
+
+    def mask(self, blocks: Blocks, state: State, seed: int | None) -> Tensor:
+        return state["mask"]  # type: ignore[no-any-return]
+
+    def calibrates(self, clock: Clock) -> bool:
+        """Every stage watches for its first steps, at least one."""
+        length, into = self._place(clock)
+        return clock.count < clock.steps and into < max(1, round(self.calibration * length))
+
+    def _place(self, clock: Clock) -> tuple[int, int]:
+        """Length of the stage in which the next step falls, and how many of its steps are done."""
+        stage = clock.count * self.stages // clock.steps
+        first, last = (-(-s * clock.steps // self.stages) for s in (stage, stage + 1))
+        return last - first, clock.count - first
+
+    def update(self, blocks: Blocks, state: State, clock: Clock) -> Change:
+        before = Clock(clock.count - 1, clock.steps)
+        if not self.calibrates(before):
+            return Change()
+        density = blocks.per_layer(state["mask"]).clamp(min=1)
+        layer = blocks.layer.to(density.device)
+        counts = torch.tensor([float(item.n) for item in blocks.layers], device=density.device)
+        seen = state["watched"] * (counts / density)[layer]
+        old = state["importance"]
+        mean = torch.where(old.isnan(), seen, self.gamma * old + (1 - self.gamma) * seen)
+        if self.calibrates(clock) and self._place(clock)[1] > 0:
+            return Change({"importance": mean})
+        stage = before.count * self.stages // clock.steps + 1
+        limit = blocks.total - (blocks.total - blocks.limit) * stage // self.stages
+        rank = torch.where(state["mask"] > 0, mean, -1.0)
+        kept = hard_topk(rank, limit, blocks.cost, self.floor(blocks), layer)
+        return Change({"mask": kept.to(torch.float32), "importance": torch.full_like(mean, math.nan)})
+
+    def rank(self, blocks: Blocks, state: State) -> Tensor:
+        return state["mask"]  # type: ignore[no-any-return]
+
+    def floor(self, blocks: Blocks) -> Tensor | None:
+        return capped_floor(blocks, self.mspl, self.cap)

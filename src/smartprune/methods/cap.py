@@ -1,0 +1,74 @@
+"""The per-layer cap of AC/DC and AWG: no layer loses more than a share ``mspl`` of its blocks.
+
+It protects layers from being emptied only while the budget leaves it slack: in a network of many small layers at a high
+sparsity it dictates the whole mask, or cannot be met at all.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ..budget import as_share
+from ..errors import SmartpruneError
+from ..layers import Blocks
+from .method import choose, within
+
+POLICIES = ("strict", "relax", "off")
+
+
+def least(blocks: Blocks, mspl: float) -> Tensor:
+    """``n_l - floor(mspl * n_l)``: the fewest blocks each layer keeps, int64 [number of layers]."""
+    share = as_share(mspl, "mspl", "the largest share of its blocks that a layer loses")
+    return torch.tensor([layer.n - math.floor(share * layer.n) for layer in blocks.layers])
+
+
+def least_cost(blocks: Blocks, counts: Tensor) -> int:
+    """What the cheapest blocks cost that give every layer its count."""
+    if blocks.cost is None:
+        return int(counts.sum())
+    cost = blocks.cost.cpu()
+    return sum(
+        int(cost[layer.start : layer.stop].sort().values[:count].sum())
+        for layer, count in zip(blocks.layers, counts.tolist(), strict=True)
+    )
+
+
+def check_cap(where: str, blocks: Blocks, mspl: float, cap: str) -> None:
+    choose(f"{where}: cap", cap, POLICIES)
+    within(f"{where}: mspl", mspl, 0, 1 - 1e-9)
+    if cap == "strict":
+        need = least_cost(blocks, least(blocks, mspl))
+        if need > blocks.limit:
+            unit = "blocks" if blocks.cost is None else "cost"
+            raise SmartpruneError(
+                f"{where}: mspl={mspl:g} needs {need:,} {unit}, the budget keeps {blocks.limit:,}; remove less, raise mspl, "
+                "or set cap='relax' (layers keep less, at least one block while that fits) or cap='off'"
+            )
+
+
+def capped_floor(blocks: Blocks, mspl: float, cap: str) -> Tensor | None:
+    """The fewest blocks each layer keeps under a policy; a floor of the budget's own counts too."""
+    own = blocks.min_keep
+    if cap == "off":
+        return own
+    counts = least(blocks, mspl)
+    if cap == "relax":
+        counts = _relaxed(blocks, counts)
+    return counts if own is None else torch.maximum(counts, own.cpu())
+
+
+def _relaxed(blocks: Blocks, counts: Tensor) -> Tensor:
+    """The same counts scaled down until they fit: one block per layer at the least, and then none for the smallest layers."""
+    full = counts
+    for share in (1.0, 0.8, 0.6, 0.4, 0.2, 0.1, 0.0):
+        counts = (full * share).floor().long().clamp(min=1)
+        if least_cost(blocks, counts) <= blocks.limit:
+            return counts
+    for index in torch.tensor([layer.n for layer in blocks.layers]).argsort(stable=True).tolist():
+        counts[index] = 0
+        if least_cost(blocks, counts) <= blocks.limit:
+            break
+    return counts

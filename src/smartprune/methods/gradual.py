@@ -1,0 +1,61 @@
+"""Gradual magnitude: the smallest blocks go first, a few at a time, along a cubic ramp; a block may come back.
+
+At every update the blocks with the largest mean absolute weight are kept, as many as the ramp allows. Removed blocks keep
+their stored weights, so one that was dropped too early returns when others shrink below it (Zhu and Gupta 2017, on
+blocks and over all layers).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ..errors import SmartpruneError
+from ..layers import Blocks
+from ..schedule import cubic
+from ..topk import hard_topk
+from .method import Change, Clock, State, choose, within
+
+
+@dataclass(frozen=True)
+class Gradual:
+    """``ramp``: share of the search in which sparsity rises; ``updates``: how many times the mask is chosen anew (at most once
+    a step); ``norm``: mean (of |w| over a block's real elements) or l2; ``through``: removed weights go on training
+    on the gradient of the masked ones."""
+
+    name: ClassVar[str] = "gradual"
+
+    ramp: float = 1.0
+    updates: int = 200
+    norm: str = "mean"
+    through: bool = False
+
+    def check(self, blocks: Blocks, steps: int) -> None:
+        within("Gradual: ramp", self.ramp, 1e-6, 1)
+        choose("Gradual: norm", self.norm, ("mean", "l2"))
+        if self.updates < 1:
+            raise SmartpruneError(f"Gradual: updates={self.updates!r} must be at least 1")
+
+    def state(self, blocks: Blocks) -> State:
+        return {"mask": torch.ones(blocks.n, device=blocks.device)}
+
+    def scalars(self, blocks: Blocks, state: State, progress: float) -> dict[str, float]:
+        return {}
+
+    def mask(self, blocks: Blocks, state: State, seed: int | None) -> Tensor:
+        return state["mask"]  # type: ignore[no-any-return]
+
+    def update(self, blocks: Blocks, state: State, clock: Clock) -> Change:
+        if clock.enters(min(self.updates, clock.steps)) is None:
+            return Change()
+        limit = math.ceil(cubic(min(1.0, clock.progress / self.ramp), float(blocks.total), float(blocks.limit)))
+        rank = self.rank(blocks, state)
+        mask = hard_topk(rank, limit, blocks.cost, blocks.min_keep, blocks.layer.to(rank.device))
+        return Change({"mask": mask.to(torch.float32)})
+
+    def rank(self, blocks: Blocks, state: State) -> Tensor:
+        return blocks.mean(torch.abs) if self.norm == "mean" else blocks.sum(torch.square).sqrt()

@@ -1,0 +1,104 @@
+"""PDP: a soft mask straight from the weights, inside each layer (Cho et al. 2023, on blocks).
+
+With q the L2 norm of a block and t the middle between the smallest kept and the largest removed norm of its layer,
+``mask = sigmoid((q^2 - t^2) / tau)``; gradients reach the weights through the mask too, and push undecided blocks away from
+the border. No scores: blocks compete within their layer only, and every layer's share is fixed beforehand.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ..layers import Blocks
+from ..topk import hard_topk
+from .method import State, choose, within
+
+
+@dataclass(frozen=True)
+class Pdp:
+    """``tau``: temperature, in units of squared norms; ``ramp``: share of the search in which sparsity rises, linearly;
+    ``allocation``: uniform (the same share of every layer, by largest remainder) or global_once (what one global choice by
+    norm gives each layer at the start)."""
+
+    name: ClassVar[str] = "pdp"
+
+    tau: float = 1e-4
+    ramp: float = 0.8
+    allocation: str = "uniform"
+
+    def check(self, blocks: Blocks, steps: int) -> None:
+        choose("Pdp: allocation", self.allocation, ("uniform", "global_once"))
+        within("Pdp: tau", self.tau, 1e-12, 1e6)
+        within("Pdp: ramp", self.ramp, 1e-6, 1)
+
+    def state(self, blocks: Blocks) -> State:
+        if self.allocation == "uniform":
+            counts = apportion([layer.n for layer in blocks.layers], Fraction(blocks.limit, max(blocks.total, 1)))
+        else:
+            rank = blocks.sum(torch.square)
+            chosen = hard_topk(rank, blocks.limit, blocks.cost, blocks.min_keep, blocks.layer.to(rank.device))
+            counts = [int(value) for value in blocks.per_layer(chosen.to(torch.float64)).tolist()]
+        return {"keep": torch.tensor(counts, dtype=torch.float64, device=blocks.device)}
+
+    def scalars(self, blocks: Blocks, state: State, progress: float) -> dict[str, float]:
+        return {"done": min(1.0, progress / self.ramp)}
+
+    def mask(self, blocks: Blocks, state: State, seed: int | None) -> Tensor:
+        squares = blocks.squares()
+        border = self.border(blocks, state, squares.detach())
+        return torch.sigmoid((squares - border.square()[blocks.layer.to(squares.device)] * border_sign(border, blocks)) / self.tau)
+
+    def border(self, blocks: Blocks, state: State, squares: Tensor) -> Tensor:
+        """t of every layer, [number of layers]; negative where the layer keeps all its blocks."""
+        layer = blocks.layer.to(squares.device)
+        total = torch.tensor([item.n for item in blocks.layers], device=squares.device)
+        first = torch.tensor([item.start for item in blocks.layers], device=squares.device)
+        kept = total - ((total - state["keep"]) * state["done"] + 0.5).floor().long()
+        order = squares.argsort(descending=True, stable=True)
+        order = order[layer[order].argsort(stable=True)]  # by layer, and within it from the largest
+        norms = squares[order].sqrt()
+        low = norms[first + kept.clamp(max=total - 1)]
+        high = norms[first + (kept - 1).clamp(min=0)]
+        middle = torch.where(kept == 0, 2 * high + 1e-12, (low + high) / 2)
+        return torch.where(kept == total, -torch.ones_like(middle), middle)
+
+    def rank(self, blocks: Blocks, state: State) -> Tensor:
+        """Norms, those that their layer keeps before all others."""
+        squares = blocks.sum(torch.square)
+        border = self.border(blocks, state, squares)
+        layer = blocks.layer.to(squares.device)
+        inside = squares.sqrt() > border[layer]
+        scaled = squares.sqrt() / squares.sqrt().max().clamp(min=1e-30)
+        return scaled + 2.0 * inside
+
+
+def border_sign(border: Tensor, blocks: Blocks) -> Tensor:
+    """Minus infinity-like for layers that keep everything, so that their masks are one."""
+    return torch.where(border < 0, -1e9, 1.0)[blocks.layer.to(border.device)]
+
+
+def apportion(sizes: list[int], share: Fraction) -> list[int]:
+    """``floor(share * total)`` seats for layers of these sizes by largest remainder, at least one each while that fits.
+
+    >>> apportion([100, 10, 1], Fraction(1, 4))
+    [24, 2, 1]
+    """
+    seats = math.floor(share * sum(sizes))
+    quotas = [share * size for size in sizes]
+    least = 1 if seats >= len(sizes) else 0
+    counts = [max(least, math.floor(quota)) for quota in quotas]
+    order = sorted(range(len(sizes)), key=lambda i: (quotas[i] - math.floor(quotas[i]), sizes[i]), reverse=True)
+    while sum(counts) < seats:
+        for i in order:
+            if sum(counts) < seats and counts[i] < sizes[i]:
+                counts[i] += 1
+    while sum(counts) > seats:  # the guaranteed seats of small layers come out of the largest
+        i = max(range(len(sizes)), key=lambda j: (counts[j] - quotas[j], counts[j]) if counts[j] > least else (-math.inf, 0))
+        counts[i] -= 1
+    return counts

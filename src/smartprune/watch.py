@@ -1,0 +1,93 @@
+"""Watching: methods that calibrate see every block's gradient while nothing in the model moves; and what methods may ask of the
+user's optimizers for that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from .masking import Masking
+
+_still = WeakTensorKeyDictionary()  # parameters that do not move at present
+_forgetful = WeakTensorKeyDictionary()  # parameters whose momentum is to be dropped before the next step
+_hooked = False
+
+
+class Watched:
+    """The sum of ``|gradient * weight|`` over every block, [n], since :meth:`clear`, and whether a backward pass was seen."""
+
+    def __init__(self, masking: Masking, device: torch.device) -> None:
+        self.masking = masking
+        self.total = torch.zeros(masking.starts[-1], device=device)
+        self.seen = False
+
+    def clear(self) -> None:
+        self.total.zero_()
+        self.seen = False
+
+    def apply(self, mask: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
+        """``weight * mask`` for every weight; gradients are added up here, and the weights get zeros."""
+        return list(_Watch.apply(mask, self, *weights))  # type: ignore[no-untyped-call]
+
+
+class _Watch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, mask: Tensor, watched: Watched, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.watched = watched
+        ctx.products = [product.detach() for product in watched.masking.apply(mask, [w.detach() for w in weights])]
+        return tuple(product.view_as(product) for product in ctx.products)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        watched: Watched = ctx.watched
+        sizes = [None if grad is None else grad.abs() for grad in grads]
+        watched.total += watched.masking.block_inner(sizes, [product.abs() for product in ctx.products])
+        watched.seen = True
+        zeros = [torch.zeros_like(p) if needed else None for p, needed in zip(ctx.products, ctx.needs_input_grad[2:], strict=True)]
+        return (None, None, *zeros)
+
+
+def hold_still(parameters: Iterable[Tensor]) -> None:
+    """Torch optimizers leave these parameters, and their momentum, alone until :func:`let_go`."""
+    _hook()
+    for parameter in parameters:
+        _still[parameter] = True
+
+
+def let_go(parameters: Iterable[Tensor]) -> None:
+    for parameter in parameters:
+        _still.pop(parameter, None)
+
+
+def forget(parameters: Iterable[Tensor]) -> None:
+    """Before their next step, torch optimizers drop the momentum of these parameters."""
+    _hook()
+    for parameter in parameters:
+        _forgetful[parameter] = True
+
+
+def _hook() -> None:
+    global _hooked
+    if not _hooked:
+        register_optimizer_step_pre_hook(_before_step)
+        _hooked = True
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if not _still and not _forgetful:
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter in _still:
+                parameter.grad = None
+            if _forgetful.pop(parameter, None):
+                for value in optimizer.state.get(parameter, {}).values():
+                    if isinstance(value, Tensor) and value.shape == parameter.shape:
+                        value.zero_()

@@ -1,0 +1,184 @@
+"""The contract: every entry of METHODS goes through the same list. One row enrols a newcomer, if its defaults do."""
+
+import copy
+import hashlib
+import io
+import json
+import math
+import os
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from torch import nn
+
+import smartprune as sp
+import zoo
+from smartprune.methods import METHODS, make, settings
+
+STEPS = 24
+SHORT = {
+    "acdc": {"cycles": 3},
+    "awg": {"stages": 3},
+}  # settings that fit a search of 24 steps; others take their defaults
+
+
+def method_of(name: str) -> Any:
+    return METHODS[name](**SHORT.get(name, {}))
+
+
+class Job:
+    """A model, its data, and a loop as a user writes it."""
+
+    def __init__(self, name: str, model: str = "mobilenet_block", steps: int = STEPS, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.model, self.x = zoo.SMALL[model]()
+        self.y = torch.randint(0, 10, (len(self.x),))
+        given = {
+            "block": (4, 4),
+            "sparsity": 0.8,
+            "include": ["grouped"] if model == "mobilenet_block" else [],
+            **options,
+        }
+        if "budget" in given:
+            given.pop("sparsity")
+        self.pruner = sp.attach(self.model, method_of(name), steps=steps, **given)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.02, momentum=0.9, weight_decay=1e-4)
+
+    def step(self, parts: int = 1, amp: bool = False) -> None:
+        for x, y in zip(self.x.chunk(parts), self.y.chunk(parts), strict=True):
+            with torch.autocast("cpu", torch.bfloat16, enabled=amp):
+                loss = nn.functional.cross_entropy(self.model(x), y)
+            (loss / parts + self.pruner.penalty() / parts).backward()
+        self.optimizer.step()
+        self.pruner.step()
+        self.optimizer.zero_grad()
+
+    def run(self, steps: int = STEPS + 3, **options: Any) -> "Job":
+        for _ in range(steps):
+            self.step(**options)
+        return self
+
+
+@pytest.fixture(params=sorted(METHODS))
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.mark.parametrize("model", sorted(zoo.SMALL))
+def test_exact_count(name: str, model: str) -> None:
+    job = Job(name, model).run()
+    plan = job.pruner.plan
+    assert int(job.pruner.mask.sum()) == math.ceil((1 - Fraction("0.8")) * plan.n)
+    receipt = sp.bake(job.model)
+    assert receipt.met
+    assert sp.verify(job.model, receipt=receipt).ok
+
+
+@pytest.mark.parametrize("steps", [6, 24, 100])
+def test_short_and_long_searches(name: str, steps: int) -> None:
+    job = Job(name, "plain_cnn", steps=steps).run(steps)
+    assert int(job.pruner.mask.sum()) == job.pruner.plan.keep
+
+
+@pytest.mark.parametrize("kind", ["params", "macs"])
+def test_budgets_in_costs(name: str, kind: str) -> None:
+    x = zoo.mobilenet_block()[1]
+    job = Job(name, budget=sp.params(0.7) if kind == "params" else sp.macs(0.7, example=x)).run()
+    cost, mask = job.pruner.plan.cost, job.pruner.mask
+    kept = int(cost[mask].sum())
+    assert kept <= job.pruner.plan.limit
+    assert job.pruner.plan.limit - kept < int(cost[~mask].min())
+
+
+def test_mask_is_a_mask(name: str) -> None:
+    job = Job(name)
+    for _ in range(STEPS):
+        mask = job.pruner.mask
+        assert mask.shape == (job.pruner.plan.n,)
+        assert float(mask.min()) >= -1e-6
+        assert float(mask.max()) <= 1 + 1e-6
+        job.step()
+    assert job.pruner.mask.dtype == torch.bool
+
+
+@pytest.mark.parametrize("stop", [1, 9, 13, 24])
+def test_resumed_is_the_same(name: str, stop: int) -> None:
+    job = Job(name).run(stop)
+    buffer = io.BytesIO()
+    torch.save([job.model.state_dict(), job.pruner.state_dict(), job.optimizer.state_dict()], buffer)
+    job.run(STEPS + 2 - stop)
+    buffer.seek(0)
+    model, pruner, optimizer = torch.load(buffer, weights_only=True)
+    again = Job(name)
+    again.model.load_state_dict(model)
+    again.pruner.load_state_dict(pruner)
+    again.optimizer.load_state_dict(optimizer)
+    again.run(STEPS + 2 - stop)
+    for (key, a), b in zip(job.model.state_dict().items(), again.model.state_dict().values(), strict=True):
+        assert torch.equal(a, b), key
+    assert torch.equal(job.pruner.mask, again.pruner.mask)
+
+
+@pytest.mark.parametrize("steps", [5, 20, 25])
+def test_copies_are_masked(name: str, steps: int) -> None:
+    job = Job(name).run(steps)
+    job.model.eval()
+    twin = copy.deepcopy(job.model)
+    assert torch.equal(twin(job.x), job.model(job.x))
+    if job.pruner.phase == "search":
+        mask = job.pruner.mask
+        layer = job.pruner.plan.layers[0]
+        raw = job.pruner.blocks.weights[0].detach()
+        used = job.model.get_submodule(layer.sites[0][0]).weight.detach()
+        assert torch.allclose(used, raw * layer.grid.expand(mask[layer.start : layer.stop]), atol=1e-7)
+
+
+def test_accumulation(name: str) -> None:
+    job = Job(name, "plain_cnn").run(parts=2)
+    assert int(job.pruner.mask.sum()) == job.pruner.plan.keep
+
+
+def test_bfloat16(name: str) -> None:
+    job = Job(name).run(amp=True)
+    assert int(job.pruner.mask.sum()) == job.pruner.plan.keep
+
+
+def test_settings_survive_json(name: str) -> None:
+    method = method_of(name)
+    assert make(METHODS[name], json.loads(json.dumps(settings(method)))) == method
+    with pytest.raises(sp.SmartpruneError, match=r"unknown setting 'nonsense' for \w+; it has: "):
+        make(METHODS[name], {"nonsense": 1})
+
+
+def test_telemetry(name: str) -> None:
+    job = Job(name).run(STEPS)
+    told = job.pruner.telemetry()
+    assert sum(told["kept"]) == job.pruner.plan.keep
+    assert told["phase"] == "frozen"
+
+
+def rank_job(rank: int, folder: str, name: str) -> None:
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    job = Job(name, "plain_cnn")
+    ddp = nn.parallel.DistributedDataParallel(job.model)
+    torch.manual_seed(100 + rank)
+    for _ in range(STEPS + 2):
+        loss = nn.functional.cross_entropy(ddp(torch.randn(4, 3, 8, 8)), torch.randint(0, 10, (4,)))
+        (loss + job.pruner.penalty()).backward()
+        job.optimizer.step()
+        job.pruner.step()
+        job.optimizer.zero_grad()
+    bits = b"".join(t.detach().numpy().tobytes() for t in (job.pruner.mask, *job.pruner.blocks.weights))
+    Path(folder, f"rank{rank}").write_text(hashlib.sha256(bits).hexdigest())
+    torch.distributed.barrier()
+    os._exit(0)  # gloo's threads do not always survive an orderly end
+
+
+def test_two_ranks_agree(name: str, tmp_path: Path) -> None:
+    mp.spawn(rank_job, args=(str(tmp_path), name), nprocs=2)
+    assert (tmp_path / "rank0").read_text() == (tmp_path / "rank1").read_text()
