@@ -74,7 +74,7 @@ def find_strength(
     ``kept_share(strength)`` makes a run and says which share it kept. Gives the strength, or None where no trial came within
     ``tolerance``, and all trials.
 
-    >>> find_strength(lambda strength: 1 / (1 + strength / 10), wanted=0.1)[0]
+    >>> find_strength(lambda strength: 1 / (1 + strength / 10), wanted=0.09)[0]
     100.0
     """
     if not 0 < low < high:
