@@ -1,26 +1,28 @@
-"""Masks on weights: every layer's ``weight * mask`` in one differentiable step, and how a layer comes to use it.
+"""Masks on weights: every layer's ``weight * mask`` in one differentiable step.
 
-The multiply expands the mask along a weight's inner axes only (one value per column of a row of blocks) and broadcasts it over
-the rows of a block, so it runs near the speed of a plain elementwise product; its backward gives the weights' gradient and the
-per-block sums that the scores need (paper, equation 6, in the form of Algorithm 1).
-
-A layer uses masked weights because its class is exchanged for a subclass whose ``weight`` is a property. The parameter itself
-stays where it was: same object, same name, same place in ``parameters()``, ``state_dict()`` and every optimizer.
+The multiply expands the mask along a weight's inner axes only (one value per column of a row of blocks) and broadcasts
+it over the rows of a block, so it runs near the speed of a plain elementwise product; its backward gives the weights'
+gradient and the per-block sums that the scores need (paper, equation 6, in the form of Algorithm 1). On CUDA kernels
+(``masking_triton.py``) do the same.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import math
+import os
 from collections.abc import Sequence
-from typing import Any, Protocol
+from functools import lru_cache
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .block import Grid, spread
 from .errors import SmartpruneError
 
 CHUNK = 1 << 22  # elements: layers are multiplied in runs of about this size, so that gradients become ready in pieces
+BACKEND = os.environ.get("SMARTPRUNE_MASKING", "auto")  # auto (fused kernels on CUDA), torch or triton
 
 
 class Rows:
@@ -42,7 +44,8 @@ class Rows:
         axes = tuple(range(weight.dim()))
         if weight.is_contiguous():
             return axes
-        order = tuple(sorted(axes, key=lambda i: -weight.stride(i)))
+        stride = weight.stride()
+        order = tuple(sorted(axes, key=lambda i: -stride[i]))
         return order if order[0] == 0 and weight.permute(order).is_contiguous() else axes
 
     def view(self, tensor: Tensor) -> Tensor:
@@ -62,7 +65,9 @@ class Rows:
         if self.full:
             split = (self.full, self.step)
             torch.mul(
-                tensor[:, :edge].unflatten(1, split), columns[:, : self.full, None], out=out[:, :edge].unflatten(1, split)
+                tensor[:, :edge].unflatten(1, split),
+                columns[:, : self.full, None],
+                out=out[:, :edge].unflatten(1, split),
             )
         if edge < self.length:
             torch.mul(tensor[:, edge:], columns[:, self.full :], out=out[:, edge:])
@@ -90,6 +95,10 @@ class Masking:
             self.starts.append(self.starts[-1] + grid.n)
         self.chunks = self._chunks()
         self._rows: dict[tuple[int, tuple[int, ...]], Rows] = {}
+        self.fused: dict[Any, Any] = {}  # what masking_triton.py has prepared
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "fused": {}}
 
     def _chunks(self) -> list[tuple[int, int]]:
         out, first, size = [], 0, 0
@@ -110,33 +119,66 @@ class Masking:
     def piece(self, mask: Tensor, i: int) -> Tensor:
         return mask[self.starts[i] : self.starts[i + 1]]
 
-    def apply(self, mask: Tensor, weights: Sequence[Tensor], through: bool = False) -> list[Tensor]:
+    def apply(
+        self,
+        mask: Tensor,
+        weights: Sequence[Tensor],
+        through: bool = False,
+        dtypes: Sequence[torch.dtype | None] | None = None,
+    ) -> list[Tensor]:
         """``weight * mask`` for every weight, differentiable in both; mask: [n].
 
-        With ``through``, a weight's gradient is that of the product, unmasked (straight-through).
+        With ``through``, a weight's gradient is that of the product, unmasked (straight-through). ``dtypes`` are those
+        of the products where they differ from the weights': the product is rounded once.
         """
+        fused = _fused(mask, weights)
+        pieces = mask.split([self.starts[last] - self.starts[first] for first, last in self.chunks]) if fused else ()
         out: list[Tensor] = []
-        for first, last in self.chunks:
-            piece = mask[self.starts[first] : self.starts[last]]
-            out += _Multiply.apply(piece, self, first, through, *weights[first:last])
+        for k, (first, last) in enumerate(self.chunks):
+            some, kinds = weights[first:last], None if dtypes is None else dtypes[first:last]
+            runs = fused.runs(self, range(first, last), some, kinds, first) if fused else None
+            if runs is not None:
+                out += fused.Fused.apply(pieces[k], runs, first, through, False, len(some), *some)
+            else:
+                piece = mask[self.starts[first] : self.starts[last]]
+                out += _cast(_Multiply.apply(piece, self, first, through, *some), kinds)  # type: ignore[no-untyped-call]
         return out
 
-    def hold(self, mask: Tensor, weights: Sequence[Tensor], idle: Sequence[Tensor] = ()) -> list[Tensor]:
+    def hold(
+        self,
+        mask: Tensor,
+        weights: Sequence[Tensor],
+        idle: Sequence[Tensor] = (),
+        dtypes: Sequence[torch.dtype | None] | None = None,
+    ) -> list[Tensor]:
         """Weights whose removed blocks are zero already: passed on as they are, with gradients for kept blocks only.
 
-        ``idle`` tensors get a gradient of zero: DDP wants one for every parameter.
+        ``idle`` tensors get a gradient of zero: DDP wants one for every parameter. ``dtypes`` as in :meth:`apply`.
         """
+        fused = _fused(mask, weights)
         out: list[Tensor] = []
         for first, last in self.chunks:
             piece = mask[self.starts[first] : self.starts[last]]
-            held = _Hold.apply(piece, self, first, last - first, *weights[first:last], *(idle if first == 0 else ()))
-            out += held
+            some, kinds = weights[first:last], None if dtypes is None else dtypes[first:last]
+            more = idle if first == 0 else ()
+            runs = fused.runs(self, range(first, last), some, kinds, first) if fused else None
+            if runs is not None:
+                out += fused.Fused.apply(piece, runs, first, False, True, len(some), *some, *more)
+            else:
+                held = _Hold.apply(piece, self, first, last - first, *some, *more)  # type: ignore[no-untyped-call]
+                out += _cast(held, kinds)
         return out
 
     @torch.no_grad()
-    def multiply_(self, mask: Tensor, weights: Sequence[Tensor]) -> None:
-        """``weight *= mask`` in place."""
-        for i, weight in enumerate(weights):
+    def multiply_(self, mask: Tensor, weights: Sequence[Tensor], layers: Sequence[int] | None = None) -> None:
+        """``weight *= mask`` in place; the weights are those of ``layers``, or all. mask: [n] in any case."""
+        layers = range(len(weights)) if layers is None else layers
+        fused = _fused(mask, weights)
+        runs = fused.runs(self, layers, weights, None, 0) if fused else None
+        if runs is not None:
+            fused.multiply_(runs, mask, weights)
+            return
+        for i, weight in zip(layers, weights, strict=True):
             self.multiply_one_(self.piece(mask, i), i, weight)
 
     @torch.no_grad()
@@ -163,11 +205,13 @@ class Masking:
 
 
 class _Multiply(torch.autograd.Function):
-    """weight * mask for a run of layers. What backward needs is kept on ctx, not in saved tensors, so that backward may pass
-    more than once (reentrant activation checkpointing does, once per segment)."""
+    """weight * mask for a run of layers. What backward needs is kept on ctx, not in saved tensors, so that backward may
+    pass more than once (reentrant activation checkpointing does, once per segment)."""
 
     @staticmethod
-    def forward(ctx: Any, mask: Tensor, masking: Masking, first: int, through: bool, *weights: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, mask: Tensor, masking: Masking, first: int, through: bool, *weights: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.masking, ctx.first, ctx.through = masking, first, through
         ctx.weights = [weight.detach() for weight in weights]
@@ -192,8 +236,8 @@ class _Multiply(torch.autograd.Function):
             i = ctx.first + j
             if weight._version != ctx.versions[j]:
                 raise SmartpruneError(
-                    f"weight {i} of the pruned layers was changed in place between forward and backward, so its gradient would "
-                    "be wrong; call backward() before optimizer.step()"
+                    f"weight {i} of the pruned layers was changed in place between forward and backward, so its "
+                    "gradient would be wrong; call backward() before optimizer.step()"
                 )
             if grad is None:
                 out.append(None)
@@ -217,7 +261,9 @@ class _Hold(torch.autograd.Function):
     """Passes weights on unchanged; gradients of removed blocks are zero."""
 
     @staticmethod
-    def forward(ctx: Any, mask: Tensor, masking: Masking, first: int, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, mask: Tensor, masking: Masking, first: int, count: int, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.masking, ctx.first, ctx.mask = masking, first, mask
         ctx.like = [tensor.detach() for tensor in tensors[:count]]
@@ -250,65 +296,32 @@ def _masked_like(rows: Rows, view: Tensor, columns: Tensor, like: Tensor) -> Ten
     return out
 
 
-class Source(Protocol):
-    """Where a masked layer gets its weights from: the pruner."""
-
-    def masked(self, index: int) -> Tensor: ...
-
-
-LINK = "_smartprune_link"  # attribute of a masked module: (source, {attribute: index of the weight})
-_classes: dict[tuple[type[nn.Module], tuple[str, ...]], type[nn.Module]] = {}
+def _cast(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype | None] | None) -> Sequence[Tensor]:
+    if dtypes is None:
+        return tensors
+    return [tensor.to(dtype or tensor.dtype) for tensor, dtype in zip(tensors, dtypes, strict=True)]
 
 
-def put_on(module: nn.Module, source: Source, index: dict[str, int]) -> None:
-    """From now on the module's attributes named in ``index`` read as masked weights of ``source``."""
-    module.__dict__[LINK] = (source, dict(index))
-    module.__class__ = masked_class(type(module), tuple(sorted(index)))
+def kernels(mask: Tensor) -> Any:
+    """The module with the fused kernels where they serve this mask, else None; on the CPU only interpreted."""
+    if BACKEND not in ("auto", "torch", "triton"):
+        raise SmartpruneError(f"masking: SMARTPRUNE_MASKING={BACKEND!r} is unknown; use auto, torch or triton")
+    if BACKEND == "torch" or not (mask.is_cuda or BACKEND == "triton"):
+        return None
+    if mask.dtype not in (torch.float32, torch.bool) or not mask.is_contiguous():
+        return None
+    module = _kernels()
+    return module if module is not None and (mask.is_cuda or module.INTERPRETED) else None
 
 
-def take_off(module: nn.Module) -> None:
-    """The module is as it was before :func:`put_on`; copies of it are not touched."""
-    module.__dict__.pop(LINK)
-    module.__class__ = type(module)._smartprune_class  # type: ignore[attr-defined]
+def _fused(mask: Tensor, weights: Sequence[Tensor]) -> Any:
+    return kernels(mask) if weights and mask.device == weights[0].device else None
 
 
-def is_masked(module: nn.Module) -> bool:
-    return LINK in module.__dict__
+@lru_cache(maxsize=1)
+def _kernels() -> Any:
+    if importlib.util.find_spec("triton") is None:
+        return None
+    from . import masking_triton
 
-
-def masked_class(cls: type[nn.Module], attributes: tuple[str, ...]) -> type[nn.Module]:
-    """The stand-in for a module class in which ``attributes`` are masked. It is never changed once made, so copies that share
-    it are safe, and it is pickled as the user's class plus the attribute names."""
-    made = _classes.get((cls, attributes))
-    if made is None:
-        body: dict[str, Any] = {
-            "__module__": cls.__module__,
-            "__qualname__": cls.__qualname__,
-            "__doc__": cls.__doc__,
-            "__reduce_ex__": _reduce,
-            "_smartprune_class": cls,
-            "_smartprune_attributes": attributes,
-        }
-        for attribute in attributes:
-            body[attribute] = property(_getter(attribute))
-        made = _classes[cls, attributes] = type(cls.__name__, (cls,), body)
-    return made
-
-
-def _getter(attribute: str) -> Any:
-    def get(self: nn.Module) -> Tensor:
-        source, index = self.__dict__[LINK]
-        masked: Tensor = source.masked(index[attribute])
-        return masked
-
-    return get
-
-
-def _reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
-    state = object.__reduce_ex__(self, 2)[2]
-    return _rebuild, (type(self)._smartprune_class, type(self)._smartprune_attributes), state
-
-
-def _rebuild(cls: type[nn.Module], attributes: tuple[str, ...]) -> nn.Module:
-    made = masked_class(cls, attributes)
-    return made.__new__(made)
+    return masking_triton

@@ -57,7 +57,7 @@ class Pruner:
         self.masking = Masking([layer.grid for layer in planned.layers])
         self._through = bool(getattr(method, "through", False))
         self._train_weights = bool(getattr(method, "train_weights", True))
-        self._host = _last_module(model)
+        self._host_name, self._host = _last_module(model)
         self._state: State = {}
         self._trained: list[str] = []
         self._hard: Tensor | None = None
@@ -66,6 +66,7 @@ class Pruner:
         self._castable: list[bool] | None = None  # by layer: whether autocast would cast for it
         self._scalars: dict[str, float] = {}
         self._seen: tuple[int, int] | None = None
+        self._proven = False
         self.telemetry_ = Telemetry(self.masking.starts, self._keep_equivalent())
         for name, value in method.state(self.blocks).items():
             if isinstance(value, Tensor) and value.requires_grad:
@@ -136,7 +137,8 @@ class Pruner:
         self.count = min(self.count + 1, self.steps)
         self._update()
         self._move()
-        self._live = None
+        if self._live is not None:
+            self._live.weights = []  # of the last step; its mask stays, since a replayed graph writes the next one there
         if self.count >= self.steps:
             self.freeze()
 
@@ -277,7 +279,7 @@ class Pruner:
             guard.hold(self.blocks.weights, self.masking, self._hard)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_live": None, "_inside": False, "_seen": None}
+        return {**self.__dict__, "_live": None, "_inside": False, "_seen": None, "_proven": False}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -295,7 +297,7 @@ class Pruner:
 
     def _fresh(self, live: Live, index: int) -> bool:
         """Whether the masked weights still belong to the weights and scores as they are."""
-        if live.inference and not torch.is_inference_mode_enabled():
+        if not live.weights or live.inference and not torch.is_inference_mode_enabled():
             return False
         if torch.is_grad_enabled() and not live.grad:
             return False
@@ -309,6 +311,7 @@ class Pruner:
 
     def _refresh(self) -> None:
         """One solve and one masked multiply for all layers."""
+        self._live = None  # first, so that old and new weights are not held at once
         if self._hard is not None:
             self._clean()
         weights: Sequence[Tensor] = self.blocks.weights
@@ -461,17 +464,19 @@ class Pruner:
     # -- no silent no-op --------------------------------------------------------------------------------------------------
 
     def _require_attached(self) -> None:
-        gone = [name for name in self._trained if PREFIX + name not in self._host._parameters]
-        inside = any(module is self._host for module in self.model.modules())
-        if gone or not inside:
+        try:
+            inside = self.model.get_submodule(self._host_name) is self._host
+        except AttributeError:
+            inside = False
+        if not inside or any(PREFIX + name not in self._host._parameters for name in self._trained):
             raise SmartpruneError(
                 "pruner.step(): the scores are no longer part of the model (was its last module replaced after attach?); change "
                 "the model before you attach"
             )
 
     def _require_trained(self) -> None:
-        """The scores must move when the other parameters do."""
-        if not self._trained:
+        """The scores must move when the other parameters do; once they did, they are in an optimizer."""
+        if not self._trained or self._proven:
             return
         mine = self.parameters()
         if not all(parameter.requires_grad for parameter in mine):
@@ -481,11 +486,13 @@ class Pruner:
         ids = {id(parameter) for parameter in mine}
         others = sum(p._version for p in self.model.parameters() if id(p) not in ids)
         now = (others, sum(parameter._version for parameter in mine))
-        if self._seen is not None and now[0] != self._seen[0] and now[1] == self._seen[1]:
-            raise SmartpruneError(
-                "pruner.step(): the optimizer trains the weights but not the scores; after attach, call "
-                "optimizer.add_param_group(pruner.param_group()), or build the optimizer after attach"
-            )
+        if self._seen is not None and now[0] != self._seen[0]:
+            if now[1] == self._seen[1]:
+                raise SmartpruneError(
+                    "pruner.step(): the optimizer trains the weights but not the scores; after attach, call "
+                    "optimizer.add_param_group(pruner.param_group()), or build the optimizer after attach"
+                )
+            self._proven = True
         self._seen = now
 
     def _require_penalty(self) -> None:
@@ -590,9 +597,9 @@ def find_pruner(model: nn.Module) -> Pruner | None:
     return None
 
 
-def _last_module(model: nn.Module) -> nn.Module:
+def _last_module(model: nn.Module) -> tuple[str, nn.Module]:
     """Where the scores live: the last module, so that they come last in ``parameters()`` and zip with a plain copy's."""
-    return [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)][-1]
+    return [pair for pair in model.named_modules() if not isinstance(pair[1], torch.jit.ScriptModule)][-1]
 
 
 def _autocast() -> torch.dtype | None:

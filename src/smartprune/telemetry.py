@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from . import masking
+
 UNDECIDED = (0.01, 0.99)
 COLUMNS = ("undecided", "changed", "gap")
 
@@ -20,8 +22,13 @@ class Telemetry:
         self.kept: Tensor | None = None
 
     def measure(self, mask: Tensor) -> None:
-        """Undecided blocks, blocks that changed sides since the last step, distance to the hard mask, kept per layer."""
+        """Undecided blocks, blocks that changed sides since the last step, distance to the hard mask, kept by layer."""
         mask = mask.detach()
+        kernels = masking.kernels(mask)
+        if kernels is not None and mask.dtype == torch.float32:
+            self.values, side = kernels.measure(mask, self.side, UNDECIDED[0], 2 * self.keep)
+            self.kept = self.side = side
+            return
         side = mask > 0.5
         away = torch.minimum(mask, 1 - mask)  # distance to the side the block is on
         undecided = (away > UNDECIDED[0]).sum()
@@ -34,7 +41,8 @@ class Telemetry:
         """The last measurement as plain numbers."""
         if self.values is None or self.kept is None:
             return {"undecided": 0, "changed": 0, "gap": 0.0, "kept": []}
-        undecided, changed, gap = self.values.tolist()
+        values = self.values if self.values.dim() == 1 else self.values.double().sum(0)  # a kernel leaves partial sums
+        undecided, changed, gap = values.tolist()
         total = torch.cat([torch.zeros(1, dtype=torch.int64), self.kept.to("cpu", torch.int64).cumsum(0)])
         bounds = total[torch.tensor(self.starts)]
         return {

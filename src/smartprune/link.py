@@ -1,0 +1,81 @@
+"""Links: how a layer comes to compute with masked weights.
+
+Its class is exchanged for a subclass whose ``weight`` is a property. The parameter itself stays where it was: same
+object, same name, same place in ``parameters()``, ``state_dict()`` and every optimizer.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+
+class Source(Protocol):
+    """Where a masked layer gets its weights from: the pruner."""
+
+    def masked(self, index: int) -> Tensor: ...
+
+
+LINK = "_smartprune_link"  # attribute of a masked module: (source, {attribute: index of the weight})
+_classes: dict[tuple[type[nn.Module], tuple[str, ...]], type[nn.Module]] = {}
+
+
+def put_on(module: nn.Module, source: Source, index: dict[str, int]) -> None:
+    """From now on the module's attributes named in ``index`` read as masked weights of ``source``."""
+    module.__dict__[LINK] = (source, dict(index))
+    module.__class__ = masked_class(type(module), tuple(sorted(index)))
+
+
+def take_off(module: nn.Module) -> None:
+    """The module is as it was before :func:`put_on`; copies of it are not touched."""
+    module.__dict__.pop(LINK)
+    module.__class__ = type(module)._smartprune_class  # type: ignore[attr-defined]
+
+
+def is_masked(module: nn.Module) -> bool:
+    return LINK in module.__dict__
+
+
+def plain_class(module: nn.Module) -> type[nn.Module]:
+    """The class of a module as the user made it."""
+    cls: type[nn.Module] = getattr(type(module), "_smartprune_class", type(module))
+    return cls
+
+
+def masked_class(cls: type[nn.Module], attributes: tuple[str, ...]) -> type[nn.Module]:
+    """The stand-in for a module class in which ``attributes`` are masked. It is never changed once made, so copies that
+    share it are safe, and it is pickled as the user's class plus the attribute names."""
+    made = _classes.get((cls, attributes))
+    if made is None:
+        body: dict[str, Any] = {
+            "__module__": cls.__module__,
+            "__qualname__": cls.__qualname__,
+            "__doc__": cls.__doc__,
+            "__reduce_ex__": _reduce,
+            "_smartprune_class": cls,
+            "_smartprune_attributes": attributes,
+        }
+        for attribute in attributes:
+            body[attribute] = property(_getter(attribute))
+        made = _classes[cls, attributes] = type(cls.__name__, (cls,), body)
+    return made
+
+
+def _getter(attribute: str) -> Any:
+    def get(self: nn.Module) -> Tensor:
+        source, index = self.__dict__[LINK]
+        masked: Tensor = source.masked(index[attribute])
+        return masked
+
+    return get
+
+
+def _reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
+    state = object.__reduce_ex__(self, 2)[2]
+    return _rebuild, (type(self)._smartprune_class, type(self)._smartprune_attributes), state
+
+
+def _rebuild(cls: type[nn.Module], attributes: tuple[str, ...]) -> nn.Module:
+    made = masked_class(cls, attributes)
+    return made.__new__(made)
