@@ -42,6 +42,9 @@ class Recipe:
     optimizer: str = "sgd"
     schedule: str = "cosine"
     search_schedule: str = "constant"
+    schedule_over: str = "stage"
+    amp: str = "off"
+    checkpoint_seconds: float = 5.0
     threads: int = 0
 
 
@@ -77,12 +80,18 @@ class Config:
     score_lr: float = option("learning rate of the scores")
     schedule: str = option("learning rate over the dense stage and the fine-tuning: cosine, linear or constant")
     search_schedule: str = option("learning rate over the search: cosine, linear or constant")
+    schedule_over: str = option(
+        "stage: every stage has its own schedule; pruning: one --schedule over the search and the fine-tuning together"
+    )
     momentum: float = option("momentum of sgd")
     weight_decay: float = option("weight decay of the weights (scores have none)")
     seed: int = option("seed of the weights and of the data order", 0)
     device: str = option("auto, cpu or cuda", "auto")
     threads: int = option("CPU threads; 0 leaves it to torch. Another number may change the last bits of the result")
-    checkpoint_seconds: float = option("seconds between checkpoints; 0 writes one after every step", 5.0)
+    amp: str = option("bf16 (autocast), off, or auto: bf16 on a GPU")
+    compile: str = option("torch.compile the model in training: on or off", "off")
+    graph: str = option("take a step as one CUDA graph: on, off, or auto: where it works", "auto")
+    checkpoint_seconds: float = option("seconds between checkpoints; 0 writes one after every step")
     out: str = option("run folder", "", flag=False)
 
 
@@ -188,6 +197,10 @@ CHOICES = {
     "optimizer": ("sgd", "adamw"),
     "schedule": ("cosine", "linear", "constant"),
     "search_schedule": ("cosine", "linear", "constant"),
+    "schedule_over": ("stage", "pruning"),
+    "amp": ("auto", "bf16", "off"),
+    "compile": ("on", "off"),
+    "graph": ("auto", "on", "off"),
     "device": ("auto", "cpu", "cuda"),
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,16 +18,12 @@ from . import rundir
 from .budget import macs
 from .config import Config
 from .errors import SmartpruneError
+from .graph import Graph, capturable
+from .optimizer import make_optimizer, set_rates, share_of_rate
 from .pruner import Pruner, attach
 from .tasks import Data, Task
 
 STAGES = ("dense", "search", "finetune")
-SHAPES: dict[str, Callable[[float], float]] = {  # learning rate over a stage, as a share of its first value
-    "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
-    "linear": lambda progress: 1 - progress,
-    "constant": lambda progress: 1.0,
-}
-CHECK_EVERY = 20  # steps between looks at the loss on a GPU, where each look waits for the device
 
 
 @dataclass
@@ -42,8 +38,10 @@ class Run:
     training: Data
     validation: Data
     losses: Tensor  # summed over the epoch so far
-    optimizer: torch.optim.Optimizer
+    optimizer: torch.optim.Optimizer = field(init=False)
+    forward: nn.Module = field(init=False)  # the model, or its compiled form
     pruner: Pruner | None = None
+    graph: Graph | None = None  # the step of this stage, recorded
     stage: str = STAGES[0]
     step: int = 0  # within the stage
     rows: int = 0
@@ -86,16 +84,19 @@ class Run:
 def settled(config: Config) -> Iterator[None]:
     """Seed, threads and determinism for a run; all of them are put back afterwards."""
     threads, strict = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    benchmark = torch.backends.cudnn.benchmark
     with torch.random.fork_rng(devices=[torch.cuda.current_device()] if config.device == "cuda" else []):
         torch.manual_seed(config.seed)
         if config.threads:
             torch.set_num_threads(config.threads)
         torch.use_deterministic_algorithms(config.device == "cpu")
+        torch.backends.cudnn.benchmark = config.device == "cuda"
         try:
             yield
         finally:
             torch.set_num_threads(threads)
             torch.use_deterministic_algorithms(strict)
+            torch.backends.cudnn.benchmark = benchmark
 
 
 def start(folder: Path, config: Config) -> Run:
@@ -105,6 +106,8 @@ def start(folder: Path, config: Config) -> Run:
     if config.dense is not None:
         rundir.load_weights(model, Path(config.dense))
     model.to(device)
+    if device.type == "cuda":
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     losses = torch.zeros((), dtype=torch.float64, device=device)
     run = Run(
         config=config,
@@ -115,8 +118,8 @@ def start(folder: Path, config: Config) -> Run:
         training=task.data("train", device),
         validation=task.data("validation", device),
         losses=losses,
-        optimizer=make_optimizer(model, config, "dense", None),
     )
+    enter(run, "dense")
     state = rundir.load_checkpoint(folder)
     rundir.tidy(folder)
     rundir.keep_rows(folder, state["rows"] if state else 0)
@@ -132,6 +135,18 @@ def enter(run: Run, stage: str) -> None:
     if stage != "dense" and run.pruner is None:
         run.pruner = prune(run.model, run.config, run.task, run.steps("search"))
     run.optimizer = make_optimizer(run.model, run.config, stage, run.pruner)
+    run.forward = torch.compile(run.model) if run.config.compile == "on" else run.model  # type: ignore[assignment]
+    run.graph = make_graph(run)
+
+
+def make_graph(run: Run) -> Graph | None:
+    """The recorder of this stage's steps, or None if they are to be launched from Python."""
+    config = run.config
+    if config.graph == "off" or run.device.type != "cuda":
+        return None
+    if run.stage == "search" and run.pruner is not None and capturable(run.pruner.method) is not None:
+        return None
+    return Graph(lambda batch: learn(run, batch), run.optimizer, run.pruner, required=config.graph == "on")
 
 
 def prune(model: nn.Module, config: Config, task: Task, steps: int) -> Pruner:
@@ -151,43 +166,31 @@ def prune(model: nn.Module, config: Config, task: Task, steps: int) -> Pruner:
     )
 
 
-def make_optimizer(model: nn.Module, config: Config, stage: str, pruner: Pruner | None) -> torch.optim.Optimizer:
-    """The weights at the stage's learning rate; while the search goes on also the scores, at their own."""
-    scores: dict[str, Any] = {"params": []} if pruner is None else pruner.param_group(lr=config.score_lr)
-    own = {id(parameter) for parameter in scores["params"]}
-    rate = {"dense": config.lr, "search": config.search_lr, "finetune": config.finetune_lr}[stage]
-    groups: list[dict[str, Any]] = [{"params": [p for p in model.parameters() if id(p) not in own]}]
-    if stage == "search" and own:
-        groups.append(scores)
-    optimizer: torch.optim.Optimizer
-    if config.optimizer == "sgd":
-        nesterov = config.momentum > 0
-        optimizer = torch.optim.SGD(groups, rate, config.momentum, weight_decay=config.weight_decay, nesterov=nesterov)
-    else:
-        optimizer = torch.optim.AdamW(groups, rate, weight_decay=config.weight_decay)
-    for group in optimizer.param_groups:
-        group["initial_lr"] = group["lr"]
-    return optimizer
-
-
 def take_step(run: Run, batch: Any) -> None:
-    """One optimizer step on one batch."""
-    config, total = run.config, run.steps(run.stage)
-    share = SHAPES[config.search_schedule if run.stage == "search" else config.schedule](run.step / total)
-    for group in run.optimizer.param_groups:
-        group["lr"] = share * group["initial_lr"]
-    loss = run.task.loss(run.model, batch)
+    """One optimizer step on one batch, from Python or, where that is asked for, as one CUDA graph."""
+    set_rates(run.optimizer, share_of_rate(run.config, run.stage, run.step, run.steps))
+    if run.graph is not None:
+        run.graph(batch)
+    else:
+        learn(run, batch)
+    if run.stage == "search" and run.pruner is not None:
+        run.pruner.step()
+    if run.graph is None:
+        run.optimizer.zero_grad()  # a graph writes its gradients over the old ones
+    run.step += 1
+
+
+def learn(run: Run, batch: Any) -> None:
+    """Forward, backward, optimizer; on a GPU it waits for nothing."""
+    with torch.autocast(run.device.type, torch.bfloat16, enabled=run.config.amp == "bf16"):
+        loss = run.task.loss(run.forward, batch)
     if run.pruner is not None:
         loss = loss + run.pruner.penalty()
     run.losses += loss.detach()
-    if run.device.type == "cpu" or run.step % CHECK_EVERY == 0:
+    if run.device.type == "cpu":
         require_finite(run)
     loss.backward()
     run.optimizer.step()
-    if run.stage == "search" and run.pruner is not None:
-        run.pruner.step()
-    run.optimizer.zero_grad()
-    run.step += 1
 
 
 def require_finite(run: Run) -> None:

@@ -33,8 +33,7 @@ def paper_exponential(progress: float, start: float, end: float) -> float:
     base = 1 - start + end
     if base <= 0:
         raise SmartpruneError(
-            f"schedule 'paper_exponential' needs start - end < 1, got start={start:g}, end={end:g}; "
-            "use schedule='geometric'"
+            f"schedule 'paper_exponential' needs start - end < 1, got start={start:g}, end={end:g}; use schedule='geometric'"
         )
     return end if progress >= 1 else float(start - 1 + base**progress)
 

@@ -20,6 +20,7 @@ from . import config as configs
 from . import rundir
 from .config import Config
 from .errors import SmartpruneError
+from .graph import capturable
 from .progress import Tick
 from .pruner import bake
 from .run import STAGES, Run, enter, prune, put_away, require_finite, settled, start, take_step
@@ -67,7 +68,7 @@ def _never() -> bool:
 def train(config: Config, progress: Callable[[Tick], None] = _ignore, stop: Callable[[], bool] = _never) -> Result:
     """Starts a run in the new folder ``config.out`` and takes it to the end. ``stop`` is asked after every step."""
     check(config)
-    config = replace(config, device=pick_device(config.device))
+    config = resolved(config)
     return _work(rundir.create(config), config, progress, stop)
 
 
@@ -78,30 +79,35 @@ def resume(folder: str | Path, progress: Callable[[Tick], None] = _ignore, stop:
         raise SmartpruneError(f"{folder} holds no run (no {rundir.CONFIG}); start one without --resume")
     if (folder / rundir.RESULT).exists():
         return Result.load(folder)
-    config = configs.load(folder / rundir.CONFIG)
-    return _work(folder, replace(config, device=pick_device(config.device)), progress, stop)
+    return _work(folder, resolved(configs.load(folder / rundir.CONFIG)), progress, stop)
 
 
 def check(config: Config) -> None:
     """Raises now what would otherwise come up after the dense stage, such as a budget that cannot be met."""
     if not config.out:
         raise SmartpruneError("out is empty; give a folder for the run")
-    pick_device(config.device)
+    resolved(config)
     with torch.random.fork_rng(devices=[]):
         task = configs.make_task(config.task, config.task_settings)
         model = task.model(config.model)
         if config.dense is not None:
             rundir.load_weights(model, Path(config.dense))
         steps = config.search_epochs * task.data("train", torch.device("cpu")).steps(config.batch)
-        prune(model, config, task, steps)
+        reason = capturable(prune(model, config, task, steps).method)
+    if config.graph == "on" and reason is not None:
+        raise SmartpruneError(f"graph='on': {reason}; use --graph off or auto")
 
 
-def pick_device(name: str) -> str:
-    if name == "cuda" and not torch.cuda.is_available():
+def resolved(config: Config) -> Config:
+    """The configuration with what is left to the machine decided."""
+    found = torch.cuda.is_available()
+    device = config.device if config.device != "auto" else "cuda" if found else "cpu"
+    if device == "cuda" and not found:
         raise SmartpruneError("device='cuda', but torch finds no CUDA device here; use --device cpu or auto")
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return name
+    if device != "cuda" and config.graph == "on":
+        raise SmartpruneError("graph='on' needs a CUDA device; use --graph off or auto")
+    amp = config.amp if config.amp != "auto" else "bf16" if device == "cuda" else "off"
+    return replace(config, device=device, amp=amp)
 
 
 def _work(folder: Path, config: Config, progress: Callable[[Tick], None], stop: Callable[[], bool]) -> Result:
@@ -143,21 +149,25 @@ def _train_stage(run: Run, progress: Callable[[Tick], None], stop: Callable[[], 
 
 
 def _end_epoch(run: Run) -> None:
-    """One row of metrics. The search shows no metric: its batch-norm statistics are those of the soft mask."""
+    """One row of metrics. The search shows no metric: its batch-norm statistics are those of the soft mask. Nor does a
+    run that holds out no validation data."""
     require_finite(run)
     run.loss = float(run.losses) / run.per_epoch
-    run.value = None if run.stage == "search" else evaluate(run, run.validation)
+    held_out = run.validation.steps(run.config.batch) > 0
+    run.value = evaluate(run, run.validation) if held_out and run.stage != "search" else None
     row: dict[str, object] = {
         "stage": run.stage,
         "epoch": run.step // run.per_epoch,
         "step": run.step,
         "loss": run.loss,
         run.task.measure: run.value,
-        "lr": run.optimizer.param_groups[0]["lr"],
+        "lr": float(run.optimizer.param_groups[0]["lr"]),
     }
     if run.stage == "search" and run.pruner is not None:
         told = run.pruner.telemetry()
         row |= {name: told[name] for name in TELEMETRY}
+    if run.graph is not None and run.graph.failed is not None:
+        row["graph"] = f"off: {run.graph.failed}"
     rundir.append_row(run.folder, row | {"seconds": round(run.tell_time(), 3)})
     run.rows += 1
     run.losses.zero_()

@@ -28,6 +28,7 @@ def train_verb(verbs: Verbs) -> None:
         "  smartprune train                                          about half a minute on a CPU\n"
         "  smartprune train digits --method magnitude --sparsity 0.95 --out runs/mine\n"
         "  smartprune train --set start=2 --set ramp=cubic           settings of the method\n"
+        "  smartprune train cifar10 --model resnet18 --data DIR --device cuda --sparsity 0.97\n"
         "  smartprune train --resume --out runs/mine                 goes on after Ctrl-C, SIGTERM or kill -9\n"
         "  smartprune train --config runs/mine/config.json           repeats a run\n\n"
         "Ctrl-C and SIGTERM finish the step, write a checkpoint and exit with code 1; once more stops at once.",
@@ -38,9 +39,18 @@ def train_verb(verbs: Verbs) -> None:
     parser.add_argument("--config", metavar="FILE", help="settings from a config.json; other arguments win over it")
     parser.add_argument("--set", action="append", metavar="NAME=VALUE", help="a setting of the method")
     parser.add_argument("--task-set", action="append", metavar="NAME=VALUE", help="a setting of the task")
+    parser.add_argument("--data", metavar="DIR", help="where the task's data lies (default: $SMARTPRUNE_DATA)")
     parser.add_argument("--json", action="store_true", help="print the result and the receipt as JSON")
+    add_flags(parser)
+    parser.set_defaults(run=run_train)
+
+
+def add_flags(parser: argparse.ArgumentParser, without: tuple[str, ...] = ()) -> None:
+    """A flag for every setting of a run, of the setting's name and type."""
     hints = get_type_hints(Config)
     for field in flags():
+        if field.name in without:
+            continue
         flag, hint = "--" + field.name.replace("_", "-"), hints[field.name]
         if get_origin(hint) is tuple:
             parser.add_argument(flag, action="append", metavar="GLOB", help=field.metadata["help"])
@@ -48,12 +58,11 @@ def train_verb(verbs: Verbs) -> None:
             kind = next(part for part in (get_args(hint) or (hint,)) if part is not type(None))
             metavar = {int: "N", float: "X", str: "NAME"}[kind]
             parser.add_argument(flag, type=kind, metavar=metavar, help=field.metadata["help"])
-    parser.set_defaults(run=run_train)
 
 
 def run_train(args: argparse.Namespace) -> int:
     with arguments(args):
-        given = _given(args)
+        given = asked(args)
     if args.resume:
         folder = _folder_to_resume(args, given)
         return _carry_out(args, folder, resuming=True)
@@ -114,7 +123,7 @@ def stop_signals(say: Callable[[str], None]) -> Iterator[Callable[[], bool]]:
         restore()
 
 
-def _given(args: argparse.Namespace) -> dict[str, Any]:
+def asked(args: argparse.Namespace) -> dict[str, Any]:
     """The settings that were asked for, from the file and the flags."""
     from .. import config as configs
 
@@ -129,10 +138,12 @@ def _given(args: argparse.Namespace) -> dict[str, Any]:
         if flagged.get(name, out.get(name)) != out.get(name):
             out.pop(settings, None)  # they were another one's
         if texts:
-            out[settings] = {**out.get(settings, {}), **dict(map(_setting, texts))}
+            out[settings] = {**out.get(settings, {}), **dict(map(setting, texts))}
     for name, other in (("sparsity", "macs"), ("macs", "sparsity")):
         if name in flagged and other not in flagged:
             out[other] = None
+    if args.data:
+        out["task_settings"] = {**out.get("task_settings", {}), "folder": str(Path(args.data).absolute())}
     if args.out:
         flagged["out"] = args.out
     if flagged.get("dense"):
@@ -140,7 +151,7 @@ def _given(args: argparse.Namespace) -> dict[str, Any]:
     return {**out, **flagged}
 
 
-def _setting(text: str) -> tuple[str, Any]:
+def setting(text: str) -> tuple[str, Any]:
     """``end=1e-4`` as a name and a number, ``ramp=cubic`` as a name and a text."""
     name, equals, value = text.partition("=")
     if not equals or not name:
@@ -193,9 +204,7 @@ def _folder_to_resume(args: argparse.Namespace, given: dict[str, Any]) -> Path:
                 break
             folder = path
     if not (folder / CONFIG).exists():
-        raise SmartpruneError(
-            f"{folder} holds no run to resume; start one without --resume, or give its folder as --out"
-        )
+        raise SmartpruneError(f"{folder} holds no run to resume; start one without --resume, or give its folder as --out")
     stored = load(folder / CONFIG)
     with arguments(args):
         for name, value in given.items():

@@ -6,9 +6,15 @@ from collections.abc import Callable
 
 from torch import nn
 
+from .densenet import densenet
+from .googlenet import googlenet
+from .mobilenetv2 import mobilenetv2
 from .resnet import resnet8, resnet18
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
     "resnet8": resnet8,
     "resnet18": resnet18,
+    "densenet": densenet,
+    "googlenet": googlenet,
+    "mobilenetv2": mobilenetv2,
 }

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from .cifar10 import Cifar10
 from .digits import Digits
 from .task import Data, Task, generator
 
 TASKS: dict[str, Callable[..., Task]] = {
     "digits": Digits,
+    "cifar10": Cifar10,
 }
 
 __all__ = ["TASKS", "Data", "Task", "generator"]

@@ -43,7 +43,7 @@ class Task(Protocol):
         ...
 
     def data(self, split: str, device: torch.device) -> Data:
-        """``"train"``, ``"validation"`` (to choose settings by) or ``"test"`` (for results only)."""
+        """``"train"``, ``"validation"`` (to choose settings by; it may be empty) or ``"test"`` (for results only)."""
         ...
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:

@@ -1,0 +1,127 @@
+"""How long is an epoch of CIFAR-10: dense, in search and frozen, launched from Python or as a CUDA graph?
+
+python bench/train.py [--device cuda] [--model resnet18] [--batch N] [--amp bf16] [--compile] [--epochs N] [--out FILE.json]
+
+An epoch is what `smartprune train` does between two rows of its metrics: shuffling, cropping and mirroring of 50,000
+pictures on the device, all steps, and one look at the loss. The pictures are noise, so no data is needed. All variants
+take turns in one run; compare ratios, not seconds. On the CPU, take few pictures (--pictures 256).
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from smartprune.config import configure
+from smartprune.run import Run, enter, settled, take_step
+from smartprune.tasks.cifar10 import Cifar10, Split
+from smartprune.train import resolved
+
+KINDS = ("dense", "search", "frozen")
+LONG = 10_000  # epochs of a search that does not end while it is timed
+
+
+def make_run(kind: str, args: argparse.Namespace, graph: str) -> Run:
+    given = {"task": "cifar10", "model": args.model, "batch": args.batch, "device": args.device, "search_epochs": LONG}
+    config = resolved(configure({**given, "amp": args.amp, "compile": "on" if args.compile else "off"}))
+    config = replace(config, graph=graph)
+    device = torch.device(config.device)
+    task = Cifar10()
+    model = task.model(config.model).to(device)
+    if device.type == "cuda":
+        model.to(memory_format=torch.channels_last)
+    pictures = torch.randint(0, 256, (args.pictures, 32, 32, 3), dtype=torch.uint8, device=device)
+    labels = torch.randint(0, 10, (args.pictures,), device=device)
+    run = Run(
+        config=config,
+        task=task,
+        folder=Path(),
+        device=device,
+        model=model,
+        training=Split(pictures, labels, True, 4, True),
+        validation=Split(pictures[:0], labels[:0], False, 0, False),
+        losses=torch.zeros((), dtype=torch.float64, device=device),
+    )
+    enter(run, "dense" if kind == "dense" else "search")
+    if kind == "frozen":
+        assert run.pruner is not None
+        run.pruner.freeze(force=True)
+        enter(run, "finetune")
+    return run
+
+
+def epoch(run: Run) -> float:
+    """Seconds of one epoch."""
+    if run.device.type == "cuda":
+        torch.cuda.synchronize()
+    began = time.perf_counter()
+    run.losses.zero_()
+    for batch in run.training.batches(run.config.batch, run.config.seed, run.epoch):
+        take_step(run, batch)
+    float(run.losses)  # waits for the device
+    return time.perf_counter() - began
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--model", choices=Cifar10.models, default="resnet18")
+    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--amp", choices=("auto", "bf16", "off"), default="auto")
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--pictures", type=int, default=50_000)
+    parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    cuda = args.device == "cuda"
+    config = resolved(configure({"task": "cifar10", "device": args.device, "amp": args.amp}))
+    told: dict[str, Any] = {
+        "question": "seconds per epoch: dense, search, frozen",
+        "model": args.model,
+        "batch": args.batch,
+        "block": config.block,
+        "sparsity": config.sparsity,
+        "pictures": args.pictures,
+        "amp": config.amp,
+        "compile": args.compile,
+        "n": args.epochs,
+        "device": torch.cuda.get_device_name() if cuda else platform.processor() or platform.machine(),
+        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+        "rows": [],
+    }
+    with settled(config):
+        for mode in ("eager", "graph") if cuda else ("eager",):
+            runs = {kind: make_run(kind, args, "auto" if mode == "graph" else "off") for kind in KINDS}
+            for run in runs.values():
+                epoch(run)  # kernels are compiled and chosen, and graphs recorded
+            times: dict[str, list[float]] = {kind: [] for kind in KINDS}
+            for _ in range(args.epochs):
+                for kind, run in runs.items():
+                    times[kind].append(epoch(run))
+            for kind, run in runs.items():
+                failed = run.graph.failed if run.graph is not None else None
+                row = {"mode": mode, "kind": kind, "seconds": times[kind], "median": statistics.median(times[kind])}
+                row |= {"over_dense": row["median"] / statistics.median(times["dense"]), "not_recorded": failed}
+                told["rows"].append(row)
+            del runs, run
+    print(f"{args.model}, batch {args.batch}, amp {config.amp}, {told['device']}, n = {args.epochs} epochs, in turns\n")
+    print(f"{'mode':8s} {'kind':8s} {'s/epoch':>9s} {'least':>9s} {'most':>9s} {'over dense':>11s}")
+    for row in told["rows"]:
+        seconds = row["seconds"]
+        print(
+            f"{row['mode']:8s} {row['kind']:8s} {row['median']:9.3f} {min(seconds):9.3f} {max(seconds):9.3f} "
+            f"{row['over_dense']:11.3f}" + (f"  not recorded: {row['not_recorded']}" if row["not_recorded"] else "")
+        )
+    if args.out is not None:
+        args.out.write_text(json.dumps(told, indent=1) + "\n")
+        print(f"\nwritten to {args.out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""A training step as one CUDA graph: recorded once per stage, then replayed without Python launching its kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import SmartpruneError
+from .methods import Method
+from .pruner import Pruner
+
+WARM = 3  # steps launched from Python first: kernels are compiled and chosen, optimizer state comes into being
+METHODS = (
+    "smart",
+    "magnitude",
+    "gradual",
+)  # whose mask reads tensors that stay in place, and whose steps are all alike
+
+
+def capturable(method: Method) -> str | None:
+    """Why a search with this method cannot be recorded; None if it can."""
+    if method.name not in METHODS:
+        return f"a search with {method.name} decides on the host between steps"
+    if getattr(method, "mask_type", "deterministic") != "deterministic":
+        return f"mask_type={method.mask_type!r} draws or chooses anew at every step"  # type: ignore[attr-defined]
+    return None
+
+
+class Graph:
+    """Calls ``work(batch)`` for the first steps, then records it and replays the recording.
+
+    Every call is one step of the training, the first ones included. Learning rates become tensors on the device, which
+    the recording reads; batches are tuples of tensors of one shape, copied to where the recording reads them.
+    """
+
+    def __init__(
+        self, work: Callable[[Any], None], optimizer: torch.optim.Optimizer, pruner: Pruner | None, required: bool
+    ) -> None:
+        self.work, self.optimizer, self.pruner, self.required = work, optimizer, pruner, required
+        self.calls = 0
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.failed: str | None = None
+        self.inputs: tuple[Tensor, ...] = ()
+        self.live: Any = None
+        self.stream = torch.cuda.Stream()  # of the first steps and of the recording
+
+    def __call__(self, batch: tuple[Tensor, ...]) -> None:
+        if self.graph is None and self.calls >= WARM and self.failed is None:
+            self._record(batch)
+        self.calls += 1
+        if self.graph is None:
+            self._launch(batch)
+            return
+        for mine, given in zip(self.inputs, batch, strict=True):
+            mine.copy_(given, non_blocking=True)
+        self.graph.replay()
+        if self.pruner is not None and self.live is not None:
+            self.pruner._live = self.live  # the mask of this step, for the pruner to measure
+
+    def _launch(self, batch: tuple[Tensor, ...]) -> None:
+        """From Python; on the stream of the recording, as that asks of what comes before it."""
+        self.optimizer.zero_grad()
+        if self.failed is not None:
+            self.work(batch)
+            return
+        place_rates(self.optimizer, batch[0].device)
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            self.work(batch)
+        torch.cuda.current_stream().wait_stream(self.stream)
+
+    def _record(self, batch: tuple[Tensor, ...]) -> None:
+        self.inputs = tuple(part.clone() for part in batch)
+        self.optimizer.zero_grad()  # so that the recording writes gradients instead of adding to them
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, stream=self.stream):
+                self.work(self.inputs)
+        except RuntimeError as error:
+            self.failed = str(error).strip().splitlines()[0]
+            if self.required:
+                raise SmartpruneError(
+                    f"graph='on': the step cannot be recorded as a CUDA graph ({self.failed}); use --graph off"
+                ) from error
+            return
+        self.graph = graph
+        if self.pruner is not None:
+            self.live = self.pruner._live if self.pruner.phase == "search" else None
+            self.pruner._live = None
+
+
+def place_rates(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Learning rates as tensors on the device."""
+    for group in optimizer.param_groups:
+        if not isinstance(group["lr"], Tensor) or group["lr"].device != device:
+            group["lr"] = torch.tensor(float(group["lr"]), device=device)

@@ -1,0 +1,74 @@
+"""GoogLeNet for 32x32 images: nine inceptions, in each of which four branches look at the same image."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+# channels of the branches: 1x1 | 1x1 then 3x3 | 1x1 then two 3x3 | pool then 1x1; None halves the image
+INCEPTIONS: tuple[tuple[int, int, int, int, int, int] | None, ...] = (
+    (64, 96, 128, 16, 32, 32),
+    (128, 128, 192, 32, 96, 64),
+    None,
+    (192, 96, 208, 16, 48, 64),
+    (160, 112, 224, 24, 64, 64),
+    (128, 128, 256, 24, 64, 64),
+    (112, 144, 288, 32, 64, 64),
+    (256, 160, 320, 32, 128, 128),
+    None,
+    (256, 160, 320, 32, 128, 128),
+    (384, 192, 384, 48, 128, 128),
+)
+STEM = 192
+
+
+def convolution(inputs: int, outputs: int, size: int) -> list[nn.Module]:
+    """Convolution with a bias, batch norm, ReLU; the image keeps its size."""
+    return [nn.Conv2d(inputs, outputs, size, padding=size // 2), nn.BatchNorm2d(outputs), nn.ReLU()]
+
+
+class Inception(nn.Module):
+    """Four branches side by side; the one of 5x5 is two convolutions of 3x3."""
+
+    def __init__(self, inputs: int, one: int, to_three: int, three: int, to_five: int, five: int, pool: int) -> None:
+        super().__init__()
+        self.one = nn.Sequential(*convolution(inputs, one, 1))
+        self.three = nn.Sequential(*convolution(inputs, to_three, 1), *convolution(to_three, three, 3))
+        self.five = nn.Sequential(*convolution(inputs, to_five, 1), *convolution(to_five, five, 3), *convolution(five, five, 3))
+        self.pool = nn.Sequential(nn.MaxPool2d(3, 1, padding=1), *convolution(inputs, pool, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.one(x), self.three(x), self.five(x), self.pool(x)], 1)
+
+
+class GoogLeNet(nn.Module):
+    """A 3x3 stem, nine inceptions with two poolings between them, global average pool, classifier."""
+
+    def __init__(self, num_classes: int, in_channels: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(in_channels, STEM, 3, padding=1)
+        self.bn1 = nn.BatchNorm2d(STEM)
+        stages: list[nn.Module] = []
+        inputs = STEM
+        for widths in INCEPTIONS:
+            if widths is None:
+                stages.append(nn.MaxPool2d(3, 2, padding=1))
+            else:
+                stages.append(Inception(inputs, *widths))
+                inputs = widths[0] + widths[2] + widths[4] + widths[5]
+        self.stages = nn.Sequential(*stages)
+        self.fc = nn.Linear(inputs, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.stages(F.relu(self.bn1(self.conv1(x))))
+        return self.fc(out.mean((2, 3)))  # type: ignore[no-any-return]
+
+
+def googlenet(num_classes: int = 10, in_channels: int = 3) -> nn.Module:
+    """GoogLeNet for 32x32 images: stem 192, inceptions of 256 to 1024 channels; convolutions have biases.
+
+    >>> sum(p.numel() for p in googlenet().parameters())
+    6166250
+    """
+    return GoogLeNet(num_classes, in_channels)
