@@ -65,7 +65,7 @@ class Pruner:
         self._inside = False
         self._castable: list[bool] | None = None  # by layer: whether autocast would cast for it
         self._scalars: dict[str, float] = {}
-        self._seen: tuple[int, int] | None = None
+        self._last = watch.now()
         self._proven = False
         self.telemetry_ = Telemetry(self.masking.starts, self._keep_equivalent())
         for name, value in method.state(self.blocks).items():
@@ -272,17 +272,18 @@ class Pruner:
         self.phase = "search" if mask is None else "frozen"
         self._hard = None if mask is None else mask.to(device, torch.bool).clone()
         self.telemetry_.side = None if state["side"] is None else state["side"].to(device).clone()
-        self._live, self._seen = None, None
+        self._live, self._proven, self._last = None, False, watch.now()
         self._move()
         if self._hard is not None:
             self.masking.multiply_(self._hard.to(torch.float32), self.blocks.weights)
             guard.hold(self.blocks.weights, self.masking, self._hard)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_live": None, "_inside": False, "_seen": None, "_proven": False}
+        return {**self.__dict__, "_live": None, "_inside": False, "_proven": False}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self._last = watch.now()
 
     # -- how weights are masked -------------------------------------------------------------------------------------------
 
@@ -352,7 +353,7 @@ class Pruner:
         return self.method.mask(self.blocks, self._all_state(), seed)
 
     def _key(self) -> tuple[int, ...]:
-        return (self.count, *(parameter._version for parameter in self.parameters()))
+        return (self.count, watch.now(), *(parameter._version for parameter in self.parameters()))
 
     def _all_state(self) -> State:
         out = {**self._state, **dict(zip(self._trained, self.parameters(), strict=True))}
@@ -483,17 +484,16 @@ class Pruner:
             raise SmartpruneError(
                 "pruner.step(): the scores do not require grad, so the search cannot learn; set requires_grad_(True)"
             )
+        optimizers, self._last = watch.since(self._last), watch.now()
+        moved = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
         ids = {id(parameter) for parameter in mine}
-        others = sum(p._version for p in self.model.parameters() if id(p) not in ids)
-        now = (others, sum(parameter._version for parameter in mine))
-        if self._seen is not None and now[0] != self._seen[0]:
-            if now[1] == self._seen[1]:
-                raise SmartpruneError(
-                    "pruner.step(): the optimizer trains the weights but not the scores; after attach, call "
-                    "optimizer.add_param_group(pruner.param_group()), or build the optimizer after attach"
-                )
+        if ids <= moved:
             self._proven = True
-        self._seen = now
+        elif any(id(p) in moved for p in self.model.parameters()):
+            raise SmartpruneError(
+                "pruner.step(): the optimizer trains the weights but not the scores; after attach, call "
+                "optimizer.add_param_group(pruner.param_group()), or build the optimizer after attach"
+            )
 
     def _require_penalty(self) -> None:
         """What a method learns from must have been there in this step."""

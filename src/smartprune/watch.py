@@ -1,20 +1,23 @@
-"""Watching: methods that calibrate see every block's gradient while nothing in the model moves; and what methods may ask of the
-user's optimizers for that."""
+"""Watching: what torch's optimizers do to a model, seen and steered through their own hooks; and gradients of blocks for
+methods that calibrate while nothing moves."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .masking import Masking
 
 _still = WeakTensorKeyDictionary()  # parameters that do not move at present
 _forgetful = WeakTensorKeyDictionary()  # parameters whose momentum is to be dropped before the next step
+_stepped: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # the number of each optimizer's last step
+_steps = 0
 _hooked = False
 
 
@@ -56,7 +59,7 @@ class _Watch(torch.autograd.Function):
 
 def hold_still(parameters: Iterable[Tensor]) -> None:
     """Torch optimizers leave these parameters, and their momentum, alone until :func:`let_go`."""
-    _hook()
+    hook()
     for parameter in parameters:
         _still[parameter] = True
 
@@ -68,16 +71,34 @@ def let_go(parameters: Iterable[Tensor]) -> None:
 
 def forget(parameters: Iterable[Tensor]) -> None:
     """Before their next step, torch optimizers drop the momentum of these parameters."""
-    _hook()
+    hook()
     for parameter in parameters:
         _forgetful[parameter] = True
 
 
-def _hook() -> None:
+def now() -> int:
+    """The number of optimizer steps in this process so far. (Fused optimizers do not raise a tensor's version counter.)"""
+    hook()
+    return _steps
+
+
+def since(number: int) -> list[Optimizer]:
+    """The optimizers that stepped after ``now()`` was ``number``."""
+    return [optimizer for optimizer, last in _stepped.items() if last > number]
+
+
+def hook() -> None:
     global _hooked
     if not _hooked:
         register_optimizer_step_pre_hook(_before_step)
+        register_optimizer_step_post_hook(_after_step)
         _hooked = True
+
+
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    global _steps
+    _steps += 1
+    _stepped[optimizer] = _steps
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

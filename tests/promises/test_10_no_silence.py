@@ -15,6 +15,15 @@ def test_scores_missing_from_the_optimizer(small: Case) -> None:
         small.train(pruner, optimizer, 3)
 
 
+def test_scores_missing_from_a_fused_optimizer() -> None:
+    """Fused optimizers do not raise version counters."""
+    case = Case("plain_cnn")
+    optimizer = torch.optim.SGD(case.model.parameters(), lr=0.1, fused=True)
+    pruner = case.attach()
+    with pytest.raises(sp.SmartpruneError, match="not the scores"):
+        case.train(pruner, optimizer, 2)
+
+
 def test_a_skipped_optimizer_step_is_no_misuse() -> None:
     """A gradient scaler skips steps; neither weights nor scores move then."""
     case = Case("plain_cnn")

@@ -73,11 +73,16 @@ def test_user_subclass_with_its_own_forward() -> None:
     assert isinstance(model[0], Standardized)
 
 
-def test_submodule_used_without_the_root() -> None:
+@pytest.mark.parametrize("fused", [False, True])
+def test_submodule_used_without_the_root(fused: bool) -> None:
     """Trainers that never call the root's own forward still get fresh, masked weights."""
+
+    def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, weight_decay=5e-4, fused=fused)
+
     case = Case("plain_cnn")
     pruner = case.attach(steps=3)
-    optimizer = case.optimizer()
+    optimizer = optimizer_of(case.model)
     for _ in range(4):
         features = case.model[:9](case.x)
         nn.functional.cross_entropy(case.model[9:](features), case.y).backward()
@@ -86,7 +91,7 @@ def test_submodule_used_without_the_root() -> None:
         optimizer.zero_grad()
     whole = Case("plain_cnn")
     other = whole.attach(steps=3)
-    whole.train(other, whole.optimizer(), 4)
+    whole.train(other, optimizer_of(whole.model), 4)
     assert torch.equal(pruner.mask, other.mask)
     for a, b in zip(pruner.blocks.weights, other.blocks.weights, strict=True):
         assert torch.equal(a, b)
