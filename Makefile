@@ -21,8 +21,8 @@ test: $(VENV)/.ready
 check: lint test
 
 lint: $(VENV)/.dev
-	$(BIN)/ruff format --check src tests bench examples
-	$(BIN)/ruff check src tests bench examples
+	$(BIN)/ruff format --check src tests bench examples records
+	$(BIN)/ruff check src tests bench examples records
 	$(BIN)/mypy
 
 $(VENV)/.ready: pyproject.toml

@@ -3,10 +3,12 @@
 python bench/topk.py [--out FILE.json] [--device cpu|cuda] [--sizes 1e4,1e5,1e6,1e7] [--tune]
 
 All columns come from one run on the same scores (block means, k = N / 10); compare ratios, not milliseconds. On CUDA
-the operator is timed launched from Python ("eager", including launch overhead) and replayed as a CUDA graph.
+the operator is timed launched from Python ("eager", including launch overhead) and replayed as a CUDA graph. FILE is
+written after every size.
 """
 
 import argparse
+import functools
 import importlib.util
 import json
 import math
@@ -23,6 +25,7 @@ from smartprune import topk
 from smartprune.topk import soft_topk
 
 TAUS = (1e-2, 1e-5)
+MOST_PLAIN = 1_000_000  # the plain tensor path is not timed for more scores than this
 DRIFT = 0.01  # between two warm calls every score moves by about this many tau
 
 
@@ -42,14 +45,20 @@ def bisection(x: Tensor, k: float, tau: float, g: Tensor | None) -> Tensor:
     return (v / tau * (g - (v * g).sum() / v.sum())).float()
 
 
-def timed(call: Callable[[], object], device: str, budget: float = 1.0) -> dict[str, float]:
-    """Median and spread (quartiles) in milliseconds; on CUDA between events, 10 calls per sample."""
+def timed(call: Callable[[], object], device: str, budget: float, calls: int = 1) -> dict[str, float]:
+    """Median and quartiles in milliseconds per call; on CUDA between events. One call() makes so many calls."""
     call()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    tick = time.perf_counter()
     call()
-    inner = 10 if device == "cuda" else 1
+    if device == "cuda":
+        torch.cuda.synchronize()
+    once = time.perf_counter() - tick
+    inner = max(1, min(10, int(5e-3 / max(once, 1e-9)))) if device == "cuda" else 1
     samples: list[float] = []
     began = time.perf_counter()
-    while len(samples) < 5 or (time.perf_counter() - began < budget and len(samples) < 200):
+    while len(samples) < 3 or (time.perf_counter() - began < budget and len(samples) < 200):
         if device == "cuda":
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             torch.cuda.synchronize()
@@ -58,11 +67,11 @@ def timed(call: Callable[[], object], device: str, budget: float = 1.0) -> dict[
                 call()
             end.record()
             torch.cuda.synchronize()
-            samples.append(start.elapsed_time(end) / inner)
+            samples.append(start.elapsed_time(end) / inner / calls)
         else:
             tick = time.perf_counter()
             call()
-            samples.append((time.perf_counter() - tick) * 1e3)
+            samples.append((time.perf_counter() - tick) * 1e3 / calls)
     quarters = statistics.quantiles(samples, n=4)
     return {"ms": statistics.median(samples), "low": quarters[0], "high": quarters[2], "n": len(samples)}
 
@@ -81,7 +90,7 @@ def captured(call: Callable[[], object]) -> Callable[[], object]:
 
 
 def operator(
-    versions: list[Tensor], k: int, tau: float, g: Tensor | None, warm: Tensor | None, cost: Tensor | None = None
+    versions: list[Tensor], k: float, tau: float, g: Tensor | None, warm: Tensor | None, cost: Tensor | None = None
 ) -> Callable[[], object]:
     """One call per step; the scores alternate between versions that differ by the drift."""
     state = {"i": 0}
@@ -89,8 +98,7 @@ def operator(
     def call() -> Tensor:
         state["i"] = (state["i"] + 1) % len(versions)
         x = versions[state["i"]]
-        limit = k if cost is None else 0.1 * float(costs_total[cost.data_ptr()])
-        mask = soft_topk(x, limit, tau, cost, warm=warm)
+        mask = soft_topk(x, k, tau, cost, warm=warm)
         if g is not None:
             torch.autograd.grad(mask, x, g)
         return mask
@@ -98,51 +106,79 @@ def operator(
     return call
 
 
-costs_total: dict[int, float] = {}
-
-
 def measure(n: int, tau: float, device: str, backends: list[str], budget: float) -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(0)
-    base = torch.randn(n, generator=generator).abs() * 0.02
-    versions = [
-        (base + DRIFT * tau * torch.randn(n, generator=generator)).to(device).requires_grad_() for _ in range(4)
-    ]
-    g = torch.randn(n, generator=generator).to(device)
-    cost = (1 + 63 * torch.rand(n, generator=generator)).to(device)
-    costs_total[cost.data_ptr()] = float(cost.double().sum())
-    k = n // 10
+    generator = torch.Generator(device).manual_seed(0)
+
+    def random() -> Tensor:
+        return torch.randn(n, generator=generator, device=device)
+
+    base = random().abs() * 0.02
+    versions = [(base + DRIFT * tau * random()).requires_grad_() for _ in range(4)]
+    g, k = random(), n // 10
     x = versions[0].detach()
     rows: dict[str, dict[str, float]] = {}
     rows["read: x.sum()"] = timed(lambda: x.sum(), device, budget)
     rows["torch.topk"] = timed(lambda: x.topk(k), device, budget)
-    rows["bisection 50, forward"] = timed(lambda: bisection(x, k, tau, None), device, budget)
-    rows["bisection 50, both"] = timed(lambda: bisection(x, k, tau, g), device, budget)
+    for part, grad in (("forward", None), ("both", g)):
+        rival = functools.partial(bisection, x, k, tau, grad)
+        rows[f"bisection 50, {part}"] = timed(rival, device, budget)
+        if device == "cuda":
+            rows[f"bisection 50, {part}, graph"] = timed(captured(rival), device, budget)
     worst = 0.0
     for backend in backends:
+        if backend == "torch" and n > MOST_PLAIN:
+            continue
         topk.BACKEND = "auto" if backend == "cpu" else backend
-        warm = torch.full((2,), math.nan, dtype=torch.float64, device=device)
-        for name, start, weight in (("cold", None, None), ("warm", warm, None), ("warm, costs", warm.clone(), cost)):
+        cases: list[tuple[str, Tensor | None, Tensor | None]] = [("cold", None, None)]
+        if backend != "torch":  # it starts cold always
+            cases.append(("warm", nowhere(device), None))
+        if device == "cpu" or n == 100_000:
+            cases.append(("costs", None if backend == "torch" else nowhere(device), 1 + 63 * random().abs()))
+        for name, start, cost in cases:
+            goal = float(k) if cost is None else 0.1 * float(cost.double().sum())
             for part, grad in (("forward", None), ("both", g)):
                 label = f"{backend} {name}, {part}"
-                rows[label] = timed(operator(versions, k, tau, grad, start, weight), device, budget)
-                if device == "cuda" and name == "warm":
-                    # a graph repeats one version of the scores, so its warm start is already the solution ...
-                    replay = captured(operator(versions[:1], k, tau, grad, start, weight))
-                    rows[label + ", graph, still"] = timed(replay, device, budget)
-                    # ... and four calls in one graph see the drift
-                    four = operator(versions, k, tau, grad, start, weight)
-                    replay = captured(lambda four=four: [four() for _ in range(4)])
-                    row = timed(replay, device, budget)
-                    rows[label + ", graph, drift"] = {key: v if key == "n" else v / 4 for key, v in row.items()}
-                if device == "cuda" and name == "cold":
-                    replay = captured(operator(versions[:1], k, tau, grad, start, weight))
-                    rows[label + ", graph"] = timed(replay, device, budget)
-            mask = soft_topk(x, k if weight is None else 0.1 * costs_total[cost.data_ptr()], tau, weight, warm=start)
-            got = float((mask.double() * (1 if weight is None else weight)).sum())
-            goal = k if weight is None else 0.1 * costs_total[cost.data_ptr()]
-            worst = max(worst, abs(got / goal - 1))
+                rows[label] = timed(operator(versions, goal, tau, grad, start, cost), device, budget)
+                if device == "cuda":
+                    # Four calls in one graph, so that a warm start sees the drift.
+                    four = operator(versions, goal, tau, grad, start, cost)
+                    replay = captured(lambda four=four: [four() for _ in versions])
+                    rows[f"{label}, graph"] = timed(replay, device, budget, calls=len(versions))
+            mask = soft_topk(x, goal, tau, cost, warm=start)
+            worst = max(worst, abs(float((mask.double() * (1 if cost is None else cost)).sum()) / goal - 1))
     topk.BACKEND = "auto"
     return {"N": n, "tau": tau, "k": k, "relative error of the sum": worst, "rows": rows}
+
+
+def nowhere(device: str) -> Tensor:
+    return torch.full((2,), math.nan, dtype=torch.float64, device=device)
+
+
+def summary(results: list[dict[str, Any]], backend: str) -> str:
+    """Microseconds, forward and backward; how many times faster than bisection run the same way, than torch.topk
+    (forward only), and how many reads of the scores it costs."""
+    ways = ["", ", graph"] if any("bisection 50, both, graph" in result["rows"] for result in results) else [""]
+    names = [(case, way) for case in ("warm", "cold") for way in ways]
+    titles = [case + way for case, way in names] + ["bisect" + way for way in ways]
+    if backend == "triton":
+        titles += ["plain" + way for way in ways]
+    head = f"{'N':>9}{'tau':>7}" + "".join(f"{title:>14}" for title in [*titles, "topk", "read"])
+    lines = [head + f"{'x bisect' + ways[-1]:>17}{'x topk':>8}{'reads':>7}"]
+    for result in results:
+        rows = result["rows"]
+
+        def us(label: str, rows: dict[str, dict[str, float]] = rows) -> float:
+            return rows[label]["ms"] * 1e3 if label in rows else math.nan
+
+        cells = [us(f"{backend} {case}, both{way}") for case, way in names]
+        cells += [us(f"bisection 50, both{way}") for way in ways]
+        if backend == "triton":
+            cells += [us(f"torch cold, both{way}") for way in ways]
+        best, read = us(f"{backend} warm, both{ways[-1]}"), us("read: x.sum()")
+        line = f"{result['N']:>9}{result['tau']:>7.0e}" + "".join(f"{c:>14.1f}" for c in [*cells, us("torch.topk"), read])
+        ratios = (us(f"bisection 50, both{ways[-1]}") / best, us("torch.topk") / us(f"{backend} warm, forward{ways[-1]}"))
+        lines.append(line + f"{ratios[0]:>17.1f}{ratios[1]:>8.1f}{best / read:>7.1f}")
+    return "\n".join(lines)
 
 
 def tune(device: str, budget: float) -> None:
@@ -155,14 +191,15 @@ def tune(device: str, budget: float) -> None:
         g = torch.randn(n, device=device)
         for block, warps in ((512, 4), (1024, 4), (1024, 8), (2048, 8), (2048, 16), (4096, 8), (4096, 16), (8192, 16)):
             topk_triton.TILES[:] = [(1 << 62, block, warps)]
-            warm = torch.full((2,), math.nan, dtype=torch.float64, device=device)
+            topk_triton._plans.clear()
             try:
-                row = timed(captured(operator([x], n // 10, 1e-3, g, warm)), device, budget)
+                row = timed(captured(operator([x], n // 10, 1e-3, g, nowhere(device))), device, budget)
             except Exception as error:
                 print(f"N={n:>9} block={block:5} warps={warps:2} failed: {error}")
                 continue
             print(f"N={n:>9} block={block:5} warps={warps:2} {row['ms'] * 1e3:8.1f} us")
     topk_triton.TILES[:] = kept
+    topk_triton._plans.clear()
 
 
 def main() -> None:
@@ -171,12 +208,13 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--sizes", default="1e4,1e5,1e6,1e7")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--budget", type=float, default=0.5, help="seconds per row")
+    parser.add_argument("--budget", type=float, help="seconds per row: 0.5 on the CPU, 0.06 on CUDA")
     parser.add_argument("--tune", action="store_true", help="try tile sizes of the CUDA kernels and stop")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    budget = options.budget or (0.5 if options.device == "cpu" else 0.06)
     if options.tune:
-        return tune(options.device, options.budget)
+        return tune(options.device, budget)
     has_triton = importlib.util.find_spec("triton") is not None
     backends = ["cpu"] if options.device == "cpu" else (["triton"] if has_triton else []) + ["torch"]
     name = torch.cuda.get_device_name() if options.device == "cuda" else platform.processor() or platform.machine()
@@ -192,22 +230,26 @@ def main() -> None:
         import triton
 
         record["triton"] = triton.__version__
+    began = time.perf_counter()
     for size in options.sizes.split(","):
         for tau in TAUS:
-            result = measure(int(float(size)), tau, options.device, backends, options.budget)
+            result = measure(int(float(size)), tau, options.device, backends, budget)
             record["results"].append(result)
             rows = result["rows"]
             print(f"\nN={result['N']} tau={tau:g} k={result['k']} |sum/k-1|<={result['relative error of the sum']:.1e}")
             print(f"{'':40}{'ms':>10}{'quartiles':>20}{'x bisection':>13}{'x read':>9}")
             for label, row in rows.items():
-                rival = rows["bisection 50, forward" if "forward" in label else "bisection 50, both"]["ms"]
-                ratio = f"{rival / row['ms']:.1f}" if "," in label else ""
+                rival = f"bisection 50, {'forward' if 'forward' in label else 'both'}"
+                rival += ", graph" if "graph" in label else ""
+                ratio = f"{rows[rival]['ms'] / row['ms']:.1f}" if "," in label else ""
                 spread = f"{row['low']:.4f}-{row['high']:.4f}"
                 slower = row["ms"] / rows["read: x.sum()"]["ms"]
-                print(f"{label:40}{row['ms']:10.4f}{spread:>20}{ratio:>13}{slower:9.1f}")
-    if options.out:
-        with open(options.out, "w", encoding="utf-8") as file:
-            json.dump(record, file, indent=1)
+                print(f"{label:40}{row['ms']:10.4f}{spread:>20}{ratio:>13}{slower:9.1f}", flush=True)
+        record["seconds"] = time.perf_counter() - began
+        if options.out:
+            with open(options.out, "w", encoding="utf-8") as file:
+                json.dump(record, file, indent=1)
+    print(f"\n{record['seconds']:.0f} s. Microseconds, forward and backward:\n{summary(record['results'], backends[0])}")
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ def test_results_on_stdout_progress_on_stderr(work: Path) -> None:
     assert "\x1b" not in errors
 
 
-@pytest.mark.parametrize("verb", ["train", "plan", "report", "verify"])
+@pytest.mark.parametrize("verb", ["train", "plan", "report", "verify", "compare", "sweep"])
 def test_help_has_an_example(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(verb, "--help") == 0
     assert f"example:\n  smartprune {verb}" in capsys.readouterr().out
@@ -170,9 +170,7 @@ def test_bad_arguments_exit_2(arguments: list[str], message: str, capsys: pytest
         (["verify", "runs"], "runs: a run folder holds model.safetensors"),
     ],
 )
-def test_failures_exit_1_with_just_the_message(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_failures_exit_1_with_just_the_message(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*arguments) == 1
     captured = capsys.readouterr()
     assert captured.out == ""

@@ -2,9 +2,13 @@
 
 import math
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from fractions import Fraction
 from itertools import combinations
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from smartprune import topk
@@ -223,6 +228,25 @@ def test_same_inputs_give_the_same_bits(n: int) -> None:
         assert warm is None or torch.equal(runs[0][2], runs[1][2])
 
 
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_rows_of_warm_are_start_and_end(backend: str, weighted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(topk, "BACKEND", backend)
+    n, tau = 40_000, 1e-4
+    x, cost = make("means", n), costs(n) if weighted else None
+    k = 0.1 * float(n if cost is None else cost.double().sum())
+    theta = torch.stack((torch.tensor([0.03, 1e-9], dtype=torch.float64), no_start()))
+    place, start = theta[0].clone(), theta[0].clone()
+    expected = soft_topk(x, k, tau, cost, warm=place)
+    for _ in range(3):  # the search starts at the same place again and again, hence the same bits
+        assert torch.equal(soft_topk(x, k, tau, cost, warm=theta), expected)
+        assert torch.equal(theta[0], start)
+        assert torch.equal(theta[1], place)
+    soft_topk(x, 0, tau, cost, warm=theta)
+    assert torch.equal(theta[0], start)
+    assert bool(theta[1].isnan().all())
+
+
 # The gradient.
 
 
@@ -232,6 +256,32 @@ def test_gradient_equals_finite_differences(tau: float, weighted: bool) -> None:
     x = torch.randn(9, dtype=torch.float64, generator=torch.Generator().manual_seed(3), requires_grad=True)
     cost = torch.tensor([1.0, 0.0, 5.0, 2.0, 1.0, 0.5, 3.0, 1.0, 7.0], dtype=torch.float64) if weighted else None
     torch.autograd.gradcheck(lambda s: soft_topk(s, 3.3, tau, cost), (x,), eps=1e-7, atol=2e-5)
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_second_derivative_is_refused(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(topk, "BACKEND", backend)
+    x = make("means", 50).requires_grad_()
+    plain, tracked = (
+        torch.autograd.grad(soft_topk(x, 10, 1e-2).square().sum(), x, create_graph=create)[0] for create in (False, True)
+    )
+    assert torch.equal(plain, tracked)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        tracked.sum().backward()
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_without_gradient_the_mask_has_the_same_bits(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(topk, "BACKEND", backend)
+    x, cost = make("means", 1000), costs(1000)
+    for c in (None, cost, cost.clone().requires_grad_()):
+        expected = soft_topk(x.clone().requires_grad_(), 200, 1e-3, c)
+        assert expected.requires_grad
+        got = soft_topk(x, 200, 1e-3, c)
+        assert not got.requires_grad
+        assert torch.equal(got, expected.detach())
+        with torch.no_grad():
+            assert not soft_topk(x.clone().requires_grad_(), 200, 1e-3, c).requires_grad
 
 
 @pytest.mark.parametrize("kind", ["means", "near one", "coarse", "equal"])
@@ -380,7 +430,28 @@ def test_compiled_updates_the_warm_start_and_raises() -> None:
     assert torch.equal(warm, expected)
     with pytest.raises(SmartpruneError, match=re.escape("k=101.0 is outside [0, 100]")):
         step(x, torch.tensor(101), warm)
+    theta = torch.stack((no_start(), no_start()))
+    step(x, torch.tensor(10), theta)
+    assert bool(theta[0].isnan().all())
+    assert torch.equal(theta[1], expected)
     torch._dynamo.reset()
+
+
+def test_import_does_not_load_the_compiler() -> None:
+    # without the package's __init__, which imports everything else
+    code = f"""
+import sys, types
+package = types.ModuleType("smartprune")
+package.__path__ = [{str(Path(topk.__file__).parent)!r}]
+sys.modules["smartprune"] = package
+import torch
+loaded = "torch._dynamo" in sys.modules
+import smartprune.topk
+assert ("torch._dynamo" in sys.modules) == loaded
+assert "triton" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def masked_loss(x: Tensor, w: Tensor, tau: Tensor) -> Tensor:
@@ -423,6 +494,76 @@ def test_plain_path(kind: str, weighted: bool, monkeypatch: pytest.MonkeyPatch) 
             assert float((results[0][0] - results[1][0]).abs().max()) < 3e-4
             scale = float(results[0][1].abs().max()) + 1e-2 / tau
             assert float((results[0][1] - results[1][1]).abs().max()) < 2e-3 * scale
+
+
+def awkward(kind: str, n: int) -> Tensor:
+    generator = torch.Generator().manual_seed(n)
+    x, u = torch.randn(n, generator=generator), torch.rand(n, generator=generator)
+    return {
+        "cauchy": torch.tan(math.pi * (u - 0.5)),
+        "two clouds": x * 1e-3 + (u < 0.5),
+        "twelve decades": 10 ** (12 * u - 8),
+        "one far above": torch.cat((x[1:] * 1e-3, torch.tensor([1e4]))),
+        "one far below": torch.cat((x[1:] * 1e-3, torch.tensor([-1e4]))),
+        "two values": (u < 0.3).float(),
+        "clusters": (3 * x).round() + 1e-4 * u,
+    }[kind]
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(
+    "kind",
+    ["cauchy", "two clouds", "twelve decades", "one far above", "one far below", "two values", "clusters"],
+)
+def test_plain_path_with_awkward_scores(kind: str, weighted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    for n in (2, 17, 1000):
+        x, cost = awkward(kind, n), costs(n) if weighted else None
+        total = float(n if cost is None else cost.double().sum())
+        wide = None if cost is None else cost.double()
+        for tau in (1e2, *TAUS):
+            for share in (1 / n, 0.1, 0.500001, 0.77, 1 - 1 / n):
+                monkeypatch.setattr(topk, "BACKEND", "auto")
+                expected = soft_topk(x.double(), share * total, tau, wide)
+                monkeypatch.setattr(topk, "BACKEND", "torch")
+                for scores, c, most in ((x, cost, 1e-6), (x.double(), wide, 1e-10)):
+                    got = soft_topk(scores, share * total, tau, c).double()
+                    assert abs(float((got if wide is None else got * wide).sum()) / (share * total) - 1) < most
+                    assert float((got - expected).abs().max()) < 3e-6, (n, tau, share)
+
+
+@pytest.mark.parametrize("n", [100_000, 1_000_000])
+def test_plain_path_is_exact_for_many_scores(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(topk, "BACKEND", "torch")
+    for kind in ("means", "near one"):
+        x = make(kind, n)
+        for tau in (10.0, 1e-3, 1e-7):
+            for k in (1, n // 10, n - 1):
+                assert abs(float(soft_topk(x, k, tau).double().sum()) / k - 1) < 1e-6
+
+
+class Count(TorchDispatchMode):
+    """How many operations run; views and allocations start nothing on a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        free = ("view", "select", "unbind", "detach", "empty")
+        self.count += not any(name in str(func) for name in free)
+        return func(*args, **(kwargs or {}))
+
+
+def test_plain_path_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Every operation is a launch: 50 bisections take 460.
+    monkeypatch.setattr(topk, "BACKEND", "torch")
+    x = make("means", 100).requires_grad_()
+    with Count() as forward:
+        mask = soft_topk(x, 10, 1e-2)
+    with Count() as backward:
+        mask.backward(torch.ones(100))
+    assert forward.count <= 220
+    assert backward.count <= 25
 
 
 def test_plain_path_ends_and_errors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -482,6 +623,11 @@ X = torch.tensor([1.0, 2.0, 3.0])
             lambda: soft_topk(X, 1, 0.1, warm=torch.zeros(2)),
             "warm is float32 [2] on cpu; it must be float64 [2] on cpu",
         ),
+        (
+            lambda: soft_topk(X, 1, 0.1, warm=torch.zeros(3, 2).double()),
+            "warm is float64 [3, 2] on cpu; it must be float64 [2] on cpu, or [2, 2], contiguous",
+        ),
+        (lambda: soft_topk(X, 1, 0.1, warm=torch.zeros(2).double().expand(2, 2)), "or [2, 2], contiguous and without"),
         (lambda: hard_topk(X, 4), "hard_topk: k=4 is not an integer in [0, 3]; give the number to keep"),
         (lambda: hard_topk(X, 1.5), "hard_topk: k=1.5 is not an integer in [0, 3]"),
         (lambda: hard_topk(X, math.nan), "hard_topk: k=nan is not a number"),

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -35,6 +36,80 @@ def test_kernels_in_the_interpreter() -> None:
     assert "passed" in done.stdout
 
 
+@pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
+@pytest.mark.skipif(INTERPRETED, reason="launches nothing")
+def test_second_launch_goes_straight_to_the_launcher() -> None:
+    # A driver that only notes what it is given would stay in the caches of triton, hence a process of its own.
+    code = "import test_topk_triton; test_topk_triton.launch_twice()"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment["PYTHONPATH"] = os.pathsep.join((str(Path(topk.__file__).parents[1]), str(Path(__file__).parent)))
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+
+def launch_twice() -> None:
+    """The kernels compile for sm_90, and a direct launch passes what triton's own launch passes."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime.driver import driver
+
+    from smartprune import topk_triton
+
+    calls: list[tuple[Any, ...]] = []
+
+    class Utils:
+        def load_binary(self, *_: object) -> tuple[int, ...]:
+            return 1, 2, 32, 0, 1024
+
+        def get_device_properties(self, _: int) -> dict[str, int]:
+            return {"max_shared_mem": 1 << 17}
+
+    class Driver:
+        utils = Utils()
+
+        def launcher_cls(self, *_: object) -> Any:
+            return lambda *arguments: calls.append(arguments)
+
+        def get_current_device(self) -> int:
+            return 0
+
+        def get_current_stream(self, _: int) -> int:
+            return 0
+
+        def get_current_target(self) -> GPUTarget:
+            return GPUTarget("cuda", 90, 32)
+
+    def address(value: object) -> object:
+        return value.data_ptr() if isinstance(value, Tensor) else value
+
+    driver.set_active(Driver())
+    topk.BACKEND = "triton"
+    assert triton.__version__.startswith(("3.6.", "3.7.")) == topk_triton.DIRECT
+    g = torch.ones(1024)
+    for cost, warm in ((None, None), (torch.ones(1024), no_start()), (None, torch.stack((no_start(), no_start())))):
+        calls.clear()
+        x = torch.ones(1024, requires_grad=True)
+        masks = [soft_topk(x, 100, 0.1, cost, warm=warm) for _ in range(2)]
+        grads = [torch.autograd.grad(mask, x, g) for mask in masks]
+        assert len(calls) == 4
+        assert len(grads) == 2
+        for usual, direct, fresh in ((calls[0], calls[1], {2, 3, 6}), (calls[2], calls[3], {3, 4})):
+            assert (direct[6] is None) == topk_triton.DIRECT
+            assert len(usual) == len(direct)
+            for i, (one, other) in enumerate(zip(usual[9:], direct[9:], strict=True)):
+                same = address(one) == address(other) and type(address(one)) is type(address(other))
+                assert same or i in fresh, i  # allocated by the call: mask and state, out and state
+    # unaligned scores are another kernel
+    calls.clear()
+    soft_topk(torch.ones(1025)[1:], 100, 0.1)
+    assert isinstance(calls[0][9], Tensor)
+    # a profiler sees every launch
+    triton.knobs.runtime.launch_enter_hook.add(print)
+    soft_topk(torch.ones(1024), 100, 0.1)
+    soft_topk(torch.ones(1024), 100, 0.1)
+    assert [call[6] is None for call in calls] == [False] * 3
+
+
 def make(kind: str, n: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
     x = torch.randn(n, generator=torch.Generator().manual_seed(n))
     table = {"means": x.abs() * 0.02, "near one": 1 + 1e-5 * x, "equal": torch.full((n,), 0.3), "huge": x * 1e4}
@@ -58,10 +133,18 @@ def reference(x: Tensor, k: float, tau: float, cost: Tensor | None, g: Tensor) -
     return mask.detach(), leaf.grad
 
 
-def compare(x: Tensor, k: float, tau: float, cost: Tensor | None, g: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+def compare(
+    x: Tensor,
+    k: float,
+    tau: float,
+    cost: Tensor | None,
+    g: Tensor,
+    monkeypatch: pytest.MonkeyPatch,
+    backend: str = "triton",
+) -> None:
     monkeypatch.setattr(topk, "BACKEND", "auto")
     mask, grad = reference(x, k, tau, cost, g)
-    monkeypatch.setattr(topk, "BACKEND", "triton")
+    monkeypatch.setattr(topk, "BACKEND", backend)
     leaf = x.clone().requires_grad_()
     warm = no_start(str(x.device))
     got = soft_topk(leaf, k, tau, cost, warm=warm)
@@ -113,6 +196,29 @@ def test_interpreted_ends(monkeypatch: pytest.MonkeyPatch) -> None:
         assert mask.tolist() == [value] * 5
         assert x.grad is not None
         assert x.grad.tolist() == [0.0] * 5
+
+
+@needs_interpreter
+def test_interpreted_rows_of_warm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(topk, "BACKEND", "triton")
+    x = make("means", 300)
+    theta = torch.stack((torch.tensor([0.02, 1e-9], dtype=torch.float64), no_start()))
+    start, place = theta[0].clone(), theta[0].clone()
+    expected = soft_topk(x, 30, 1e-3, warm=place)
+    for _ in range(2):
+        assert torch.equal(soft_topk(x, 30, 1e-3, warm=theta), expected)
+        assert torch.equal(theta[0], start)
+        assert torch.equal(theta[1], place)
+
+
+@needs_interpreter
+def test_interpreted_without_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(topk, "BACKEND", "triton")
+    x = make("means", 300)
+    expected = soft_topk(x.clone().requires_grad_(), 30, 1e-3)
+    got = [soft_topk(x, 30, 1e-3) for _ in range(2)]  # these share the scratch that backward would read
+    assert all(torch.equal(mask, expected.detach()) for mask in got)
+    assert float(soft_topk(x, 1e-310, 1e-3).max()) == 0.0  # its bits are a small integer
 
 
 @needs_interpreter
@@ -169,6 +275,7 @@ def test_gpu_errors_come_with_the_next_call(backend: str, monkeypatch: pytest.Mo
 
 @pytest.mark.gpu
 @on_gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 @pytest.mark.parametrize("backend", ["triton", "torch"])
 def test_gpu_never_waits(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(topk, "BACKEND", backend)
@@ -246,3 +353,51 @@ def test_gpu_streams_do_not_share_a_workspace(monkeypatch: pytest.MonkeyPatch) -
                 results.append(soft_topk(x, 9_000, 1e-3))
     torch.cuda.synchronize()
     assert all(torch.equal(result, expected) for result in results)
+
+
+@pytest.mark.gpu
+@on_gpu
+def test_gpu_repeated_and_unaligned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second call is launched differently, and scores may start anywhere."""
+    monkeypatch.setattr(topk, "BACKEND", "triton")
+    base, g = make("means", 50_001, device="cuda"), torch.randn(50_000, device="cuda")
+    results = []
+    for x in (base[1:], base[1:].clone(), base[1:].clone(), base[1:]):
+        leaf = x.detach().requires_grad_()
+        mask = soft_topk(leaf, 5_000, 1e-3)
+        results.append((mask.detach(), *torch.autograd.grad(mask, leaf, g), soft_topk(x, 5_000, 1e-3)))
+    expected, grad = reference(base[1:], 5_000, 1e-3, None, g)
+    for mask, got, again in results:
+        assert torch.equal(mask, again)
+        assert float((mask.cpu() - expected).abs().max()) < 3e-4
+        assert float((got.cpu() - grad).abs().max()) < 2e-3 * float(grad.abs().max())
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+def test_gpu_rows_of_warm(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(topk, "BACKEND", backend)
+    x, cost = make("means", 100_000, device="cuda"), costs(100_000, "cuda")
+    for c, k in ((None, 9_000.0), (cost, 0.1 * float(cost.double().sum()))):
+        theta = torch.stack((torch.tensor([0.03, 1e-9], dtype=torch.float64, device="cuda"), no_start("cuda")))
+        start, place = theta[0].clone(), theta[0].clone()
+        expected = soft_topk(x, k, 1e-4, c, warm=place)
+        for _ in range(5):
+            assert torch.equal(soft_topk(x, k, 1e-4, c, warm=theta), expected)
+            assert torch.equal(theta[0], start)
+            assert torch.equal(theta[1], place)
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("kind", ["means", "near one", "equal", "huge"])
+def test_gpu_plain_path(kind: str, weighted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    for n in (2, 1000, 100_000):
+        x, cost = make(kind, n, device="cuda"), costs(n, "cuda") if weighted else None
+        g = torch.randn(n, generator=torch.Generator().manual_seed(5)).cuda()
+        total = float(n if cost is None else cost.double().sum())
+        for tau in TAUS:
+            for share in (1 / n, 0.3, 1 - 1 / n):
+                compare(x, share * total, tau, cost, g, monkeypatch, "torch")

@@ -14,17 +14,21 @@ import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from torch import Tensor
 
-from . import topk
+from .hard import TAU_RANGE
+from .topk_cpu import FLIP, LIMIT, TOLERANCES, VANISHED
+from .topk_torch import check_device, device_flag
 
 # (largest N, elements per tile, warps): small problems spread over all multiprocessors, large ones fill the memory bus
-TILES = [(1 << 17, 1024, 8), (1 << 62, 4096, 16)]
+TILES = [(30_000, 512, 4), (300_000, 1024, 8), (3_000_000, 4096, 8), (1 << 62, 4096, 16)]
 INTERPRETED = bool(triton.knobs.runtime.interpret)
+# Later calls go straight to the launcher of the compiled kernel, where its arguments are known to be in this order.
+DIRECT = not INTERPRETED and triton.__version__.startswith(("3.6.", "3.7."))
 
-_FLIP = tl.constexpr(topk.FLIP)
-_LIMIT = tl.constexpr(topk.LIMIT)
-_VANISHED = tl.constexpr(topk.VANISHED)
-_COLDEST = tl.constexpr(topk.TAU_RANGE[0])
-_HOTTEST = tl.constexpr(topk.TAU_RANGE[1])
+_FLIP = tl.constexpr(FLIP)
+_LIMIT = tl.constexpr(LIMIT)
+_VANISHED = tl.constexpr(VANISHED)
+_COLDEST = tl.constexpr(TAU_RANGE[0])
+_HOTTEST = tl.constexpr(TAU_RANGE[1])
 _RUN = tl.constexpr(16)  # float32 lanes are emptied into float64 after this many tiles
 _ROWS = tl.constexpr(8)
 
@@ -205,12 +209,13 @@ def _sum3(part_ptr, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
     return a, b, c
 
 
-@triton.jit(do_not_specialize=["k_bits", "tau_bits"])  # type: ignore[untyped-decorator,unused-ignore]
+@triton.jit(do_not_specialize=["k_ptr", "tau_ptr", "warm_ptr", "k_bits", "tau_bits"])  # type: ignore[untyped-decorator,unused-ignore]
 def _forward_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, c_ptr, k_ptr, tau_ptr, warm_ptr, mask_ptr, state_ptr, flag_ptr, count_ptr, part_ptr, n, k_bits, tau_bits,
+    x_ptr, c_ptr, mask_ptr, state_ptr, k_ptr, tau_ptr, warm_ptr, flag_ptr, count_ptr, part_ptr, n, k_bits, tau_bits,
     K_TENSOR: tl.constexpr, TAU_TENSOR: tl.constexpr, WEIGHTED: tl.constexpr, WARM: tl.constexpr, DT: tl.constexpr,
     LOOSE: tl.constexpr, FINE: tl.constexpr, NOISE: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
+    """WARM: 0 without a start, 1 the end overwrites it, 2 the end is written behind it."""
     pid = tl.program_id(0)
     k = tl.load(k_ptr).to(tl.float64) if K_TENSOR else k_bits.to(tl.float64, bitcast=True)
     tau = tl.load(tau_ptr).to(tl.float64) if TAU_TENSOR else tau_bits.to(tl.float64, bitcast=True)
@@ -267,9 +272,7 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
     lowest = low
     highest = high
     r = tl.where(flip, (full - kept) - Q, F - kept)
-    new, low, high, step, before, ready, u = _update(
-        r, A, B, kept, full, tau, loose, noise, FINE, delta, low, high, step, before
-    )
+    new, low, high, step, before, ready, u = _update(r, A, B, kept, full, tau, loose, noise, FINE, delta, low, high, step, before)
     far = open_ & (~ready) & (tl.abs(u) > 1.0)
 
     # Far away and tau small against the spread: find the score where the hard sum crosses k, three thresholds a pass.
@@ -329,9 +332,7 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
         delta += shift
         low += shift
         high += shift
-        _soft(
-            x_ptr, c_ptr, n, pivot, delta, tau, flip, part_ptr + side * _ROWS * LANES, WEIGHTED, False, DT, BLOCK, LANES
-        )
+        _soft(x_ptr, c_ptr, n, pivot, delta, tau, flip, part_ptr + side * _ROWS * LANES, WEIGHTED, False, DT, BLOCK, LANES)
         _barrier(count_ptr)
         F, A, B = _sum3(part_ptr + side * _ROWS * LANES, LANES)
         side = 1 - side
@@ -353,8 +354,9 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
         tl.store(state_ptr + 2, tau)
         tl.store(state_ptr + 3, total)
         if WARM:
-            tl.store(warm_ptr, tl.where(open_, pivot, nan))
-            tl.store(warm_ptr + 1, tl.where(open_, delta, nan))
+            end_ptr = warm_ptr + 2 * (WARM - 1)
+            tl.store(end_ptr, tl.where(open_, pivot, nan))
+            tl.store(end_ptr + 1, tl.where(open_, delta, nan))
         tl.store(flag_ptr, code, mask=code > 0)
 
     p, scale, move = pivot.to(DT), (1.0 / tau).to(DT), (delta / tau).to(DT)
@@ -369,8 +371,8 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _backward_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, c_ptr, g_ptr, out_ptr, state_ptr, count_ptr, part_ptr, n, WEIGHTED: tl.constexpr, DT: tl.constexpr,
-    BLOCK: tl.constexpr, LANES: tl.constexpr,
+    x_ptr, c_ptr, g_ptr, out_ptr, state_ptr, flag_ptr, count_ptr, part_ptr, n, WEIGHTED: tl.constexpr,
+    DT: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     stride = tl.num_programs(0) * BLOCK
@@ -420,80 +422,145 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
         tl.store(out_ptr + offs, tl.where(decided, 0.0, v * g), mask=inside)
 
 
+# Launching. What never changes between two calls alike is kept in a plan: on a slow host Python costs more than the GPU.
+
+
+class _Plan:
+    """One kernel for one size, dtypes, device and stream: workspace, grid, and after the first launch its handle."""
+
+    def __init__(self, kernel: Any, x: Tensor, stream: int, shared: bool) -> None:
+        n = x.numel()
+        self.kernel, self.stream = kernel, stream
+        self.block, warps = next((block, warps) for most, block, warps in TILES if n <= most)
+        self.options = {} if INTERPRETED else {"num_warps": warps, "launch_cooperative_grid": True}
+        self.programs = self.lanes = 1
+        if x.is_cuda:
+            processors = _processors(x.device.index)
+            self.programs, self.lanes = min(processors, -(-n // self.block)), triton.next_power_of_2(processors)
+        self.wide = x.dtype == torch.float64
+        self.dtype = torch.float64 if self.wide else torch.float32  # of the mask
+        self.state = torch.empty(4, dtype=torch.float64, device=x.device)
+        flag, self.codes, _ = device_flag(x.device)
+        count, parts = _space(x.device, stream, self.programs, self.lanes) if shared else _fresh(x.device, self.lanes)
+        self.tensors = (flag, count, parts, n)
+        self.fixed = (flag, count.data_ptr(), parts.data_ptr(), n)
+        self.constants: tuple[Any, ...] = ()
+        self.handle: tuple[Any, Any, Any] | None = None
+
+    def launch(self, vectors: tuple[Tensor, ...], loose: tuple[Tensor, ...], bits: tuple[int, ...]) -> None:
+        """vectors are compiled for addresses divisible by 16, as allocations are; loose ones for any."""
+        pointers = [tensor.data_ptr() for tensor in vectors]
+        odd = 0
+        for pointer in pointers:
+            odd |= pointer
+        if self.handle is not None and not odd & 15 and not (_enter.calls or _leave.calls):
+            run, function, packed = self.handle
+            pointers += [tensor.data_ptr() for tensor in loose]
+            run(
+                self.programs, 1, 1, self.stream, function, packed, None, None, None,
+                *pointers, *self.fixed, *bits, *self.constants,
+            )  # fmt: skip
+            return
+        compiled = self.kernel[(self.programs,)](*vectors, *loose, *self.tensors, *bits, *self.constants, **self.options)
+        if DIRECT and not odd & 15:
+            self.handle = (compiled.run, compiled.function, compiled.packed_metadata)
+
+
+_enter, _leave = triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook  # of profilers
+_plans: dict[tuple[Any, ...], _Plan] = {}
+
+
 def forward(
-    x: Tensor, k: float | Tensor, tau: float | Tensor, cost: Tensor | None, warm: Tensor | None
+    x: Tensor, k: float | Tensor, tau: float | Tensor, cost: Tensor | None, warm: Tensor | None, keep: bool
 ) -> tuple[Tensor, Tensor]:
-    """Mask [N] and the state (pivot, delta, tau, sum(cost)) that backward reads, all left on the device."""
-    if x.is_cuda and x.device.index != torch.cuda.current_device():
-        with torch.cuda.device(x.device):
-            return forward(x, k, tau, cost, warm)
-    n = x.numel()
-    wide = x.dtype == torch.float64
-    mask = torch.empty(n, dtype=torch.float64 if wide else torch.float32, device=x.device)
-    state = torch.empty(4, dtype=torch.float64, device=x.device)
-    flag, array, _ = topk.device_flag(x.device)
-    grid, block, warps, lanes, count, parts = _plan(x)
-    _forward_kernel[grid](
-        x, x if cost is None else cost, k if isinstance(k, Tensor) else x, tau if isinstance(tau, Tensor) else x,
-        state if warm is None else warm, mask, state, flag, count, parts, n,
-        _BITS_OF_ONE if isinstance(k, Tensor) else _bits(k), _BITS_OF_ONE if isinstance(tau, Tensor) else _bits(tau),
-        isinstance(k, Tensor), isinstance(tau, Tensor), cost is not None, warm is not None,
-        tl.float64 if wide else tl.float32, *topk.TOLERANCES[mask.dtype], block, lanes, **_options(warps),
-    )  # fmt: skip
-    if INTERPRETED and array[0]:
-        topk.check_device(x.device)
+    """Mask [N] and the state (pivot, delta, tau, sum(cost)) that backward reads, all left on the device.
+
+    Without keep the state is a scratch that the next call overwrites.
+    """
+    index = x.get_device()
+    if index >= 0 and index != torch._C._cuda_getDevice():
+        with torch.cuda.device(index):
+            return forward(x, k, tau, cost, warm, keep)
+    k_dtype, k_bits = (k.dtype, _ONE) if isinstance(k, Tensor) else (None, _bits(k))
+    tau_dtype, tau_bits = (tau.dtype, _ONE) if isinstance(tau, Tensor) else (None, _bits(tau))
+    start = 0 if warm is None else warm.dim()
+    stream, capturing = _stream(index)
+    key = (x.numel(), x.dtype, k_dtype, tau_dtype, cost is None, start, index, stream)
+    plan = None if capturing else _plans.get(key)
+    if plan is None:
+        plan = _Plan(_forward_kernel, x, stream, not capturing)
+        plan.constants = (
+            k_dtype is not None, tau_dtype is not None, cost is not None, start,
+            tl.float64 if plan.wide else tl.float32, *TOLERANCES[plan.dtype], plan.block, plan.lanes,
+        )  # fmt: skip
+        _remember(key, plan, capturing)
+    mask = torch.empty_like(x) if x.dtype is plan.dtype else torch.empty_like(x, dtype=plan.dtype)
+    state = torch.empty_like(plan.state) if keep else plan.state
+    plan.launch(
+        (x, x if cost is None else cost, mask, state),
+        (k if isinstance(k, Tensor) else x, tau if isinstance(tau, Tensor) else x, state if warm is None else warm),
+        (k_bits, tau_bits),
+    )
+    if INTERPRETED and plan.codes[0]:
+        check_device(x.device)
     return mask, state
 
 
 def backward(x: Tensor, g: Tensor, cost: Tensor | None, state: Tensor) -> Tensor:
     """Gradient [N] in the dtype of the scores."""
-    if x.is_cuda and x.device.index != torch.cuda.current_device():
-        with torch.cuda.device(x.device):
+    index = x.get_device()
+    if index >= 0 and index != torch._C._cuda_getDevice():
+        with torch.cuda.device(index):
             return backward(x, g, cost, state)
+    stream, capturing = _stream(index)
+    key = (x.numel(), x.dtype, cost is None, index, stream)
+    plan = None if capturing else _plans.get(key)
+    if plan is None:
+        plan = _Plan(_backward_kernel, x, stream, not capturing)
+        plan.constants = (cost is not None, tl.float64 if plan.wide else tl.float32, plan.block, plan.lanes)
+        _remember(key, plan, capturing)
     out = torch.empty_like(x)
-    grid, block, warps, lanes, count, parts = _plan(x)
-    _backward_kernel[grid](
-        x, x if cost is None else cost, g, out, state, count, parts, x.numel(), cost is not None,
-        tl.float64 if x.dtype == torch.float64 else tl.float32, block, lanes, **_options(warps),
-    )  # fmt: skip
+    plan.launch((x, x if cost is None else cost, g, out, state), (), ())
     return out
 
 
+def _stream(index: int) -> tuple[int, bool]:
+    """The current stream, and whether it is being captured."""
+    if index < 0:
+        return 0, False
+    return torch._C._cuda_getCurrentRawStream(index), torch._C._cuda_isCurrentStreamCapturing()
+
+
+def _remember(key: tuple[Any, ...], plan: _Plan, capturing: bool) -> None:
+    if not capturing:  # a graph may be replayed on any stream: it owns its workspace
+        if len(_plans) >= 256:
+            _plans.clear()
+        _plans[key] = plan
+
+
 def _bits(value: float) -> int:
-    # Triton passes Python floats as float32; the 64 bits travel as an integer. -0.0 because 0 would travel as int32.
-    bits: int = struct.unpack("<q", struct.pack("<d", value or -0.0))[0]
+    # Triton passes Python floats as float32: the 64 bits travel as an integer. Small integers travel as int32, so what
+    # would be one (0.0, or a number below 1e-307) becomes -0.0.
+    bits: int = _DOUBLE.unpack(_FLOAT.pack(value if value > 1e-307 else -0.0))[0]
     return bits
 
 
-_BITS_OF_ONE = _bits(1.0)
-_spaces: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
+_FLOAT, _DOUBLE = struct.Struct("<d"), struct.Struct("<q")
+_ONE = _bits(1.0)
+_spaces: dict[tuple[torch.device, int, int], tuple[Tensor, Tensor]] = {}
 
 
-def _options(warps: int) -> dict[str, Any]:
-    return {} if INTERPRETED else {"num_warps": warps, "launch_cooperative_grid": True}
-
-
-def _plan(x: Tensor) -> tuple[tuple[int], int, int, int, Tensor, Tensor]:
-    """Grid, tile size, warps, padded row length and the workspace (barrier count, partial sums)."""
-    n = x.numel()
-    block, warps = next((block, warps) for most, block, warps in TILES if n <= most)
-    if x.device.type != "cuda":
-        programs, lanes, stream = 1, 1, 0
-    else:
-        programs = min(_processors(x.device.index), -(-n // block))
-        lanes = triton.next_power_of_2(_processors(x.device.index))
-        if torch.cuda.is_current_stream_capturing():  # a graph may be replayed on any stream: it owns its workspace
-            return (programs,), block, warps, lanes, *_space(x.device, lanes)
-        stream = torch._C._cuda_getCurrentRawStream(x.device.index)
-    key = (-1 if x.device.index is None else x.device.index, stream, programs)
+def _space(device: torch.device, stream: int, programs: int, lanes: int) -> tuple[Tensor, Tensor]:
+    """Barrier count and partial sums of the launches with so many programs on a stream, which follow each other."""
+    key = (device, stream, programs)
     if key not in _spaces:
-        _spaces[key] = _space(x.device, lanes)
-    return (programs,), block, warps, lanes, *_spaces[key]
+        _spaces[key] = _fresh(device, lanes)
+    return _spaces[key]
 
 
-def _space(device: torch.device, lanes: int) -> tuple[Tensor, Tensor]:
+def _fresh(device: torch.device, lanes: int) -> tuple[Tensor, Tensor]:
     count = torch.zeros(1, dtype=torch.int64, device=device)
-    return count, torch.empty(2 * 8 * lanes, dtype=torch.float64, device=device)
+    return count, torch.empty(16 * lanes, dtype=torch.float64, device=device)
 
 
 @lru_cache(maxsize=16)

@@ -12,11 +12,20 @@ import sys
 from collections.abc import Callable, Sequence
 
 from ..errors import SmartpruneError
+from .compare import compare_verb
 from .look import plan_verb, report_verb, verify_verb
+from .sweep import sweep_verb
 from .train import train_verb
 from .verb import Verbs
 
-VERBS: tuple[Callable[[Verbs], None], ...] = (train_verb, plan_verb, report_verb, verify_verb)
+VERBS: tuple[Callable[[Verbs], None], ...] = (
+    train_verb,
+    plan_verb,
+    report_verb,
+    verify_verb,
+    compare_verb,
+    sweep_verb,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for add in VERBS:
         add(verbs)
     args = parser.parse_args(argv)
+    args.words = sys.argv[1:] if argv is None else list(argv)
     try:
         code: int = args.run(args)
         sys.stdout.flush()

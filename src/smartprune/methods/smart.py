@@ -104,9 +104,7 @@ class Smart:
         if self.mask_type == "binary":
             out: Tensor = _hard(blocks, state).to(torch.float32) + (scores - scores.detach())
             return out
-        warm = state["theta"][0].clone()
-        soft = soft_topk(scores, state["limit"], state["tau"], blocks.soft_cost, warm=warm)
-        state["theta"][1].copy_(warm)
+        soft = soft_topk(scores, state["limit"], state["tau"], blocks.soft_cost, warm=state["theta"])
         if self.mask_type == "binary_soft":
             return soft + (_hard(blocks, state).to(soft.dtype) - soft).detach()
         if self.mask_type == "stochastic" and seed is not None:

@@ -1,0 +1,105 @@
+"""``smartprune compare``: finished runs side by side, as a table, files, a plot, a record."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import statistics
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..errors import SmartpruneError
+from ..files import write_whole
+from .verb import Verbs, add_verb, arguments
+
+if TYPE_CHECKING:
+    from ..chart import Chart
+    from ..compare import Comparison
+
+
+def compare_verb(verbs: Verbs) -> None:
+    parser = add_verb(
+        verbs,
+        "compare",
+        "show finished runs side by side: method by sparsity, mean, standard deviation and n",
+        "  smartprune compare runs/sweep\n"
+        "  smartprune compare 'runs/digits-*' --csv runs.csv --plot accuracy.svg\n"
+        "  smartprune compare runs/sweep --record records/digits-methods --note 'one small network'\n\n"
+        "Unfinished or damaged folders are named with the reason. Exit code 1: nothing to compare.",
+    )
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders, folders that hold some, or globs of them")
+    parser.add_argument("--csv", metavar="FILE", help="write one line per run")
+    parser.add_argument("--plot", metavar="FILE", help="draw the metric over sparsity: .svg, or .png with matplotlib")
+    parser.add_argument("--json", metavar="FILE", help="write the rows with their values, means and deviations")
+    parser.add_argument("--record", metavar="DIR", help="write a record: result.json, config.json, README.md")
+    parser.add_argument("--note", metavar="TEXT", help="what the record does not show; needed with --record")
+    parser.set_defaults(run=run_compare)
+
+
+def run_compare(args: argparse.Namespace) -> int:
+    from ..compare import compare
+
+    with arguments(args):
+        if args.record and not (args.note or "").strip():
+            raise SmartpruneError("--record needs --note: what does the number not show?")
+        if args.note and not args.record:
+            raise SmartpruneError("--note belongs to --record; give both")
+        if args.plot and Path(args.plot).suffix.lower() not in (".svg", ".png"):
+            raise SmartpruneError(f"--plot {args.plot}: name a file that ends in .svg or .png")
+    found = compare(args.runs)
+    print(found)
+    if args.csv:
+        write_whole(args.csv, found.csv().encode())
+    if args.json:
+        write_whole(args.json, (json.dumps(found.to_json(), indent=1, allow_nan=False) + "\n").encode())
+    if args.plot:
+        from ..chart import save_charts
+
+        save_charts(charts(found), args.plot)
+    if args.record:
+        from ..record import write_record
+
+        commands = [*_noted(found, "commands"), _command(args)]
+        write_record(Path(args.record), found, args.note, commands, _noted(found, "sources"))
+    for path in (args.csv, args.json, args.plot, args.record):
+        if path:
+            print(f"written to {path}", file=sys.stderr)
+    return 0
+
+
+def charts(found: Comparison) -> list[Chart]:
+    """A panel per group: the metric in percent over the share removed."""
+    from ..chart import Chart, Point, Series
+
+    out = []
+    for (data, model, block, _, metric), rows in found.groups().items():
+        for kind in ("sparsity", "macs"):
+            of_kind = [row for row in rows if row.entries[0].share[0] == kind]
+            if not of_kind:
+                continue
+            series: dict[str, list[Point]] = {}
+            for row in of_kind:
+                spread = 100 * statistics.stdev(row.values) if len(row.values) > 1 else None
+                point = Point(row.entries[0].share[1], 100 * statistics.fmean(row.values), spread)
+                series.setdefault(row.entries[0].method, []).append(point)
+            lines = tuple(Series(name, tuple(points)) for name, points in series.items())
+            dense = {entry.config["seed"]: entry.dense for row in of_kind for entry in row.entries}
+            level = ("dense", 100 * statistics.fmean(dense.values()))
+            named = {"sparsity": "sparsity (share of blocks removed)", "macs": "share of MACs removed"}[kind]
+            out.append(Chart(f"{data}, {model}, blocks of {block}", named, f"{metric}, %", lines, level))
+    return out
+
+
+def _noted(found: Comparison, what: str) -> list[str]:
+    """What the sweeps that made these runs noted: their commands, or their source."""
+    from ..sweep import noted
+
+    folders = dict.fromkeys(entry.folder.parent for entry in found.entries)
+    return list(dict.fromkeys(text for folder in folders for text in noted(folder)[what]))
+
+
+def _command(args: argparse.Namespace) -> str:
+    """The command that was given, less the note."""
+    return shlex.join(["smartprune", "compare", *args.runs, "--record", args.record])

@@ -1,0 +1,132 @@
+"""``smartprune sweep``: a grid of runs on this machine, a process each, that can be stopped and started at will."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ..errors import SmartpruneError
+from .train import add_flags, asked, setting, stop_signals
+from .verb import Verbs, add_verb, arguments
+
+if TYPE_CHECKING:
+    from ..grid import Grid
+    from ..sweep import Outcome
+
+T = TypeVar("T")
+OF_THE_GRID = ("method", "sparsity", "seed")
+
+
+def sweep_verb(verbs: Verbs) -> None:
+    parser = add_verb(
+        verbs,
+        "sweep",
+        "train a grid of methods, sparsities and seeds, several runs at once, and compare them",
+        "  smartprune sweep --methods smart,gradual --sparsities 0.9,0.95 --seeds 0,1,2 --out runs/sweep\n"
+        "  smartprune sweep --task cifar10 --data DIR --methods smart,gradual --seeds 0,1 --jobs 4 --minutes 25\n"
+        "  smartprune sweep --methods smart,pdp --set smart.ramp=cubic --search-epochs 20 --out runs/ramp\n"
+        "  smartprune sweep --grid grid.json --out runs/grid\n\n"
+        "grid.json is an object, or a list of them, such as\n"
+        '  {"methods": ["smart"], "sparsities": [0.9], "seeds": [0, 1], "options": {"batch": 64},\n'
+        '   "settings": {"smart": {"ramp": "cubic"}}}\n\n'
+        "The same command again goes on where it was stopped, by Ctrl-C, SIGTERM or kill -9: what is done is skipped,\n"
+        "what was interrupted is resumed. Dense models are trained once per seed and shared. Exit code 1: a run failed,\n"
+        "or some are missing because the sweep was stopped or --minutes ran out.",
+    )
+    parser.add_argument("--task", help="what to train on (default: digits)")
+    parser.add_argument("--methods", metavar="LIST", help="methods by name, such as smart,gradual (default: smart)")
+    parser.add_argument("--sparsities", metavar="LIST", help="shares of blocks to remove, such as 0.9,0.95")
+    parser.add_argument("--seeds", metavar="LIST", help="seeds, such as 0,1,2 (default: 0)")
+    parser.add_argument("--grid", metavar="FILE", help="the grid from a JSON file instead")
+    parser.add_argument("--out", metavar="DIR", required=True, help="folder of the sweep; a run folder for each in it")
+    parser.add_argument("--jobs", type=int, metavar="N", help="runs at once (default: CPU cores, or 1 on a GPU)")
+    parser.add_argument("--minutes", type=float, metavar="M", help="stop after so long, with checkpoints")
+    parser.add_argument("--config", metavar="FILE", help="settings from a config.json; other arguments win over it")
+    parser.add_argument("--set", action="append", metavar="METHOD.NAME=VALUE", help="a setting of one method")
+    parser.add_argument("--task-set", action="append", metavar="NAME=VALUE", help="a setting of the task")
+    parser.add_argument("--data", metavar="DIR", help="where the task's data lies (default: $SMARTPRUNE_DATA)")
+    add_flags(parser, without=OF_THE_GRID)
+    parser.set_defaults(run=run_sweep)
+
+
+def run_sweep(args: argparse.Namespace) -> int:
+    from ..board import Board
+    from ..grid import lay_out
+    from ..sweep import Sweep
+
+    with arguments(args):
+        if args.jobs is not None and args.jobs < 1:
+            raise SmartpruneError(f"--jobs {args.jobs} should be at least 1")
+        if args.minutes is not None and not args.minutes > 0:
+            raise SmartpruneError(f"--minutes {args.minutes:g} should be above 0")
+        cells = lay_out(_grids(args))
+        sweep = Sweep(Path(args.out), cells, args.jobs, args.minutes)
+    board = Board()
+    with stop_signals(board.say) as stop:
+        try:
+            outcome = sweep.run(board, stop, shlex.join(["smartprune", *args.words]))
+        finally:
+            board.close()
+    return _tell(args, outcome)
+
+
+def _grids(args: argparse.Namespace) -> list[Grid]:
+    from ..grid import Grid, read_grids
+
+    given = asked(argparse.Namespace(**{**vars(args), **dict.fromkeys((*OF_THE_GRID, "set", "out"))}))
+    given = {name: value for name, value in given.items() if name not in (*OF_THE_GRID, "settings")}
+    settings: dict[str, dict[str, Any]] = {}
+    for text in args.set or ():
+        method, dot, rest = text.partition(".")
+        if not dot or "=" in method:
+            raise SmartpruneError(f"--set {text}: a sweep has several methods; write METHOD.NAME=VALUE, such as smart.{text}")
+        name, value = setting(rest)
+        settings.setdefault(method, {})[name] = value
+    if args.grid:
+        for name in ("methods", "sparsities", "seeds"):
+            if getattr(args, name) is not None:
+                raise SmartpruneError(f"--grid and --{name}: the file has its own {name}; give one of the two")
+        return [grid.under(given, settings) for grid in read_grids(Path(args.grid))]
+    if args.sparsities and args.macs is not None:
+        raise SmartpruneError("--sparsities and --macs: give one of the two")
+    return [
+        Grid(
+            methods=_listed("--methods", args.methods or "smart", str),
+            sparsities=_listed("--sparsities", args.sparsities, float) if args.sparsities else (None,),
+            seeds=_listed("--seeds", args.seeds or "0", int),
+            options=given,
+            settings=settings,
+        )
+    ]
+
+
+def _listed(flag: str, text: str, kind: Callable[[str], T]) -> tuple[T, ...]:
+    try:
+        out = tuple(kind(part.strip()) for part in text.split(",") if part.strip())
+    except ValueError:
+        out = ()
+    if not out:
+        raise SmartpruneError(f"{flag} {text}: write a list with commas, such as 0,1,2")
+    return out
+
+
+def _tell(args: argparse.Namespace, outcome: Outcome) -> int:
+    from ..compare import compare
+
+    if outcome.done:
+        print(compare([cell.folder(Path(args.out)) for cell in outcome.done]))
+    for failure in outcome.failed:
+        print(f"\n{failure.name} failed with exit code {failure.code}; the end of {failure.log}:", file=sys.stderr)
+        print("\n".join(f"  {line}" for line in failure.lines), file=sys.stderr)
+    missing = len(outcome.missing)
+    if outcome.failed or missing:
+        parts = [f"{len(outcome.done)} runs done"]
+        parts += [f"{len(outcome.failed)} failed"] * bool(outcome.failed) + [f"{missing} missing"] * bool(missing)
+        why = {"stopped": " (stopped)", "time": " (out of time)"}.get(outcome.why, "")
+        print(f"smartprune: {', '.join(parts)}{why}; the same command goes on from here", file=sys.stderr)
+        return 1
+    return 0

@@ -1,0 +1,279 @@
+"""Finished runs side by side: method by sparsity, with mean, standard deviation, n, and the dense model they began with.
+
+Only like is put next to like: runs are grouped by task, model, block and protocol, and a method's settings that are not
+its defaults become part of its name. A folder that cannot be used is named with the reason and stops nothing.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from . import text
+from .errors import SmartpruneError
+from .fields import Fields
+from .files import parse_json, read_capped
+from .methods import METHODS
+from .rundir import CONFIG, RESULT
+from .tasks import TASKS
+
+LARGEST_FILE = 1 << 20
+# what differs between runs of one table, and what only says where and how fast a run was
+APART = ("task", "task_settings", "model", "method", "settings", "block", "sparsity", "macs", "seed")
+ASIDE = ("out", "dense", "device", "threads", "compile", "graph", "checkpoint_seconds")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A finished run: its settings, and the metric of the test split before and after."""
+
+    folder: Path
+    config: dict[str, Any]
+    metric: str
+    pruned: float
+    dense: float
+    seconds: float
+    versions: dict[str, str]
+
+    @property
+    def data(self) -> str:
+        """The task, with the settings that are not its own."""
+        kept = {name: value for name, value in self.config["task_settings"].items() if name != "folder"}
+        return _with_settings(self.config["task"], TASKS, kept)
+
+    @property
+    def method(self) -> str:
+        """The method, with the settings that are not its defaults."""
+        return _with_settings(self.config["method"], METHODS, self.config["settings"])
+
+    @property
+    def group(self) -> tuple[str, str, str, str, str]:
+        return self.data, self.config["model"], self.config["block"], protocol(self.config), self.metric
+
+    @property
+    def share(self) -> tuple[str, float]:
+        """``("sparsity", 0.9)`` or ``("macs", 0.5)``."""
+        kind = "macs" if self.config.get("macs") is not None else "sparsity"
+        return kind, float(self.config[kind])
+
+
+@dataclass(frozen=True)
+class Row:
+    """The runs of one method at one sparsity that differ in their seeds alone."""
+
+    entries: tuple[Entry, ...]
+
+    @property
+    def values(self) -> list[float]:
+        return [entry.pruned for entry in self.entries]
+
+    @property
+    def dense(self) -> list[float]:
+        return [entry.dense for entry in self.entries]
+
+    @property
+    def difference(self) -> float:
+        return statistics.fmean(self.values) - statistics.fmean(self.dense)
+
+    def to_json(self) -> dict[str, Any]:
+        first = self.entries[0]
+        return {
+            "model": first.config["model"],
+            "data": first.data,
+            "method": first.method,
+            "settings": first.config["settings"],
+            "block": first.config["block"],
+            "sparsity": first.config.get("sparsity"),
+            "macs": first.config.get("macs"),
+            "protocol": protocol(first.config),
+            "metric": first.metric,
+            "unit": "share",
+            "split": "test, after the last epoch",
+            **summary(self.values),
+            "seeds": [entry.config["seed"] for entry in self.entries],
+            "dense": {**summary(self.dense)},
+            "difference": self.difference,
+            "seconds": [entry.seconds for entry in self.entries],
+        }
+
+
+def summary(values: Sequence[float]) -> dict[str, Any]:
+    """Values with their mean, their standard deviation (of a sample; None for a single value) and n.
+
+    >>> summary([1.0, 2.0, 3.0])
+    {'values': [1.0, 2.0, 3.0], 'mean': 2.0, 'std': 1.0, 'n': 3}
+    """
+    std = statistics.stdev(values) if len(values) > 1 else None
+    return {"values": list(values), "mean": statistics.fmean(values), "std": std, "n": len(values)}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What :func:`compare` found. ``str`` is the table; ``left_out`` are folders that could not be used, and why."""
+
+    rows: tuple[Row, ...]
+    left_out: tuple[tuple[Path, str], ...]
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        return tuple(entry for row in self.rows for entry in row.entries)
+
+    def groups(self) -> dict[tuple[str, str, str, str, str], list[Row]]:
+        out: dict[tuple[str, str, str, str, str], list[Row]] = {}
+        for row in self.rows:
+            out.setdefault(row.entries[0].group, []).append(row)
+        return out
+
+    def to_json(self) -> dict[str, Any]:
+        """The form of every result file in records/: plain data with ``rows``."""
+        versions = {json.dumps(entry.versions, sort_keys=True): entry.versions for entry in self.entries}
+        return {"rows": [row.to_json() for row in self.rows], "versions": list(versions.values())}
+
+    def csv(self) -> str:
+        """One line per run."""
+        from .compare_text import comparison_csv
+
+        return comparison_csv(self)
+
+    def __str__(self) -> str:
+        from .compare_text import comparison_text
+
+        return comparison_text(self, text.ascii_stdout())
+
+
+def compare(paths: Sequence[str | Path]) -> Comparison:
+    """Reads run folders, folders that hold some at any depth, and globs of both."""
+    entries: list[Entry] = []
+    left_out: list[tuple[Path, str]] = []
+    seen: dict[str, Path] = {}
+    for folder, reason in _folders(paths):
+        if reason is not None:
+            left_out.append((folder, reason))
+            continue
+        try:
+            entry = read_entry(folder)
+        except SmartpruneError as error:
+            left_out.append((folder, str(error)))
+            continue
+        same = json.dumps([entry.group, entry.method, entry.share, entry.config["seed"]])
+        if same in seen:
+            left_out.append((folder, f"the same settings and seed as {seen[same]}; counted once"))
+            continue
+        seen[same] = folder
+        entries.append(entry)
+    if not entries:
+        reasons = "; ".join(f"{folder}: {reason}" for folder, reason in left_out)
+        raise SmartpruneError(f"there is nothing to compare; give folders of finished runs ({reasons})")
+    return Comparison(tuple(_rows(entries)), tuple(left_out))
+
+
+def _rows(entries: Sequence[Entry]) -> Iterator[Row]:
+    order = {name: number for number, name in enumerate(METHODS)}
+
+    def place(entry: Entry) -> tuple[Any, ...]:
+        name = entry.config["method"]
+        return entry.group, order.get(name, len(order)), entry.method, entry.share, entry.config["seed"]
+
+    rows: dict[tuple[Any, ...], list[Entry]] = {}
+    for entry in sorted(entries, key=place):
+        rows.setdefault(place(entry)[:-1], []).append(entry)
+    for found in rows.values():
+        yield Row(tuple(found))
+
+
+def _folders(paths: Sequence[str | Path]) -> Iterator[tuple[Path, str | None]]:
+    """Every run folder once, or a path with the reason why it leads to none."""
+    seen: set[Path] = set()
+    for path in map(str, paths):
+        places = [Path(path)] if Path(path).exists() else [Path(found) for found in sorted(glob.glob(path))]
+        if not places:
+            yield Path(path), "there is no such folder"
+        for place in places:
+            found = list(_below(place)) if place.is_dir() else []
+            if not found:
+                yield place, f"holds no run (no {CONFIG})" if place.is_dir() else "is a file; give the run folder"
+            for folder in found:
+                if folder.resolve() not in seen:
+                    seen.add(folder.resolve())
+                    yield folder, None
+
+
+def _below(place: Path) -> Iterator[Path]:
+    for where, folders, names in os.walk(place):
+        if CONFIG in names or RESULT in names:
+            yield Path(where)
+            folders.clear()
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+
+
+def read_entry(folder: Path) -> Entry:
+    """A finished run, or a :class:`SmartpruneError` that says why it is none."""
+    if not (folder / RESULT).exists():
+        raise SmartpruneError(f"unfinished (no {RESULT})")
+    result, config = (Fields(parse_json(read_capped(folder / name, LARGEST_FILE), name), name) for name in (RESULT, CONFIG))
+    for name in ("task", "model", "method", "block"):
+        config.text(name)
+    for name in ("task_settings", "settings"):
+        config.inner(name)
+    config.integer("seed")
+    budget = "macs" if config.data.get("macs") is not None else "sparsity"
+    _number(config, budget)
+    if not result.boolean("verified"):
+        raise SmartpruneError(f"{RESULT}: the model is not what its receipt says")
+    versions = result.inner("versions")
+    return Entry(
+        folder=folder,
+        config=dict(config.data),
+        metric=result.text("measure"),
+        pruned=_number(result, "pruned"),
+        dense=_number(result, "dense"),
+        seconds=_number(result, "seconds"),
+        versions={name: versions.text(name) for name in versions.data},
+    )
+
+
+def _number(found: Fields, name: str) -> float:
+    value = found.raw(name)
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise found.wrong(name, "a number")
+    return float(value)
+
+
+def _with_settings(name: str, choices: Mapping[str, Callable[..., Any]], settings: Mapping[str, Any]) -> str:
+    """``smart``, or ``smart(ramp=cubic)`` where a setting is not the default."""
+    usual: dict[str, Any] = {}
+    if name in choices:
+        usual = {f.name: f.default for f in fields(choices[name]) if f.default is not MISSING}  # type: ignore[arg-type]
+    own = [f"{key}={_plain(value)}" for key, value in settings.items() if key not in usual or usual[key] != value]
+    return f"{name}({', '.join(own)})" if own else name
+
+
+def _plain(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def protocol(config: Mapping[str, Any]) -> str:
+    """How a run was trained, in a line; two runs with the same line were trained alike.
+
+    >>> protocol({"dense_epochs": 30, "search_epochs": 40, "finetune_epochs": 30, "batch": 64, "floor": None})
+    '30 dense + 40 search + 30 fine-tuning epochs, batch 64'
+    """
+    rest = {name: value for name, value in config.items() if name not in (*APART, *ASIDE)}
+    epochs = [rest.pop(name, "?") for name in ("dense_epochs", "search_epochs", "finetune_epochs")]
+    parts = ["{} dense + {} search + {} fine-tuning epochs".format(*epochs)]
+    if rest.get("amp") == "off":
+        rest.pop("amp")
+    if rest.get("schedule_over") == "stage":
+        rest.pop("schedule_over")
+    for name, value in rest.items():
+        if value is None or value == [] or value == "":
+            continue
+        shown = " ".join(value) if isinstance(value, list) else _plain(value)
+        parts.append(shown if name == "optimizer" else f"{name.replace('_', ' ')} {shown}")
+    return ", ".join(parts)

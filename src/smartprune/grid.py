@@ -1,0 +1,127 @@
+"""The cells of a sweep: methods x sparsities x seeds, each with its settings, its name, and the dense model it needs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from .config import Config, configure
+from .errors import SmartpruneError
+from .files import parse_json, read_capped
+
+LARGEST_FILE = 1 << 20
+# settings that the dense stage does not depend on; what is not named here it may depend on
+AFTER_DENSE = (
+    "method", "settings", "block", "sparsity", "macs", "floor", "include", "skip", "dense", "search_epochs",
+    "finetune_epochs", "search_lr", "finetune_lr", "score_lr", "search_schedule", "schedule_over",
+    "checkpoint_seconds", "out",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """Every method at every sparsity with every seed. A sparsity of None leaves it to the task, or to ``macs``."""
+
+    methods: tuple[str, ...]
+    sparsities: tuple[float | None, ...] = (None,)
+    seeds: tuple[int, ...] = (0,)
+    options: Mapping[str, Any]
+    settings: Mapping[str, Mapping[str, Any]]
+
+    def under(self, options: Mapping[str, Any], settings: Mapping[str, Mapping[str, Any]]) -> Grid:
+        """The same, where these options and settings win."""
+        merged = {name: {**self.settings.get(name, {}), **settings.get(name, {})} for name in {*self.settings, *settings}}
+        return replace(self, options={**self.options, **options}, settings=merged)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of the sweep. ``dense`` is the name of the dense model it starts from; None where one was given."""
+
+    name: str
+    config: Config
+    dense: str | None
+
+    def folder(self, out: Path) -> Path:
+        return out / self.name
+
+
+def lay_out(grids: Sequence[Grid]) -> list[Cell]:
+    """The cells in the order in which they are to be run: by method, then sparsity, then seed."""
+    cells: dict[str, Cell] = {}
+    methods = list(dict.fromkeys(method for grid in grids for method in grid.methods))
+    for unused in (name for grid in grids for name in grid.settings if name not in methods):
+        raise SmartpruneError(f"settings for {unused}, which is not among the methods: {', '.join(methods)}")
+    for grid in grids:
+        for method in grid.methods:
+            for sparsity in grid.sparsities:
+                for seed in grid.seeds:
+                    cell = _cell(grid, method, sparsity, seed)
+                    if cells.setdefault(cell.name, cell) != cell:
+                        raise SmartpruneError(
+                            f"{cell.name} comes twice with different options; put the second one into a sweep of its own"
+                        )
+    return list(cells.values())
+
+
+def _cell(grid: Grid, method: str, sparsity: float | None, seed: int) -> Cell:
+    own = dict(grid.settings.get(method, {}))
+    given = {**grid.options, "method": method, "settings": own, "seed": seed}
+    if sparsity is not None:
+        given |= {"sparsity": sparsity, "macs": None}
+    if given.get("dense"):
+        given["dense"] = str(given["dense"]).replace("{seed}", str(seed))
+    config = configure(given)
+    share = f"{config.sparsity:g}" if config.sparsity is not None else f"macs{config.macs:g}"
+    special = [f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}" for name, value in own.items()]
+    parts = [config.task, config.model, method, *special, config.block.replace("*", "all"), share, f"s{seed}"]
+    name = re.sub(r"[^\w.=+-]", "_", "-".join(parts))
+    return Cell(name, config, None if config.dense else dense_name(config))
+
+
+def dense_name(config: Config) -> str:
+    """``digits-resnet8-s0-1f0c22ab``: a name for everything that a dense model depends on."""
+    told = {name: value for name, value in asdict(config).items() if name not in AFTER_DENSE}
+    digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:8]
+    return f"{config.task}-{config.model}-s{config.seed}-{digest}"
+
+
+def dense_config(config: Config, out: Path) -> Config:
+    """A run whose dense stage is that of ``config``; what follows it is as short and as simple as can be."""
+    told = {name: value for name, value in asdict(config).items() if name not in AFTER_DENSE}
+    return configure({**told, "method": "magnitude", "sparsity": 0.5, "search_epochs": 1, "finetune_epochs": 1, "out": str(out)})
+
+
+def read_grids(path: Path) -> list[Grid]:
+    """Grids from a JSON file: an object, or a list of objects that are run one after the other."""
+    data = parse_json(read_capped(path, LARGEST_FILE), str(path))
+    out = []
+    for number, item in enumerate(data if isinstance(data, list) else [data]):
+        where = f"{path}: [{number}]" if isinstance(data, list) else str(path)
+        if not isinstance(item, dict):
+            raise SmartpruneError(f"{where} is a {type(item).__name__}; a grid is an object with methods, sparsities, seeds")
+        known = [f.name for f in fields(Grid)]
+        for name in item:
+            if name not in known:
+                raise SmartpruneError(f"{where}: unknown key {name!r}; a grid has: {', '.join(known)}")
+        lists = {name: item.get(name, usual) for name, usual in (("methods", ["smart"]), ("sparsities", [None]), ("seeds", [0]))}
+        for name, value in lists.items():
+            if not isinstance(value, list) or not value:
+                raise SmartpruneError(f"{where}: {name} is {value!r}; it must be a list")
+        options, settings = item.get("options", {}), item.get("settings", {})
+        if not isinstance(options, dict) or not isinstance(settings, dict):
+            raise SmartpruneError(f"{where}: options and settings must be objects")
+        for name in ("method", "sparsity", "seed", "settings", "out"):
+            if name in options:
+                raise SmartpruneError(f"{where}: options has {name}; a grid names it outside of them")
+        for method, own in settings.items():
+            if not isinstance(own, dict):
+                raise SmartpruneError(f"{where}: settings of {method} is {own!r}; it must be an object")
+        tuples = {name: tuple(value) for name, value in lists.items()}
+        out.append(Grid(options=options, settings=settings, **tuples))
+    return out

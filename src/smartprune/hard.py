@@ -1,0 +1,169 @@
+"""Hard selection: exactly the best blocks, or as many as a cost pays for; and the checks shared with soft_topk."""
+
+import math
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+from .errors import SmartpruneError
+
+TAU_RANGE = (1e-30, 1e30)
+FACTS = {
+    1: "scores hold NaN or infinity; scores must be finite: lower their learning rate or clip their gradient",
+    2: f"tau is outside [{TAU_RANGE[0]:g}, {TAU_RANGE[1]:g}] or NaN; give a positive temperature",
+    4: "k is outside [0, sum(cost)] or NaN; give the number (or the cost) to keep",
+    8: "cost holds a negative number, NaN or infinity; costs must be finite and >= 0: correct the cost of those blocks",
+}
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def kind_of(value: Tensor) -> str:
+    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)} on {value.device}"
+
+
+def check_vectors(where: str, scores: Tensor, cost: Tensor | None) -> None:
+    if scores.dim() != 1 or scores.dtype not in DTYPES or scores.numel() == 0:
+        raise SmartpruneError(
+            f"{where}: scores are {kind_of(scores)}; they must be one non-empty vector of float64, float32, bfloat16 or "
+            "float16: flatten the scores of all layers into it"
+        )
+    if cost is not None and (cost.shape != scores.shape or cost.device != scores.device or cost.is_complex()):
+        raise SmartpruneError(
+            f"{where}: cost is {kind_of(cost)}; it must be real, {list(scores.shape)} and on {scores.device}, one cost per score"
+        )
+
+
+def hard_topk(
+    scores: Tensor,
+    k: float,
+    cost: Tensor | None = None,
+    floor: float | Tensor | None = None,
+    layer: Tensor | None = None,
+) -> Tensor:
+    """Mask [N] of the blocks with the highest scores: exactly k of them, or as many as the cost k pays for.
+
+    Equal scores go to the lower index. With cost the total never exceeds k, and every block left out costs more than
+    what is left of k. floor keeps blocks in every layer (layer [N] says where a block lives) before the ranking is
+    global: a share in [0, 1], rounded up per layer in exact arithmetic, or an integer tensor [L] of counts. Integer
+    costs, and costs with a short binary fraction, are added exactly; others in float64.
+
+    >>> scores = torch.tensor([5.0, 4.0, 3.0, 3.0])
+    >>> hard_topk(scores, 3)
+    tensor([ True,  True,  True, False])
+    >>> hard_topk(scores, 2, layer=torch.tensor([0, 0, 1, 1]), floor=0.5)
+    tensor([ True, False,  True, False])
+    >>> hard_topk(scores, 6, cost=torch.tensor([4, 3, 2, 1]))
+    tensor([ True, False,  True, False])
+    """
+    check_vectors("hard_topk", scores, cost)
+    scores, n = scores.detach(), scores.numel()
+    if not bool(torch.isfinite(scores).all()):
+        raise SmartpruneError(f"hard_topk: {FACTS[1]}")
+    limit = k.item() if isinstance(k, Tensor) else k
+    if isinstance(limit, bool) or not isinstance(limit, int | float) or math.isnan(limit):
+        raise SmartpruneError(f"hard_topk: k={k!r} is not a number; give the number (or the cost) of blocks to keep")
+    forced = _forced(scores, floor, layer)
+    if cost is None:
+        if limit != int(limit) or not 0 <= limit <= n:
+            raise SmartpruneError(f"hard_topk: k={limit!r} is not an integer in [0, {n}]; give the number to keep")
+        least = int(forced.sum())
+        if least > limit:
+            raise SmartpruneError(
+                f"hard_topk: floor={_shown(floor)} keeps {least} blocks but k={limit!r}; lower floor or keep at least {least}"
+            )
+        return forced | _best(scores.masked_fill(forced, -math.inf), int(limit) - least)
+    if not bool(torch.isfinite(cost).all()) or float(cost.min()) < 0:
+        raise SmartpruneError(f"hard_topk: {FACTS[8]}")
+    if limit < 0:
+        raise SmartpruneError(f"hard_topk: k={limit!r} is negative; give the cost that may be spent")
+    price, room, unit = _exact(cost, limit)
+    spent = price[forced].sum().item()
+    if spent > room:
+        raise SmartpruneError(
+            f"hard_topk: floor={_shown(floor)} costs {spent / unit:g} but k={limit!r}; "
+            f"lower floor or spend at least {spent / unit:g}"
+        )
+    room -= spent
+    order = scores.masked_fill(forced, math.inf).sort(descending=True, stable=True).indices[int(forced.sum()) :]
+    mask = forced.clone()
+    # A block that does not fit now never fits later; every round drops at least one distinct cost.
+    while True:
+        order = order[price[order] <= room]
+        if order.numel() == 0:
+            return mask
+        running = price[order].cumsum(0)
+        taken = int((running <= room).sum())
+        mask[order[:taken]] = True
+        room -= running[taken - 1].item()
+        order = order[taken:]
+
+
+def _best(scores: Tensor, k: int) -> Tensor:
+    if k == 0:
+        return torch.zeros_like(scores, dtype=torch.bool)
+    last = scores.topk(k).values[-1]
+    mask = scores > last
+    tied = (scores == last).nonzero().squeeze(1)
+    mask[tied[: k - int(mask.sum())]] = True
+    return mask
+
+
+def _forced(scores: Tensor, floor: float | Tensor | None, layer: Tensor | None) -> Tensor:
+    forced = torch.zeros_like(scores, dtype=torch.bool)
+    if floor is None:
+        return forced
+    if layer is None or layer.shape != scores.shape or layer.is_floating_point() or int(layer.min()) < 0:
+        given = "missing" if layer is None else kind_of(layer)
+        raise SmartpruneError(
+            f"hard_topk: floor={_shown(floor)} but layer is {given}; floor needs layer, {list(scores.shape)} integers "
+            ">= 0 saying which layer each block belongs to"
+        )
+    layer = layer.to(scores.device, torch.long)
+    sizes = torch.bincount(layer)
+    if isinstance(floor, Tensor):
+        if floor.is_floating_point() or floor.dim() != 1 or floor.numel() < sizes.numel() or bool((floor < 0).any()):
+            raise SmartpruneError(
+                f"hard_topk: floor is {kind_of(floor)}; it must be one count >= 0 for each of the {sizes.numel()} layers"
+            )
+        least = floor.to(scores.device, torch.long)[: sizes.numel()]
+        if bool((least > sizes).any()):
+            worst = int((least - sizes).argmax())
+            raise SmartpruneError(
+                f"hard_topk: floor asks for {int(least[worst])} blocks of layer {worst}, which has "
+                f"{int(sizes[worst])}; lower it to at most that"
+            )
+    else:
+        if isinstance(floor, bool) or not 0 <= floor <= 1:
+            raise SmartpruneError(f"hard_topk: floor={floor!r} is outside [0, 1]; give a share such as 0.02")
+        share = Fraction(str(floor))  # 0.02 * 150 is more than 3 in binary
+        counts = [math.ceil(share * size) for size in sizes.tolist()]
+        least = torch.tensor(counts, dtype=torch.long, device=scores.device)
+    order = scores.sort(descending=True, stable=True).indices
+    order = order[layer[order].sort(stable=True).indices]
+    first = sizes.cumsum(0) - sizes
+    home = layer[order]
+    rank = torch.arange(order.numel(), device=scores.device) - first[home]
+    forced[order] = rank < least[home]
+    return forced
+
+
+def _shown(floor: float | Tensor | None) -> str:
+    return str(floor.tolist()) if isinstance(floor, Tensor) else repr(floor)
+
+
+def _exact(cost: Tensor, limit: float) -> tuple[Tensor, float, float]:
+    """Costs and limit in a common unit of 2^-bits where that makes them integers that add without rounding."""
+    if not cost.is_floating_point():
+        price, top = cost.long(), int(cost.sum())
+        return price, min(math.floor(limit) if math.isfinite(limit) else top, top), 1.0
+    wide = cost.double()
+    for bits in (0, 8, 16, 24, 32):
+        scaled = wide * 2.0**bits
+        if float(scaled.sum()) >= 2.0**62:
+            break
+        if bool((scaled == scaled.round()).all()):
+            price = scaled.long()
+            top = int(price.sum())
+            return price, min(math.floor(Fraction(limit) * 2**bits) if math.isfinite(limit) else top, top), 2.0**bits
+    return wide, limit, 1.0
