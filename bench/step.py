@@ -64,9 +64,7 @@ class Training:
         if self.cuda:
             self.model.to(memory_format=torch.channels_last)
             self.x = self.x.to(memory_format=torch.channels_last)
-        self.optimizer = torch.optim.SGD(
-            self.model.parameters(), lr=1e-3, momentum=0.9, weight_decay=5e-4, foreach=self.cuda
-        )
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=0.9, weight_decay=5e-4, foreach=self.cuda)
         self.pruner: Pruner | None = None
         if kind != "dense":
             self.pruner = smartprune.attach(self.model, smartprune.Smart(), block=BLOCK, sparsity=SPARSITY, steps=LONG)
@@ -294,9 +292,7 @@ def main() -> None:
         "versions": {"torch": torch.__version__, "python": platform.python_version(), "triton": triton_version()},
     }
     told["steps"] = steps(args)
-    print(
-        f"{args.model}, batch {args.batch}, {told['device']}, n = {args.repeat} x {args.inner} steps each, in turns\n"
-    )
+    print(f"{args.model}, batch {args.batch}, {told['device']}, n = {args.repeat} x {args.inner} steps each, in turns\n")
     print(f"{'step':28s} {'ms':>9s} {'quartiles':>19s} {'over dense':>11s} {'quartiles':>15s}")
     for name, row in told["steps"].items():
         print(

@@ -47,9 +47,7 @@ def environment() -> dict[str, str]:
 
 def call(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """A command in a process of its own."""
-    return subprocess.run(
-        command(*arguments), cwd=folder, env=environment(), capture_output=True, text=True, timeout=120
-    )
+    return subprocess.run(command(*arguments), cwd=folder, env=environment(), capture_output=True, text=True, timeout=120)
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:

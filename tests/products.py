@@ -67,8 +67,7 @@ def expected(masking: Masking, mask: Tensor, weights: Sequence[Tensor], grads: S
     leaf = mask.double().requires_grad_()
     leaves = [weight.double().requires_grad_() for weight in weights]
     products = [
-        weight * grid.expand(masking.piece(leaf, i))
-        for i, (weight, grid) in enumerate(zip(leaves, masking.grids, strict=True))
+        weight * grid.expand(masking.piece(leaf, i)) for i, (weight, grid) in enumerate(zip(leaves, masking.grids, strict=True))
     ]
     torch.autograd.backward(products, [grad.double() for grad in grads])
     return Made([p.detach() for p in products], [leaf.grad for leaf in leaves], leaf.grad)

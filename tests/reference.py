@@ -49,9 +49,7 @@ def flat(place: Index, grid: Index) -> int:
     return out
 
 
-def block_index(
-    shape: Sequence[int], sizes: Sequence[int | None], groups: int = 1, transposed: bool = False
-) -> dict[Index, int]:
+def block_index(shape: Sequence[int], sizes: Sequence[int | None], groups: int = 1, transposed: bool = False) -> dict[Index, int]:
     """For every element of a weight, the flat number of its block."""
     grid = grid_shape(shape, sizes, groups, transposed)
     return {index: flat(block_of(index, shape, sizes, groups, transposed), grid) for index in elements(shape)}

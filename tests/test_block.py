@@ -166,9 +166,7 @@ def test_block_with_more_axes_than_the_weight() -> None:
     assert Block(2, 2, None, None).grid((4, 4)).shape == (2, 2)
     with pytest.raises(SmartpruneError, match=r"block 2x2x3x3 has kernel sizes, which a weight of 2 axes cannot take"):
         Block(2, 2, 3, 3).grid((4, 4))
-    with pytest.raises(
-        SmartpruneError, match=r"block 1x1x1x2x3 has kernel sizes, which a weight of 4 axes cannot take"
-    ):
+    with pytest.raises(SmartpruneError, match=r"block 1x1x1x2x3 has kernel sizes, which a weight of 4 axes cannot take"):
         Block(1, 1, 1, 2, 3).grid((4, 4, 3, 3))
 
 

@@ -97,9 +97,7 @@ def test_macs_agree_with_an_independent_counter(name: str) -> None:
     with FlopCounterMode(display=False) as counter:  # with gradients, or attention runs as one uncounted operator
         model(x)
     counts = counter.get_flop_counts()["Global"]
-    flops = sum(
-        n for op, n in counts.items() if "bmm" not in str(op) and "attention" not in str(op)
-    )  # no weight in those
+    flops = sum(n for op, n in counts.items() if "bmm" not in str(op) and "attention" not in str(op))  # no weight in those
     want = flops // 2 // x.shape[0]
     assert count_macs(model, x) == want
 

@@ -137,10 +137,7 @@ def test_parametrized_and_hooked_layers() -> None:
     assert names(layers) == ["2"]
     found = {s.name: s.reason for s in skipped}
     assert found["0.parametrizations.weight.original"] == "already parametrized: remove the parametrization first"
-    assert (
-        found["1.weight_orig"]
-        == "not the layer's weight: weight_orig is what it is made from, or a parameter of its own"
-    )
+    assert found["1.weight_orig"] == "not the layer's weight: weight_orig is what it is made from, or a parameter of its own"
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -226,10 +223,6 @@ def test_every_model_of_the_zoo_is_cut_as_by_slow_loops(name: str) -> None:
         assert [layer.start for layer in layers] == [sum(x.n for x in layers[:i]) for i in range(len(layers))]
         for layer in layers:
             weight = model.get_parameter(layer.weight)
-            parts = (
-                3
-                if layer.weight.endswith("in_proj_weight")
-                else getattr(model.get_submodule(layer.sites[0][0]), "groups", 1)
-            )
+            parts = 3 if layer.weight.endswith("in_proj_weight") else getattr(model.get_submodule(layer.sites[0][0]), "groups", 1)
             index = reference.block_index(weight.shape, block.sizes, parts, layer.transposed)
             assert layer.grid.sizes().tolist() == reference.block_counts(index)

@@ -32,9 +32,7 @@ def test_products_and_gradients(block: tuple[int | None, ...] | str, dtype: torc
     made = products.made(masking, mask, weights)
     want = products.expected(masking, mask, weights, products.grads_of(weights))
     rtol = 2**-8 if dtype == torch.bfloat16 else 1e-6  # rounded once
-    for weight, product, grad, p, g in zip(
-        weights, made.products, made.weights, want.products, want.weights, strict=True
-    ):
+    for weight, product, grad, p, g in zip(weights, made.products, made.weights, want.products, want.weights, strict=True):
         close(product, p, rtol, 0)
         close(grad, g, rtol, 0)
         assert product.dtype == weight.dtype

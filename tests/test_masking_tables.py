@@ -35,9 +35,7 @@ def test_programs_cover_everything_once(
         patch.setattr(masking_tables, "TILE", tile[1])
         work, places = work_of(masking, channels_last)
     index = work.index.tolist()
-    owner = [
-        torch.full((math.prod(shape),), -1) for shape, _, _ in shapes
-    ]  # in memory order: the program of an element
+    owner = [torch.full((math.prod(shape),), -1) for shape, _, _ in shapes]  # in memory order: the program of an element
     held = [torch.full((math.prod(shape),), -1) for shape, _, _ in shapes]  # the block that program says it is in
     summed: list[int] = []
     scratch: list[int] = []
@@ -57,9 +55,7 @@ def test_programs_cover_everything_once(
         for r in range(row, row + rows):
             assert (owner[number][r * width + begin : r * width + end] == -1).all()
             owner[number][r * width + begin : r * width + end] = program
-            held[number][r * width + begin : r * width + end] = base + torch.tensor(
-                index[columns + begin : columns + end]
-            )
+            held[number][r * width + begin : r * width + end] = base + torch.tensor(index[columns + begin : columns + end])
     assert sorted(summed) == list(range(masking.starts[-1]))
     assert sorted(scratch) == list(range(work.space))
     for place, one, blocks_of in zip(places, owner, held, strict=True):

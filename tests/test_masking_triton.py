@@ -69,9 +69,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(masking_tables, "SUMMED", 16)
 
 
-def both(
-    masking: Masking, mask: Tensor, weights: list[Tensor], **options: object
-) -> tuple[products.Made, products.Made]:
+def both(masking: Masking, mask: Tensor, weights: list[Tensor], **options: object) -> tuple[products.Made, products.Made]:
     """By torch, and by the kernels."""
     out = []
     for backend in ("torch", "triton"):
@@ -218,9 +216,7 @@ def test_multiply_in_place(hard: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     mask = products.mask_of(masking)
     mask = mask > 0.5 if hard else mask
     for layers in (None, [4, 1]):
-        some = [
-            w for i, w in enumerate(products.weights_of(masking, channels_last=True)) if layers is None or i in layers
-        ]
+        some = [w for i, w in enumerate(products.weights_of(masking, channels_last=True)) if layers is None or i in layers]
         some = some if layers is None else some[::-1]
         want = [weight.clone() for weight in some]
         masking.multiply_(mask, want, layers)
@@ -363,9 +359,7 @@ def test_gpu_graph_capture() -> None:
 
     def step() -> list[Tensor]:
         out = masking.apply(mask, leaves, False, dtypes)
-        return list(
-            torch.autograd.grad([(o * f).float().sum() for o, f in zip(out, factor, strict=True)], [mask, *leaves])
-        )
+        return list(torch.autograd.grad([(o * f).float().sum() for o, f in zip(out, factor, strict=True)], [mask, *leaves]))
 
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

@@ -90,9 +90,7 @@ budget   blocks 0.5 removed: keeps exactly 20 of 39 blocks"""
 def test_long_names_fit() -> None:
     model = nn.Module()
     with torch.device("meta"):
-        model.deep = nn.ModuleDict(
-            {"a": nn.Linear(4096, 16384), "z" * 150: nn.Linear(16384, 4096), "last": nn.Linear(4, 4)}
-        )
+        model.deep = nn.ModuleDict({"a": nn.Linear(4096, 16384), "z" * 150: nn.Linear(16384, 4096), "last": nn.Linear(4, 4)})
     text = str(plan(model, sparsity=0.5))
     assert max(map(len, text.splitlines())) <= 100
     assert ".." in text
@@ -131,9 +129,7 @@ def test_floor_that_cannot_be_met_is_reported_and_required_in_vain() -> None:
     assert not found.feasible
     assert found.problem == "floor=0.05 needs 10 blocks, the budget keeps 6"
     assert "problem  floor=0.05 needs 10 blocks" in str(found)
-    with pytest.raises(
-        SmartpruneError, match=r"needs 10 blocks, the budget keeps 6; lower floor, or remove less: at most 0.9487"
-    ):
+    with pytest.raises(SmartpruneError, match=r"needs 10 blocks, the budget keeps 6; lower floor, or remove less: at most 0.9487"):
         found.require()
     assert plan(model, (4, 4), 0.9487, floor=0.05).require().keep == 11
     by_macs = plan(model, (4, 4), budget=macs(0.97, x), floor=0.05)
@@ -181,9 +177,7 @@ def test_blocks_for_a_pruner() -> None:
     with pytest.raises(SmartpruneError, match="it has no budget"):
         plan(model, (4, 4)).blocks(model)
     model[3] = nn.Conv2d(16, 24, 3)
-    with pytest.raises(
-        SmartpruneError, match=r"3.weight is a weight of 20x16x3x3 in the plan, and the model has .* 24x16x3x3"
-    ):
+    with pytest.raises(SmartpruneError, match=r"3.weight is a weight of 20x16x3x3 in the plan, and the model has .* 24x16x3x3"):
         found.blocks(model)
     model[3] = nn.Identity()
     with pytest.raises(SmartpruneError, match="has nothing there; plan the model that you prune"):

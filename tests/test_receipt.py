@@ -45,9 +45,7 @@ def example(name: str = "plain_cnn", budget: Budget | None = None, floor: float 
     model, x = zoo.SMALL[name]()
     found = plan(model, (4, 4), None if budget else 0.75, budget, floor=floor, include="*", example=x)
     mask = first_kept(found, found.keep or 5)
-    return make_receipt(
-        found, prune(found, model, mask), mask, "smart", {"tau": 0.1, "ramp": (0, 1), "cool": "geometric"}
-    )
+    return make_receipt(found, prune(found, model, mask), mask, "smart", {"tau": 0.1, "ramp": (0, 1), "cool": "geometric"})
 
 
 def test_golden_hash_of_two_blocks() -> None:

@@ -44,9 +44,7 @@ class After:
 def test_stopped_and_resumed_again_and_again(every: int, whole: Path, tmp_path: Path) -> None:
     """35 steps: 14 dense, 14 of search, 7 of fine-tuning; the stops fall into, onto and between epochs and stages."""
     out, stops = tmp_path / "run", 1
-    with pytest.raises(
-        SmartpruneError, match=r"stopped in dense, after step .*; continue with: smartprune train --resume"
-    ):
+    with pytest.raises(SmartpruneError, match=r"stopped in dense, after step .*; continue with: smartprune train --resume"):
         train(small(out), stop=After(every))
     while not (out / "result.json").exists():
         torch.rand(1)

@@ -18,9 +18,7 @@ def test_measures_against_loops() -> None:
     told = telemetry.read()
     last = masks[1].tolist()
     assert told["undecided"] == sum(0.01 < m < 0.99 for m in last) == 4
-    assert (
-        told["changed"] == sum((a > 0.5) != (b > 0.5) for a, b in zip(*[m.tolist() for m in masks], strict=True)) == 2
-    )
+    assert told["changed"] == sum((a > 0.5) != (b > 0.5) for a, b in zip(*[m.tolist() for m in masks], strict=True)) == 2
     assert told["gap"] == pytest.approx(sum(min(m, 1 - m) for m in last) / 6)
     assert told["kept"] == [1, 2]
 
@@ -42,9 +40,7 @@ def test_a_search_told_step_by_step() -> None:
     assert rows[-2]["undecided"] < pruner.plan.n / 4
     assert sum(rows[-1]["kept"]) == pruner.plan.keep
     assert rows[-1]["phase"] == "frozen"
-    assert rows[-1]["collapsed"] == [
-        layer.name for layer in pruner.plan.layers if not pruner.mask[layer.start : layer.stop].any()
-    ]
+    assert rows[-1]["collapsed"] == [layer.name for layer in pruner.plan.layers if not pruner.mask[layer.start : layer.stop].any()]
     theta = rows[5]["theta"]
     assert math.isfinite(theta)
     assert set(rows[5]["theorem_3_7"]) == {"nearest", "bound", "holds"}

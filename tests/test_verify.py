@@ -19,9 +19,7 @@ from smartprune.receipt import Receipt, make_receipt
 from smartprune.verify import verify
 
 
-def baked(
-    name: str = "plain_cnn", block: tuple[int, ...] = (4, 4), sparsity: float = 0.75
-) -> tuple[nn.Module, Receipt]:
+def baked(name: str = "plain_cnn", block: tuple[int, ...] = (4, 4), sparsity: float = 0.75) -> tuple[nn.Module, Receipt]:
     """A model with random blocks set to zero, and its receipt."""
     model, _ = zoo.SMALL[name]()
     found = plan(model, block, sparsity)
@@ -131,9 +129,7 @@ def test_receipt_that_was_not_met() -> None:
     model, _ = zoo.plain_cnn()
     found = plan(model, (4, 4), 0.75)
     receipt = make_receipt(found, model.state_dict(), torch.ones(found.n), "magnitude")
-    assert verify(model, receipt=receipt).problems == (
-        "the receipt itself says that 195 blocks were kept where 49 were asked for",
-    )
+    assert verify(model, receipt=receipt).problems == ("the receipt itself says that 195 blocks were kept where 49 were asked for",)
 
 
 def test_counting_without_a_receipt() -> None:

@@ -93,9 +93,7 @@ class Fields:
     def done(self) -> None:
         extra = [key for key in self.data if key not in self._read]
         if extra:
-            raise SmartpruneError(
-                f"{self.where}: unknown key {_shown(extra[0])}; it has: {', '.join(sorted(self._read))}"
-            )
+            raise SmartpruneError(f"{self.where}: unknown key {_shown(extra[0])}; it has: {', '.join(sorted(self._read))}")
 
 
 def plain(value: object, where: str, depth: int = 8) -> object:

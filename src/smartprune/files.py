@@ -45,9 +45,7 @@ def read_capped(path: str | os.PathLike[str], most: int) -> bytes:
     except (OSError, ValueError) as error:
         raise SmartpruneError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
     if len(data) > most:
-        raise SmartpruneError(
-            f"{path}: larger than {most:,} bytes, which no such file is; check that it is the right one"
-        )
+        raise SmartpruneError(f"{path}: larger than {most:,} bytes, which no such file is; check that it is the right one")
     return data
 
 

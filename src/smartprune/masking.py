@@ -209,9 +209,7 @@ class _Multiply(torch.autograd.Function):
     pass more than once (reentrant activation checkpointing does, once per segment)."""
 
     @staticmethod
-    def forward(
-        ctx: Any, mask: Tensor, masking: Masking, first: int, through: bool, *weights: Tensor
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, mask: Tensor, masking: Masking, first: int, through: bool, *weights: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.masking, ctx.first, ctx.through = masking, first, through
         ctx.weights = [weight.detach() for weight in weights]
@@ -261,9 +259,7 @@ class _Hold(torch.autograd.Function):
     """Passes weights on unchanged; gradients of removed blocks are zero."""
 
     @staticmethod
-    def forward(
-        ctx: Any, mask: Tensor, masking: Masking, first: int, count: int, *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, mask: Tensor, masking: Masking, first: int, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.masking, ctx.first, ctx.mask = masking, first, mask
         ctx.like = [tensor.detach() for tensor in tensors[:count]]

@@ -48,9 +48,7 @@ def measure(mask: Tensor, before: Tensor | None, edge: float, scale: float) -> t
 class Run:
     """Layers of equal dtypes that one launch serves. ``layers`` are their places in the list of weights."""
 
-    def __init__(
-        self, layers: Sequence[int], weights: Sequence[Tensor], places: Sequence[Place], outer: torch.dtype
-    ) -> None:
+    def __init__(self, layers: Sequence[int], weights: Sequence[Tensor], places: Sequence[Place], outer: torch.dtype) -> None:
         self.layers = list(layers)
         self.inner, self.outer = weights[0].dtype, outer  # dtypes of the weights and of the products
         self.work = Work(places, weights[0].device)

@@ -148,13 +148,9 @@ def backward_kernel(  # type: ignore[no-untyped-def]
     w = _address(weights, number)
     g = _address(grads, number)
     if (tl.load(line + 13) != 0) & (w % 16 == 0) & (g % 16 == 0):
-        total = _gradient(
-            line, w, g, index_ptr, mask_ptr, out_ptr, space_ptr, W, G, WRITE, THROUGH, SUMS, ROWS, COLUMNS, True
-        )
+        total = _gradient(line, w, g, index_ptr, mask_ptr, out_ptr, space_ptr, W, G, WRITE, THROUGH, SUMS, ROWS, COLUMNS, True)
     else:
-        total = _gradient(
-            line, w, g, index_ptr, mask_ptr, out_ptr, space_ptr, W, G, WRITE, THROUGH, SUMS, _FEW, COLUMNS, False
-        )
+        total = _gradient(line, w, g, index_ptr, mask_ptr, out_ptr, space_ptr, W, G, WRITE, THROUGH, SUMS, _FEW, COLUMNS, False)
     if SUMS:
         sums_ptr += tl.load(line + 6)
         starts_ptr = index_ptr + tl.load(line + 8)

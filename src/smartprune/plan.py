@@ -165,9 +165,7 @@ class Plan:
                 }
                 for i, layer in enumerate(self.layers)
             ],
-            "skipped": [
-                {"name": s.name, "kind": s.kind, "shape": list(s.shape), "reason": s.reason} for s in self.skipped
-            ],
+            "skipped": [{"name": s.name, "kind": s.kind, "shape": list(s.shape), "reason": s.reason} for s in self.skipped],
         }
 
     def __str__(self) -> str:
@@ -204,9 +202,7 @@ class Plan:
         if self.macs is not None and self.model_macs is not None:
             lines.append(f"MACs     {self.macs:,} of {self.model_macs:,} in the model, for one sample")
         if self.min_keep is not None and self.floor is not None:
-            lines.append(
-                f"floor    every layer keeps {float(self.floor):g} of its blocks, {int(self.min_keep.sum()):,} in all"
-            )
+            lines.append(f"floor    every layer keeps {float(self.floor):g} of its blocks, {int(self.min_keep.sum()):,} in all")
         if self.budget is None or self.limit is None:
             return [*lines, "budget   none given"]
         bound = "exactly" if self.cost is None else "at most"
@@ -259,9 +255,7 @@ def plan(
     layers, skipped = find(model, block, include, skip)
     if not layers:
         reasons = "; ".join(f"{s.name}: {s.reason}" for s in skipped) or "it has no weights with two axes or more"
-        raise SmartpruneError(
-            f"plan: nothing to prune in this {type(model).__name__} ({reasons}); include= brings layers in"
-        )
+        raise SmartpruneError(f"plan: nothing to prune in this {type(model).__name__} ({reasons}); include= brings layers in")
     least = None if floor is None else min_keep(layers, floor)
     cost, limit = (None, None) if budget is None else budget.resolve(model, layers)
     if example is None and budget is not None:

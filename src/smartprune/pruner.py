@@ -298,7 +298,7 @@ class Pruner:
 
     def _fresh(self, live: Live, index: int) -> bool:
         """Whether the masked weights still belong to the weights and scores as they are."""
-        if not live.weights or live.inference and not torch.is_inference_mode_enabled():
+        if not live.weights or (live.inference and not torch.is_inference_mode_enabled()):
             return False
         if torch.is_grad_enabled() and not live.grad:
             return False
@@ -576,8 +576,8 @@ def bake(model: nn.Module, hold: bool = True) -> Receipt:
         raise SmartpruneError("bake: the model has no pruner; attach one first (a baked model is plain and needs no second bake)")
     if pruner.phase == "search":
         raise SmartpruneError(
-            f"bake: the search is at step {pruner.count} of {pruner.steps}; let it finish, or call pruner.freeze() to harden the mask "
-            "now; if this is a copy of a model whose search is over (EMA), call pruner.apply_to(copy) first"
+            f"bake: the search is at step {pruner.count} of {pruner.steps}; let it finish, or call pruner.freeze() to harden the "
+            "mask now; if this is a copy of a model whose search is over (EMA), call pruner.apply_to(copy) first"
         )
     receipt = pruner.receipt()
     pruner._take_off()
@@ -599,7 +599,8 @@ def find_pruner(model: nn.Module) -> Pruner | None:
 
 def _last_module(model: nn.Module) -> tuple[str, nn.Module]:
     """Where the scores live: the last module, so that they come last in ``parameters()`` and zip with a plain copy's."""
-    return [pair for pair in model.named_modules() if not isinstance(pair[1], torch.jit.ScriptModule)][-1]
+    named = [(name, module) for name, module in model.named_modules() if not isinstance(module, torch.jit.ScriptModule)]
+    return named[-1]
 
 
 def _autocast() -> torch.dtype | None:

@@ -143,13 +143,9 @@ class Receipt:
             totals.append(("MACs, pruned layers", self.macs))
         if self.model_macs is not None:
             totals.append(("MACs, model", self.model_macs))
-        counts = [
-            (name, f"{c.total:,}", f"{c.kept:,}", f"{c.removed:,}", text.percent(c.removed, c.total))
-            for name, c in totals
-        ]
+        counts = [(name, f"{c.total:,}", f"{c.kept:,}", f"{c.removed:,}", text.percent(c.removed, c.total)) for name, c in totals]
         lines = [
-            f"{self.method}, blocks of {self.block}"
-            + (f", floor {float(self.floor):g}" if self.floor is not None else ""),
+            f"{self.method}, blocks of {self.block}" + (f", floor {float(self.floor):g}" if self.floor is not None else ""),
             "",
             *text.table(("layer", "weight", "kept/blocks", "kept", "sparsity"), rows, "<<><>", WIDTH, (0, 1)),
             "",
@@ -185,9 +181,7 @@ def make_receipt(
     rows, maps = [], []
     for layer in plan.layers:
         if layer.weight not in weights:
-            raise SmartpruneError(
-                f"receipt: {layer.weight} is missing from the weights; give every pruned layer's weight"
-            )
+            raise SmartpruneError(f"receipt: {layer.weight} is missing from the weights; give every pruned layer's weight")
         kept = mask[layer.start : layer.stop]
         found = occupied(layer.grid, weights[layer.weight])
         wrong = (found & ~kept).nonzero().reshape(-1).tolist()
@@ -264,17 +258,13 @@ def _read(fields: Fields) -> Receipt:
     )
     fields.done()
     again = out.to_json()
-    wrong = [
-        key for key in again if json.dumps(again[key], sort_keys=True) != json.dumps(fields.data[key], sort_keys=True)
-    ]
+    wrong = [key for key in again if json.dumps(again[key], sort_keys=True) != json.dumps(fields.data[key], sort_keys=True)]
     if wrong:  # sums, and values that are equal but of another type, such as 1 for true
         raise SmartpruneError(f"{fields.where}: {', '.join(wrong)} does not agree with the layers")
     if out.model_weights.removed != weights.removed or out.model_weights.total < weights.total:
         raise SmartpruneError(f"{fields.where}: model_weights does not agree with the layers")
     if out.kept_but_zero == 0 and out.mask_hash != map_hash(block, ((r.weight, r.grid, r.mask()) for r in layers)):
-        raise SmartpruneError(
-            f"{fields.where}: mask_hash is not the hash of the maps; the file was changed after it was made"
-        )
+        raise SmartpruneError(f"{fields.where}: mask_hash is not the hash of the maps; the file was changed after it was made")
     return out
 
 

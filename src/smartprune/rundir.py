@@ -35,8 +35,7 @@ def create(config: Config) -> Path:
     if out.exists() and any(out.iterdir()):
         if (out / CONFIG).exists():
             raise SmartpruneError(
-                f"{out} already holds a run; continue it with: smartprune train --resume --out {out}, "
-                "or choose another folder"
+                f"{out} already holds a run; continue it with: smartprune train --resume --out {out}, or choose another folder"
             )
         raise SmartpruneError(f"{out} is not empty and holds no run; choose another folder")
     temporary = out.with_name(f".{out.name}.{os.getpid()}.part")

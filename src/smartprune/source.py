@@ -98,15 +98,11 @@ class Source:
             if next(candidates(self.model), None) is None:
                 return (), ()
             layers, skipped = find(self.model, block, include="*")
-            return tuple(
-                Cut(x.name, x.weight, x.kind, x.grid, x.transposed, self.tensors[x.weight]) for x in layers
-            ), skipped
+            return tuple(Cut(x.name, x.weight, x.kind, x.grid, x.transposed, self.tensors[x.weight]) for x in layers), skipped
         rows = {} if self.receipt is None else {row.weight: row for row in self.receipt.layers}
         cuts: list[Cut] = []
         left = [
-            Skipped(
-                key.removesuffix(".weight"), "sparse", tuple(tensor.shape), f"{tensor.layout} weights are not dense"
-            )
+            Skipped(key.removesuffix(".weight"), "sparse", tuple(tensor.shape), f"{tensor.layout} weights are not dense")
             for key, tensor in self.tensors.items()
             if tensor.layout is not torch.strided
         ]
@@ -136,8 +132,7 @@ def read_source(model: Model) -> Source:
         return Source("the state dict", _tensors(model, "the state dict"))
     if not isinstance(model, (str, os.PathLike)):
         raise SmartpruneError(
-            f"model is a {type(model).__name__}; give a torch.nn.Module, a state dict, or the path of a file or "
-            "of a run folder"
+            f"model is a {type(model).__name__}; give a torch.nn.Module, a state dict, or the path of a file or of a run folder"
         )
     path = Path(model)
     if path.is_dir():
@@ -153,9 +148,7 @@ def _read(path: Path) -> dict[str, Tensor]:
         raise SmartpruneError(f"{path}: there is no such file")
     reader = READERS.get(path.suffix.lower())
     if reader is None:
-        raise SmartpruneError(
-            f"{path}: files that end in {path.suffix!r} are not known; known are: {', '.join(READERS)}"
-        )
+        raise SmartpruneError(f"{path}: files that end in {path.suffix!r} are not known; known are: {', '.join(READERS)}")
     return _tensors(reader(path), str(path))
 
 
@@ -185,9 +178,7 @@ def _read_checkpoint(path: Path) -> Mapping[str, object]:
         if isinstance(data, Mapping) and isinstance(data.get(key), Mapping):
             data = data[key]
     if not isinstance(data, Mapping):
-        raise SmartpruneError(
-            f"{path}: holds a {type(data).__name__}; save model.state_dict(), a dictionary of tensors"
-        )
+        raise SmartpruneError(f"{path}: holds a {type(data).__name__}; save model.state_dict(), a dictionary of tensors")
     return data
 
 
@@ -208,9 +199,7 @@ def _tensors(data: Mapping[str, object], where: str) -> dict[str, Tensor]:
         if not isinstance(key, str) or not isinstance(tensor, Tensor):
             continue
         if tensor.layout is torch.strided and not tensor.is_meta and not _is_backed(tensor):
-            raise SmartpruneError(
-                f"{where}: {key} claims {tensor.numel():,} numbers and stores fewer; the file is not sound"
-            )
+            raise SmartpruneError(f"{where}: {key} claims {tensor.numel():,} numbers and stores fewer; the file is not sound")
         out[key] = tensor
     if not out:
         raise SmartpruneError(f"{where}: holds no tensors by name; give a state dict or a file that holds one")

@@ -122,9 +122,7 @@ class Row:
         return block.grid(self.shape, self.parts, self.transposed)
 
     def to_json(self) -> dict[str, object]:
-        out: dict[str, object] = {
-            key: getattr(self, key) for key in ("name", "weight", "kind", "parts", "transposed", "map")
-        }
+        out: dict[str, object] = {key: getattr(self, key) for key in ("name", "weight", "kind", "parts", "transposed", "map")}
         out |= {"shape": list(self.shape), "grid": list(self.grid), "weights": self.weights.to_json()}
         out |= {"blocks": self.blocks.to_json() | {"occupied": self.occupied}, "macs": _json(self.macs)}
         return out

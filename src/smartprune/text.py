@@ -9,9 +9,7 @@ GAP = 2
 LEAST = 8  # a shortened column keeps this many characters
 
 
-def table(
-    header: Sequence[str], rows: Sequence[Sequence[str]], align: str, width: int, shrink: Sequence[int] = (0,)
-) -> list[str]:
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], align: str, width: int, shrink: Sequence[int] = (0,)) -> list[str]:
     """Lines of a table at most ``width`` columns wide. ``align`` has one of ``<`` and ``>`` per column; the columns
     named by ``shrink`` give way, the widest first, when the table is too wide.
 

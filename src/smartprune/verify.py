@@ -19,9 +19,7 @@ from .tally import Row
 
 WIDTH = 80
 SHOWN = 5  # wrong blocks that a message names
-USUAL = tuple(
-    map(Block.of, ("32x32", "16x16", "16x8", "8x16", "8x8", "8x4", "4x8", "4x4", "16x1", "1x16", "channel", "1x1"))
-)
+USUAL = tuple(map(Block.of, ("32x32", "16x16", "16x8", "8x16", "8x8", "8x4", "4x8", "4x4", "16x1", "1x16", "channel", "1x1")))
 WORTH = 0.01  # fewer zeros than this share of the weights are no sparsity
 SAME = 0.9999  # a shape explains the zeros if it explains this share of what the best one does; at a high sparsity many
 # blocks next to each other are removed, so shapes that are too large explain a good deal as well
@@ -134,8 +132,7 @@ class Verification:
             lines.append("sparse in no block shape" if self.block is None else f"sparse in blocks of {self.block}")
         if self.layers and self.block is not None:
             checks = [
-                (x.name, text.sizes(x.shape), f"{x.zero:,}", f"{x.blocks:,}", text.percent(x.zero, x.blocks))
-                for x in self.layers
+                (x.name, text.sizes(x.shape), f"{x.zero:,}", f"{x.blocks:,}", text.percent(x.zero, x.blocks)) for x in self.layers
             ]
             header = ("layer", "weight", "zero", f"blocks of {self.block}", "sparsity")
             total = ("all", "", f"{self.zero:,}", f"{self.blocks:,}", text.percent(self.zero, self.blocks))
@@ -177,9 +174,7 @@ def verify(
     elif isinstance(receipt, Mapping):
         receipt = Receipt.from_json(dict(receipt))
     elif not isinstance(receipt, Receipt):
-        raise SmartpruneError(
-            f"verify: receipt is a {type(receipt).__name__}; give a Receipt, its JSON data or its path"
-        )
+        raise SmartpruneError(f"verify: receipt is a {type(receipt).__name__}; give a Receipt, its JSON data or its path")
     if receipt is not None:
         return _against(source, receipt, wanted)
     if wanted is not None:
@@ -207,9 +202,7 @@ def _against(source: Source, receipt: Receipt, wanted: Block | None) -> Verifica
         if tensor is None:
             problems.append(f"{row.weight}: is in the receipt and not in {source.where}")
         elif tuple(tensor.shape) != row.shape:
-            problems.append(
-                f"{row.weight}: has shape {text.sizes(tensor.shape)}, the receipt says {text.sizes(row.shape)}"
-            )
+            problems.append(f"{row.weight}: has shape {text.sizes(tensor.shape)}, the receipt says {text.sizes(row.shape)}")
         else:
             bits, check = _check(row, tensor, receipt.block, problems)
             maps.append((row.weight, row.grid, bits))
@@ -231,9 +224,7 @@ def _check(row: Row, tensor: Tensor, block: Block, problems: list[str]) -> tuple
     wrong = (bits & ~kept).nonzero().reshape(-1)
     for index in wrong[:SHOWN].tolist():
         at = tuple(int(i) for i in torch.unravel_index(torch.tensor(index), grid.shape))
-        problems.append(
-            f"{row.weight}: block {index} at {at} of the grid {text.sizes(grid.shape)} is removed, but not zero"
-        )
+        problems.append(f"{row.weight}: block {index} at {at} of the grid {text.sizes(grid.shape)} is removed, but not zero")
     if len(wrong) > SHOWN:
         problems.append(f"{row.weight}: {len(wrong) - SHOWN:,} more removed blocks are not zero")
     found = int((bits & kept).sum())

@@ -93,9 +93,7 @@ class Report:
             "params": self.params,
             "zeros": self.zeros,
             "layers": [row.to_json() for row in self.layers],
-            "skipped": [
-                {"name": s.name, "kind": s.kind, "shape": list(s.shape), "reason": s.reason} for s in self.skipped
-            ],
+            "skipped": [{"name": s.name, "kind": s.kind, "shape": list(s.shape), "reason": s.reason} for s in self.skipped],
         }
 
     def __str__(self) -> str:
