@@ -190,7 +190,7 @@ class Plan:
         lines = [f"Blocks of {self.block}", "", *text.table(header, rows, align, WIDTH, (0, 1))]
         if self.skipped:
             left = [(s.name, s.kind, text.sizes(s.shape), s.reason) for s in self.skipped]
-            lines += ["", *text.table(("not pruned", "kind", "weight", "reason"), left, "<<<<", WIDTH, (0, 1, 3))]
+            lines += ["", *text.table(("not pruned", "kind", "weight", "reason"), left, "<<<<", WIDTH, (0, 1))]
         return "\n".join([*lines, "", *self._totals()])
 
     def _totals(self) -> list[str]:

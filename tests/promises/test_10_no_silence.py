@@ -155,3 +155,17 @@ def test_last_module_replaced_after_attach() -> None:
     optimizer.step()
     with pytest.raises(sp.SmartpruneError, match="no longer part of the model"):
         pruner.step()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_export_before_bake() -> None:
+    case = Case("plain_cnn")
+    pruner = case.attach()
+    case.model.eval()
+    with pytest.raises(sp.SmartpruneError, match=r"still masked.*smartprune\.bake\(model\) first"):
+        torch.jit.trace(case.model, case.x)
+    with pytest.raises(Exception, match="still masked"):
+        torch.export.export(case.model, (case.x,))
+    pruner.freeze(force=True)
+    sp.bake(case.model)
+    torch.export.export(case.model, (case.x,))
