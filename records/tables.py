@@ -21,9 +21,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from smartprune.compare.record import LARGEST_FILE, NOT_YET, RESULT, check_rows, load_rows, save_record, table_lines
 from smartprune.errors import SmartpruneError
 from smartprune.files import parse_json, read_capped, write_whole
-from smartprune.record import LARGEST_FILE, NOT_YET, RESULT, check_rows, load_rows, save_record, table_lines
 
 ROOT = Path(__file__).resolve().parent.parent
 MARKED = re.compile(r"(<!-- table: ([^\n]+?) -->\n)(.*?)(<!-- /table -->)", re.S)

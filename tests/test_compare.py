@@ -14,12 +14,12 @@ import pytest
 
 from jobs import small
 from smartprune import SmartpruneError
-from smartprune.chart import Chart, Point, Series, svg, ticks
 from smartprune.cli import main
 from smartprune.compare import compare, protocol, read_entry
-from smartprune.compare_text import comparison_text
+from smartprune.compare.chart import Chart, Point, Series, svg, ticks
+from smartprune.compare.record import check_rows
+from smartprune.compare.table import comparison_text
 from smartprune.methods import METHODS
-from smartprune.record import check_rows
 
 VERSIONS = {"smartprune": "0", "torch": "2", "python": "3", "system": "s", "device": "cpu", "threads": "1"}
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from smartprune import SmartpruneError
-from smartprune.record import check_rows, markdown, save_record
+from smartprune.compare.record import check_rows, markdown, save_record
 
 ROOT = Path(__file__).parent.parent
 RECORDS = sorted(path.parent for path in (ROOT / "records").glob("*/result.json"))

@@ -18,12 +18,12 @@ import pytest
 
 from jobs import FLAGS, SMALL, assert_same_run, command, environment, small
 from smartprune import SmartpruneError
-from smartprune.board import Board, Line, State
 from smartprune.cli import main
-from smartprune.grid import Grid, dense_config, dense_name, lay_out, read_grids
-from smartprune.job import Job, jobs_at_once
-from smartprune.job import environment as job_environment
 from smartprune.sweep import Sweep, noted
+from smartprune.sweep.board import Board, Line, State
+from smartprune.sweep.grid import Grid, dense_config, dense_name, lay_out, read_grids
+from smartprune.sweep.job import Job, jobs_at_once
+from smartprune.sweep.job import environment as job_environment
 from smartprune.train import train
 
 OPTIONS = {name: value for name, value in SMALL.items() if name != "sparsity"}

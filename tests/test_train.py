@@ -106,6 +106,30 @@ def test_every_method_meets_the_budget(method: str, done: Path, tmp_path: Path) 
     assert receipt.met
 
 
+ABLATION = [
+    {"mask_type": "stochastic"},
+    {"mask_type": "binary"},
+    {"mask_type": "binary_soft"},
+    {"schedule": "fixed", "start": 0.01, "unit": "absolute"},
+    {"schedule": "linear"},
+    {"schedule": "inverse_exponential"},
+    {"schedule": "paper_exponential", "start": 0.5, "end": 1e-5, "unit": "absolute"},
+    {"start": 10.0, "end": 1e-7, "unit": "absolute"},
+    {"init": "ones"},
+    {"init": "l1"},
+    {"train_weights": False},
+    {"ramp": "cubic", "clip": 1.0},
+]
+
+
+@pytest.mark.parametrize("settings", ABLATION, ids=str)
+def test_switches_of_the_ablation(settings: dict[str, object], done: Path, tmp_path: Path) -> None:
+    """Every switch of the paper's Table 5, from the dense model to the verified file."""
+    result = train(small(tmp_path / "run", settings=settings, dense=str(done / "dense.safetensors")))
+    assert result.verified
+    assert Receipt.load(tmp_path / "run" / "receipt.json").met
+
+
 def test_macs_budget(done: Path, tmp_path: Path) -> None:
     train(small(tmp_path / "macs", sparsity=None, macs=0.5, dense=str(done / "dense.safetensors")))
     receipt = Receipt.load(tmp_path / "macs" / "receipt.json")

@@ -437,7 +437,7 @@ class Pruner:
                 self.model._forward_hooks_always_called.pop(key, None)
 
     def _before(self, module: nn.Module, args: Any) -> None:
-        if torch.jit.is_tracing() or torch.compiler.is_exporting():
+        if torch.jit.is_tracing() or torch.compiler.is_exporting():  # type: ignore[attr-defined, no-untyped-call]
             raise SmartpruneError(
                 "the model is still masked, and would be exported with its masks; call smartprune.bake(model) first, or bake and "
                 "export a copy (copy.deepcopy)"

@@ -15,8 +15,8 @@ from ..files import write_whole
 from .verb import Verbs, add_verb, arguments
 
 if TYPE_CHECKING:
-    from ..chart import Chart
     from ..compare import Comparison
+    from ..compare.chart import Chart
 
 
 def compare_verb(verbs: Verbs) -> None:
@@ -55,11 +55,11 @@ def run_compare(args: argparse.Namespace) -> int:
     if args.json:
         write_whole(args.json, (json.dumps(found.to_json(), indent=1, allow_nan=False) + "\n").encode())
     if args.plot:
-        from ..chart import save_charts
+        from ..compare.chart import save_charts
 
         save_charts(charts(found), args.plot)
     if args.record:
-        from ..record import write_record
+        from ..compare.record import write_record
 
         commands = [*_noted(found, "commands"), _command(args)]
         write_record(Path(args.record), found, args.note, commands, _noted(found, "sources"))
@@ -71,7 +71,7 @@ def run_compare(args: argparse.Namespace) -> int:
 
 def charts(found: Comparison) -> list[Chart]:
     """A panel per group: the metric in percent over the share removed."""
-    from ..chart import Chart, Point, Series
+    from ..compare.chart import Chart, Point, Series
 
     out = []
     for (data, model, block, _, metric), rows in found.groups().items():

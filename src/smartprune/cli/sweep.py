@@ -14,8 +14,8 @@ from .train import add_flags, asked, setting, stop_signals
 from .verb import Verbs, add_verb, arguments
 
 if TYPE_CHECKING:
-    from ..grid import Grid
     from ..sweep import Outcome
+    from ..sweep.grid import Grid
 
 T = TypeVar("T")
 OF_THE_GRID = ("method", "sparsity", "seed")
@@ -54,9 +54,9 @@ def sweep_verb(verbs: Verbs) -> None:
 
 
 def run_sweep(args: argparse.Namespace) -> int:
-    from ..board import Board
-    from ..grid import lay_out
     from ..sweep import Sweep
+    from ..sweep.board import Board
+    from ..sweep.grid import lay_out
 
     with arguments(args):
         if args.jobs is not None and args.jobs < 1:
@@ -75,7 +75,7 @@ def run_sweep(args: argparse.Namespace) -> int:
 
 
 def _grids(args: argparse.Namespace) -> list[Grid]:
-    from ..grid import Grid, read_grids
+    from ..sweep.grid import Grid, read_grids
 
     given = asked(argparse.Namespace(**{**vars(args), **dict.fromkeys((*OF_THE_GRID, "set", "out"))}))
     given = {name: value for name, value in given.items() if name not in (*OF_THE_GRID, "settings")}

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from .errors import SmartpruneError
-from .files import write_whole
-from .text import shorten
+from ..errors import SmartpruneError
+from ..files import write_whole
+from ..text import shorten
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#7a5195", "#b8860b", "#56b4e9", "#555555")
 HEIGHT, PLOT = 430, 520  # of a panel, with its axes; across the plot alone

@@ -13,11 +13,11 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .errors import SmartpruneError
-from .files import parse_json, read_capped, write_whole
+from ..errors import SmartpruneError
+from ..files import parse_json, read_capped, write_whole
 
 if TYPE_CHECKING:
-    from .compare import Comparison
+    from . import Comparison
 
 RESULT, CONFIG, README = "result.json", "config.json", "README.md"
 NEEDED = ("model", "data", "method", "block", "sparsity", "protocol", "metric", "values", "mean", "std", "n")

@@ -15,13 +15,13 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from . import text
-from .errors import SmartpruneError
-from .fields import Fields
-from .files import parse_json, read_capped
-from .methods import METHODS
-from .rundir import CONFIG, RESULT
-from .tasks import TASKS
+from .. import text
+from ..errors import SmartpruneError
+from ..fields import Fields
+from ..files import parse_json, read_capped
+from ..methods import METHODS
+from ..rundir import CONFIG, RESULT
+from ..tasks import TASKS
 
 LARGEST_FILE = 1 << 20
 # what differs between runs of one table, and what only says where and how fast a run was
@@ -137,12 +137,12 @@ class Comparison:
 
     def csv(self) -> str:
         """One line per run."""
-        from .compare_text import comparison_csv
+        from .table import comparison_csv
 
         return comparison_csv(self)
 
     def __str__(self) -> str:
-        from .compare_text import comparison_text
+        from .table import comparison_text
 
         return comparison_text(self, text.ascii_stdout())
 

@@ -10,10 +10,10 @@ import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from . import text
+from .. import text
 
 if TYPE_CHECKING:
-    from .compare import Comparison, Row
+    from . import Comparison, Row
 
 WIDTH = 100
 SIDE_BY_SIDE = 3  # sparsities in one table
@@ -70,7 +70,7 @@ def spread(values: Sequence[float], ascii_only: bool = False) -> str:
 
 def comparison_csv(found: Comparison) -> str:
     """One line per run."""
-    from .compare import protocol
+    from . import protocol
 
     lines = []
     for entry in found.entries:

@@ -8,8 +8,8 @@ import time
 from dataclasses import dataclass
 from typing import TextIO
 
-from .progress import clock
-from .text import shorten
+from ..progress import clock
+from ..text import shorten
 
 LIVE_SECONDS = 0.5  # between pictures
 NAME = 40  # columns for the name of a run

@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from .config import Config, configure
-from .errors import SmartpruneError
-from .files import parse_json, read_capped
+from ..config import Config, configure
+from ..errors import SmartpruneError
+from ..files import parse_json, read_capped
 
 LARGEST_FILE = 1 << 20
 # settings that the dense stage does not depend on; what is not named here it may depend on

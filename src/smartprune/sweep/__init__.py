@@ -14,16 +14,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from . import rundir
+from .. import rundir
+from ..compare.record import git_commit
+from ..config import load
+from ..errors import SmartpruneError
+from ..files import parse_json, read_capped, write_whole
+from ..rundir import CONFIG, DENSE, METRICS, RESULT
+from ..train import Result
 from .board import Board, Line, State
-from .config import load
-from .errors import SmartpruneError
-from .files import parse_json, read_capped, write_whole
 from .grid import Cell, dense_config
 from .job import Job, jobs_at_once
-from .record import git_commit
-from .rundir import CONFIG, DENSE, METRICS, RESULT
-from .train import Result
 
 POLL_SECONDS = 0.1
 NOTES, LOGS, MODELS = "sweep.json", "logs", "dense"
