@@ -67,6 +67,7 @@ class Pruner:
         self._scalars: dict[str, float] = {}
         self._last = watch.now()
         self._proven = False
+        self._device = self.blocks.device
         self.telemetry_ = Telemetry(self.masking.starts, self._keep_equivalent())
         for name, value in method.state(self.blocks).items():
             if isinstance(value, Tensor) and value.requires_grad:
@@ -76,6 +77,7 @@ class Pruner:
                 self._state[name] = value
         self._watched: watch.Watched | None = None
         self._penalized = False
+        guard.release(self.blocks.weights)  # of an earlier bake: this pruner decides now
         self._move()
         self._put_on()
 
@@ -91,6 +93,7 @@ class Pruner:
         """The mask as it is now, [n]: soft in a search, hard (bool) once frozen."""
         if self._hard is not None:
             return self._hard.clone()
+        self._follow()
         with torch.no_grad():
             return self._soft(None).detach().clone()
 
@@ -128,6 +131,7 @@ class Pruner:
         if self.phase == "frozen":
             self._clean()
             return
+        self._follow()
         self._require_attached()
         self._require_trained()
         self._require_finite()
@@ -251,6 +255,9 @@ class Pruner:
             raise SmartpruneError(
                 "pruner.load_state_dict(): this is not the state of a pruner; give what pruner.state_dict() returned"
             )
+        missing = [name for name in ("tensors", "floats", "seed", "count", "mask", "side") if name not in state]
+        if missing or (state["mask"] is not None and tuple(state["mask"].shape) != (self.blocks.n,)):
+            raise SmartpruneError("pruner.load_state_dict(): the state is damaged; give what pruner.state_dict() returned")
         for name, value in mine.items():
             if state.get(name) != value:
                 raise SmartpruneError(
@@ -259,6 +266,7 @@ class Pruner:
                 )
         if self.phase == "baked":
             raise SmartpruneError("pruner.load_state_dict(): this model is baked; load into a freshly attached one")
+        self._follow()
         now = self._all_state()
         with torch.no_grad():
             for name, value in state["tensors"].items():
@@ -313,6 +321,7 @@ class Pruner:
     def _refresh(self) -> None:
         """One solve and one masked multiply for all layers."""
         self._live = None  # first, so that old and new weights are not held at once
+        self._follow()
         if self._hard is not None:
             self._clean()
         weights: Sequence[Tensor] = self.blocks.weights
@@ -339,6 +348,18 @@ class Pruner:
             torch.is_inference_mode_enabled(),
             autocast,
         )
+
+    def _follow(self) -> None:
+        """Takes the state along when the user moves the model to another device."""
+        device = self.blocks.device
+        if device == self._device:
+            return
+        self._device = device
+        self._state = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in self._state.items()}
+        self._hard = None if self._hard is None else self._hard.to(device)
+        self.telemetry_.to(device)
+        if self._watched is not None:
+            self._watched = watch.Watched(self.masking, device)
 
     def _dtypes(self, weights: Sequence[Tensor], autocast: torch.dtype) -> list[torch.dtype | None]:
         """What autocast would cast each weight to, for torch's own layers: the multiply does it on the way."""

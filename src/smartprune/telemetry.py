@@ -7,43 +7,43 @@ from torch import Tensor
 
 from . import masking
 
-UNDECIDED = (0.01, 0.99)
-COLUMNS = ("undecided", "changed", "gap")
+UNDECIDED = 0.01  # a mask between this and one minus this is undecided
 
 
 class Telemetry:
-    """A short history of measurements per step, kept on the device; ``read`` is the only function that waits for it."""
+    """The last step's measurements, kept on the device; ``read`` is the only function that waits for it."""
 
     def __init__(self, starts: list[int], keep: float) -> None:
         self.starts = starts
         self.keep = max(keep, 1.0)
         self.values: Tensor | None = None
-        self.side: Tensor | None = None
-        self.kept: Tensor | None = None
+        self.side: Tensor | None = None  # bool [n]: on which side of one half each block is
+
+    def to(self, device: torch.device) -> None:
+        self.values = None if self.values is None else self.values.to(device)
+        self.side = None if self.side is None else self.side.to(device)
 
     def measure(self, mask: Tensor) -> None:
         """Undecided blocks, blocks that changed sides since the last step, distance to the hard mask, kept by layer."""
         mask = mask.detach()
+        before = None if self.side is None else self.side.to(mask.device)
         kernels = masking.kernels(mask)
         if kernels is not None and mask.dtype == torch.float32:
-            self.values, side = kernels.measure(mask, self.side, UNDECIDED[0], 2 * self.keep)
-            self.kept = self.side = side
+            self.values, self.side = kernels.measure(mask, before, UNDECIDED, 2 * self.keep)
             return
-        side = mask > 0.5
+        self.side = mask > 0.5
         away = torch.minimum(mask, 1 - mask)  # distance to the side the block is on
-        undecided = (away > UNDECIDED[0]).sum()
-        changed = torch.zeros_like(undecided) if self.side is None else (side ^ self.side.to(side.device)).sum()
+        undecided = (away > UNDECIDED).sum()
+        changed = torch.zeros_like(undecided) if before is None else (self.side ^ before).sum()
         self.values = torch.stack([undecided.to(away.dtype), changed.to(away.dtype), away.sum() / (2 * self.keep)])
-        self.kept = side
-        self.side = side
 
     def read(self) -> dict[str, object]:
         """The last measurement as plain numbers."""
-        if self.values is None or self.kept is None:
+        if self.values is None or self.side is None:
             return {"undecided": 0, "changed": 0, "gap": 0.0, "kept": []}
         values = self.values if self.values.dim() == 1 else self.values.double().sum(0)  # a kernel leaves partial sums
         undecided, changed, gap = values.tolist()
-        total = torch.cat([torch.zeros(1, dtype=torch.int64), self.kept.to("cpu", torch.int64).cumsum(0)])
+        total = torch.cat([torch.zeros(1, dtype=torch.int64), self.side.to("cpu", torch.int64).cumsum(0)])
         bounds = total[torch.tensor(self.starts)]
         return {
             "undecided": int(undecided),

@@ -95,3 +95,27 @@ def test_submodule_used_without_the_root(fused: bool) -> None:
     assert torch.equal(pruner.mask, other.mask)
     for a, b in zip(pruner.blocks.weights, other.blocks.weights, strict=True):
         assert torch.equal(a, b)
+
+
+def test_state_follows_the_model_to_another_device() -> None:
+    """Attached on the CPU, moved afterwards: everything the pruner holds goes along. (The meta device stands in for a GPU.)"""
+    case = Case("plain_cnn")
+    pruner = case.attach(steps=3)
+    case.train(pruner, case.optimizer(), 1)
+    case.model.to("meta")
+    pruner._follow()
+    tensors = [value for value in pruner._all_state().values() if isinstance(value, torch.Tensor)]
+    assert {tensor.device.type for tensor in (*tensors, pruner.telemetry_.side)} == {"meta"}
+
+
+def test_a_second_pruner_after_bake() -> None:
+    """More sparsity later: what the first bake removed stays removed, and the count is exact again."""
+    case = Case("plain_cnn")
+    first = case.attach(steps=2)
+    case.train(first, case.optimizer(), 3)
+    sp.bake(case.model)
+    second = case.attach(steps=2, sparsity=0.9)
+    case.train(second, case.optimizer(), 3)
+    receipt = sp.bake(case.model)
+    assert receipt.met
+    assert receipt.blocks.kept < int(first.mask.sum())
