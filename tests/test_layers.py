@@ -185,6 +185,42 @@ def test_include_and_skip() -> None:
     assert "grouped" in names(find(nested, BLOCK, include="group*")[0])
 
 
+class Head(nn.Module):
+    smartprune_skip = ("boxes", "gone.*")  # names within this module; one of them matches nothing
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = nn.Conv2d(8, 8, 1)
+        self.boxes = nn.Conv2d(8, 4, 1)
+        self.classes = nn.Conv2d(8, 4, 1)
+
+
+def test_a_model_says_what_to_leave_alone() -> None:
+    model = nn.Sequential(nn.Conv2d(8, 8, 3), nn.ModuleDict({"head": Head()}), nn.Conv2d(8, 8, 1), nn.Linear(8, 2))
+    layers, skipped = find(model, BLOCK)
+    assert names(layers) == ["0", "1.head.hidden", "1.head.classes", "2"]
+    assert [(s.name, s.reason) for s in skipped] == [
+        ("1.head.boxes", "the model asks to leave it alone"),
+        ("3", "last layer, taken for the classifier"),
+    ]
+    assert "1.head.boxes" in names(find(model, BLOCK, include="1.head.*")[0])  # the user knows better
+    assert reasons(model, include="*", skip="*boxes") == {"1.head.boxes": "named by skip"}
+    assert names(find(Head(), BLOCK)[0]) == ["hidden"]  # classes are the last layer here
+
+
+def test_a_model_may_ask_by_type_by_one_name_and_for_tied_weights() -> None:
+    model = nn.Sequential(nn.Conv2d(8, 8, 3), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 2))
+    model.smartprune_skip = [nn.Conv2d]  # type: ignore[assignment]
+    assert names(find(model, BLOCK)[0]) == ["1", "2"]
+    model.smartprune_skip = "2"  # type: ignore[assignment]
+    assert names(find(model, BLOCK)[0]) == ["0", "1"]
+    model[1].weight = model[2].weight
+    assert names(find(model, BLOCK)[0]) == ["0"]
+    model.smartprune_skip = (3,)  # type: ignore[assignment]
+    with pytest.raises(SmartpruneError, match=r"^smartprune_skip: 3 is neither a layer name \(globs allowed\) nor a module type"):
+        find(model, BLOCK)
+
+
 @pytest.mark.parametrize("option", ["include", "skip"])
 def test_wrong_patterns(option: str) -> None:
     model, _ = zoo.plain_cnn()

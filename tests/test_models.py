@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import dataclass
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
+import smartprune as sp
 from smartprune.budget import min_keep
 from smartprune.models import MODELS
+from smartprune.models.bisenetv2 import bisenetv2
 from smartprune.models.densenet import DenseLayer
 from smartprune.models.resnet import resnet8, resnet18
+from smartprune.models.resnet50 import resnet50
+from smartprune.models.yolov5m import ANCHORS, STRIDES, YOLOv5, yolov5m
 from smartprune.plan import plan
 
 
-def count(model: torch.nn.Module) -> int:
+def count(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
@@ -93,3 +100,158 @@ def test_every_model_builds_and_has_blocks(name: str) -> None:
     planned = plan(MODELS[name](), block=(16, 8), sparsity=0.9)
     assert planned.feasible
     assert planned.n > 0
+
+
+@dataclass(frozen=True)
+class Large:
+    """What the experiments state about a network for larger images; blocks of 16x8."""
+
+    params: int
+    convs: int
+    prunable: int
+    layers: int
+    blocks: int
+    macs: int
+    image: tuple[int, int]  # for which the MACs are
+    small: tuple[int, int]  # for a quick step
+    asks: tuple[str, ...] = ()  # layers that the model itself leaves alone
+
+
+AUXILIARY = tuple(f"auxiliary.{i}.{name}" for i in range(4) for name in ("conv.0", "wider.0", "logits"))
+LARGE = {
+    "resnet50": Large(25_557_032, 53, 23_445_504, 52, 183_168, 4_089_184_256, (224, 224), (64, 64)),
+    "yolov5m": Large(
+        21_190_557,
+        82,
+        20_805_120,
+        78,
+        162_540,
+        24_436_224_000,
+        (640, 640),
+        (64, 96),
+        asks=("detect.convs.0", "detect.convs.1", "detect.convs.2"),
+    ),
+    "bisenetv2": Large(
+        5_231_487,
+        68,
+        3_278_336,
+        37,
+        25_613,
+        24_603_312_128,
+        (512, 1024),
+        (64, 128),
+        asks=("semantic.stem.first.0", "head.logits", *AUXILIARY),
+    ),
+}
+
+
+def tensors(out: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return (out,) if isinstance(out, Tensor) else out
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_large_networks_have_the_stated_sizes(name: str) -> None:
+    large = LARGE[name]
+    with torch.device("meta"):  # shapes without numbers: the images can be as large as stated
+        model, image = MODELS[name](), torch.zeros(1, 3, *large.image)
+    planned = plan(model, block=(16, 8), sparsity=0.95, example=image)
+    assert count(model) == large.params
+    assert sum(isinstance(module, nn.Conv2d) for module in model.modules()) == large.convs
+    assert (len(planned.layers), planned.params, planned.n) == (large.layers, large.prunable, large.blocks)
+    assert tuple(s.name for s in planned.skipped if s.reason == "the model asks to leave it alone") == large.asks
+    with FlopCounterMode(display=False) as flops:
+        model.eval()(image)
+    assert planned.model_macs == large.macs == flops.get_total_flops() // 2
+    assert (planned.padding == 0) == (name != "bisenetv2")  # which has one layer of 8 output channels
+
+
+def test_the_parts_of_bisenetv2_that_are_used_for_training_only() -> None:
+    with torch.device("meta"):
+        model = bisenetv2()
+    assert count(model) - count(model.auxiliary) == 3_358_627  # type: ignore[arg-type]
+    widest = max(plan(model, block=(16, 8)).layers, key=lambda layer: layer.params)
+    assert (widest.name, widest.params) == ("head.conv.0", 1024 * 128 * 9)
+    del model.auxiliary
+    assert plan(model, block=(16, 8)).n == LARGE["bisenetv2"].blocks
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_a_large_network_takes_a_step_of_a_search(name: str) -> None:
+    torch.manual_seed(0)
+    model, image = MODELS[name](num_classes=5), torch.randn(2, 3, *LARGE[name].small)
+    pruner = sp.attach(model, sp.Smart(), block=(16, 8), sparsity=0.9, steps=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    sum(out.square().mean() for out in tensors(model(image))).backward()  # type: ignore[union-attr]
+    assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in model.parameters())
+    optimizer.step()
+    pruner.step()
+    model.eval()
+    with torch.no_grad():
+        masked, copied = tensors(model(image)), tensors(deepcopy(model)(image))
+        receipt = sp.bake(model)
+        baked = tensors(model(image))
+    assert receipt.blocks.kept == -(-LARGE[name].blocks // 10)
+    for one, other, plain in zip(masked, copied, baked, strict=True):
+        assert torch.equal(one, other)
+        assert torch.equal(one, plain)
+
+
+def test_resnet50_halves_the_image_in_its_3x3_convolutions() -> None:
+    with torch.device("meta"):
+        model = resnet50(num_classes=7, in_channels=2)
+        assert model(torch.zeros(2, 2, 64, 96)).shape == (2, 7)
+    strided = [name for name, m in model.named_modules() if isinstance(m, nn.Conv2d) and m.stride == (2, 2)]
+    assert strided == ["conv1"] + [f"layer{i}.0.{name}" for i in (2, 3, 4) for name in ("conv2", "downsample.0")]
+
+
+def test_yolov5m_gives_three_maps() -> None:
+    with torch.device("meta"):
+        model = yolov5m(num_classes=4)
+        for mode in (True, False):
+            maps = model.train(mode)(torch.zeros(2, 3, 64, 96))
+            assert [tuple(out.shape) for out in maps] == [(2, 3, 8, 12, 9), (2, 3, 4, 6, 9), (2, 3, 2, 3, 9)]
+    norms = [m for m in model.modules() if isinstance(m, nn.BatchNorm2d)]
+    assert {(m.eps, m.momentum) for m in norms} == {(1e-3, 0.03)}
+
+
+def small_yolo(num_classes: int) -> YOLOv5:
+    return YOLOv5((2, 4, 8, 8, 8), (1, 1, 1, 1), num_classes, 3)
+
+
+def test_yolov5m_decodes_as_by_slow_loops() -> None:
+    torch.manual_seed(0)
+    model = small_yolo(num_classes=2)
+    maps = [torch.randn(2, 3, 32 // stride, 64 // stride, 7) for stride in STRIDES]
+    boxes = model.decode(maps)
+    assert boxes.shape == (2, 3 * (4 * 8 + 2 * 4 + 1 * 2), 7)
+    want = []
+    for raw, anchors, stride in zip(maps, ANCHORS, STRIDES, strict=True):
+        for a in range(3):
+            for row in range(raw.shape[2]):
+                for column in range(raw.shape[3]):
+                    x, y, w, h, *rest = raw[1, a, row, column].sigmoid().tolist()
+                    xy = [(2 * x - 0.5 + column) * stride, (2 * y - 0.5 + row) * stride]
+                    want.append([*xy, (2 * w) ** 2 * anchors[a][0], (2 * h) ** 2 * anchors[a][1], *rest])
+    assert torch.allclose(boxes[1], torch.tensor(want), rtol=1e-4, atol=1e-4)
+    middle = model.decode([torch.zeros(1, 3, 1, 1, 7)] * 3)[0]  # nothing known: the middle of the cell, the anchor itself
+    assert middle[:, :2].tolist() == [[stride / 2] * 2 for stride in STRIDES for _ in range(3)]
+    assert middle[:, 2:4].tolist() == [list(map(float, anchor)) for anchors in ANCHORS for anchor in anchors]
+
+
+def test_yolov5m_expects_few_objects() -> None:
+    torch.manual_seed(0)
+    model = small_yolo(num_classes=80)
+    for conv, stride in zip(model.detect.convs, STRIDES, strict=True):
+        bias = conv.bias.detach().view(3, 85)  # type: ignore[operator]
+        cells = (640 / stride) ** 2
+        spread = conv.weight[0].numel() ** -0.5  # type: ignore[index]  # torch's own first biases lie within this
+        assert (bias[:, 4] - torch.tensor(8 / cells).log()).abs().max() <= spread + 1e-6
+        assert (bias[:, 5:] - torch.tensor(0.6 / 79.00001).log()).abs().max() <= spread + 1e-6
+        assert bias[:, :4].abs().max() <= spread
+
+
+def test_bisenetv2_has_auxiliary_logits_in_training_only() -> None:
+    with torch.device("meta"):
+        model, image = bisenetv2(num_classes=6), torch.zeros(2, 3, 64, 128)
+        assert [tuple(out.shape) for out in model(image)] == [(2, 6, 64, 128)] * 5
+        assert model.eval()(image).shape == (2, 6, 64, 128)

@@ -114,8 +114,9 @@ def find(
     """All weights with two axes or more: those to be cut, in definition order, and those left alone, with the reason.
 
     Left alone unless ``include`` names them (by glob such as ``"head.*"`` or by type): grouped and depthwise
-    convolutions, the stem that reads the image (the first convolution, if it reads at most 4 channels) and the
-    classifier (the last layer). ``skip`` takes layers out, and wins over ``include``.
+    convolutions, the stem that reads the image (the first convolution, if it reads at most 4 channels), the
+    classifier (the last layer) and what a module of the model lists in ``smartprune_skip`` (names within that module,
+    globs allowed). ``skip`` takes layers out, and wins over ``include``.
     """
     wanted, unwanted = as_patterns(include, "include"), as_patterns(skip, "skip")
     sites: dict[int, list[Candidate]] = {}
@@ -127,6 +128,7 @@ def find(
     if stem is not None and (_lazy(stem.weight) or stem.weight.shape[1] > IMAGE_CHANNELS):
         stem = None
     last = cuttable[-1] if cuttable else None
+    spared = _spared(model)
     for pattern in (*wanted, *unwanted):
         if not any(c.matches([pattern]) for same in sites.values() for c in same):
             raise SmartpruneError(
@@ -142,7 +144,9 @@ def find(
         if reason is None and any(other.matches(unwanted) for other in same):
             reason = "named by skip"
         if reason is None and not any(other.matches(wanted) for other in same):
-            if c.parts > 1 and not isinstance(c.module, nn.MultiheadAttention):
+            if id(c.weight) in spared:
+                reason = "the model asks to leave it alone"
+            elif c.parts > 1 and not isinstance(c.module, nn.MultiheadAttention):
                 reason = "depthwise convolution" if c.weight.shape[1] == 1 else f"grouped convolution ({c.parts} groups)"
             elif c is last:
                 reason = "last layer, taken for the classifier"
@@ -167,6 +171,16 @@ def candidates(model: nn.Module) -> Iterator[Candidate]:
         for attribute, weight in module._parameters.items():
             if weight is not None and (isinstance(weight, nn.UninitializedParameter) or weight.dim() > 1):
                 yield Candidate(module_name, attribute, module, weight)
+
+
+def _spared(model: nn.Module) -> set[int]:
+    """The ids of all weights that a module lists in ``smartprune_skip``. A pattern may match nothing: heads come and go."""
+    out: set[int] = set()
+    for name, module in model.named_modules():
+        where = f"{name}.smartprune_skip" if name else "smartprune_skip"
+        if patterns := as_patterns(getattr(module, "smartprune_skip", ()), where):
+            out |= {id(c.weight) for c in candidates(module) if c.matches(patterns)}
+    return out
 
 
 def as_patterns(value: Patterns, where: str) -> tuple[Pattern, ...]:

@@ -6,10 +6,13 @@ from collections.abc import Callable
 
 from torch import nn
 
+from .bisenetv2 import bisenetv2
 from .densenet import densenet
 from .googlenet import googlenet
 from .mobilenetv2 import mobilenetv2
 from .resnet import resnet8, resnet18
+from .resnet50 import resnet50
+from .yolov5m import yolov5m
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
     "resnet8": resnet8,
@@ -17,4 +20,7 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "densenet": densenet,
     "googlenet": googlenet,
     "mobilenetv2": mobilenetv2,
+    "resnet50": resnet50,
+    "yolov5m": yolov5m,
+    "bisenetv2": bisenetv2,
 }
