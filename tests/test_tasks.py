@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from folders import pack, write_classes, write_pairs
 from pictures import write_binary
 from smartprune import SmartpruneError
 from smartprune.config import Recipe, make_task
@@ -17,11 +18,22 @@ from smartprune.tasks import TASKS, generator
 from smartprune.tasks.digits import MEAN, STD, Digits, load, shifted
 
 CPU = torch.device("cpu")
+SETTINGS: dict[str, dict[str, int]] = {  # of pictures as small as those made here
+    "imagefolder": {"size": 16},
+    "camvid": {"height": 32, "width": 32},
+    "segmentation": {"height": 32, "width": 32},
+}
+OWN = {"segnet"}  # models that only a task has
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_binary(tmp_path_factory.mktemp("pictures"))
+    pytest.importorskip("PIL")
+    folder = write_binary(tmp_path_factory.mktemp("pictures"))
+    write_classes(folder / "imagenette128", train=100)
+    pack(write_pairs(folder / "pairs", train=300), folder / "camvid.tar")
+    write_pairs(folder / "cityscapes", city=True, train=300)
+    return folder
 
 
 @pytest.fixture(autouse=True)
@@ -31,11 +43,11 @@ def _data(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", TASKS)
 def test_contract(name: str) -> None:
-    task = TASKS[name]()
+    task = TASKS[name](**SETTINGS.get(name, {}))
     assert is_dataclass(task)
     assert isinstance(task.recipe, Recipe)
     assert task.recipe.model in task.models
-    assert set(task.models) <= set(MODELS)
+    assert set(task.models) <= {*MODELS, *OWN}
     assert make_task(name, asdict(task)) == task  # type: ignore[call-overload]
     model = task.model(task.recipe.model)
     data = task.data("train", CPU)
@@ -52,7 +64,7 @@ def test_contract(name: str) -> None:
 
 @pytest.mark.parametrize("name", TASKS)
 def test_batches_do_not_depend_on_where_an_epoch_is_entered(name: str) -> None:
-    data = TASKS[name]().data("train", CPU)
+    data = TASKS[name](**SETTINGS.get(name, {})).data("train", CPU)
     whole = list(data.batches(50, seed=3, epoch=5))
     assert len(whole) == data.steps(50) > 5
     torch.rand(7)  # nor on the global random numbers

@@ -31,7 +31,7 @@ class Task(Protocol):
     """A frozen dataclass whose fields are the task's settings, with these members."""
 
     recipe: ClassVar[Recipe]
-    models: ClassVar[tuple[str, ...]]  # names in MODELS that fit
+    models: ClassVar[tuple[str, ...]]  # names in MODELS that fit, and those of networks of the task's own
     measure: ClassVar[str]  # what the metric is called, such as "accuracy"
 
     def model(self, name: str) -> nn.Module:
