@@ -306,20 +306,21 @@ class Pruner:
 
     def _fresh(self, live: Live, index: int) -> bool:
         """Whether the masked weights still belong to the weights and scores as they are."""
-        if not live.weights or (live.inference and not torch.is_inference_mode_enabled()):
+        same_weight = live.versions[index] == self.blocks.weights_at(index)._version
+        return bool(live.weights) and same_weight and live.autocast == _autocast() and self._solved(live)
+
+    def _solved(self, live: Live) -> bool:
+        """Whether its mask is still the one to use."""
+        if live.inference and not torch.is_inference_mode_enabled():
             return False
-        if torch.is_grad_enabled() and not live.grad:
-            return False
-        if live.autocast != _autocast():
-            return False
-        return live.versions[index] == self.blocks.weights_at(index)._version and live.key == self._key()
+        return (live.grad or not torch.is_grad_enabled()) and live.key == self._key()
 
     def _ensure(self, index: int) -> None:
         if self._live is None or not self._fresh(self._live, index):
-            self._refresh()
+            self._refresh(self._live.mask if self._live is not None and self._solved(self._live) else None)
 
-    def _refresh(self) -> None:
-        """One solve and one masked multiply for all layers."""
+    def _refresh(self, mask: Tensor | None = None) -> None:
+        """One solve, unless the mask is known, and one masked multiply for all layers."""
         self._live = None  # first, so that old and new weights are not held at once
         self._follow()
         if self._hard is not None:
@@ -333,7 +334,8 @@ class Pruner:
                 extra = self.parameters() if _distributed() else []
                 masked = self.masking.hold(mask, weights, extra, dtypes)
             else:
-                mask = self._soft(self.seed * 1_000_003 + self.count if self.model.training else None)
+                if mask is None:
+                    mask = self._soft(self.seed * 1_000_003 + self.count if self.model.training else None)
                 trained = weights if self._train_weights else [weight.detach() for weight in weights]
                 if self._watched is None:
                     masked = self.masking.apply(mask, trained, self._through, dtypes)
