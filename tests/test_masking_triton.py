@@ -400,7 +400,7 @@ def test_gpu_autocast_casts_in_the_multiply(frozen: bool, monkeypatch: pytest.Mo
         assert seen.is_contiguous(memory_format=torch.channels_last)
         loss.backward()
         assert model[0].weight.dtype == torch.float32  # outside autocast: as stored
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
         grads.append([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
     for a, b in zip(*grads, strict=True):
