@@ -52,10 +52,10 @@ class Pdp:
     def mask(self, blocks: Blocks, state: State, seed: int | None) -> Tensor:
         squares = blocks.squares()
         border = self.border(blocks, state, squares.detach())
-        return torch.sigmoid((squares - border.square()[blocks.layer.to(squares.device)] * border_sign(border, blocks)) / self.tau)
+        return torch.sigmoid((squares - border[blocks.layer.to(squares.device)]) / self.tau)
 
     def border(self, blocks: Blocks, state: State, squares: Tensor) -> Tensor:
-        """t of every layer, [number of layers]; negative where the layer keeps all its blocks."""
+        """t^2 of every layer, [number of layers]; minus infinity where the layer keeps all its blocks."""
         layer = blocks.layer.to(squares.device)
         total = torch.tensor([item.n for item in blocks.layers], device=squares.device)
         first = torch.tensor([item.start for item in blocks.layers], device=squares.device)
@@ -66,21 +66,14 @@ class Pdp:
         low = norms[first + kept.clamp(max=total - 1)]
         high = norms[first + (kept - 1).clamp(min=0)]
         middle = torch.where(kept == 0, 2 * high + 1e-12, (low + high) / 2)
-        return torch.where(kept == total, -torch.ones_like(middle), middle)
+        return torch.where(kept == total, -math.inf, middle.square())
 
     def rank(self, blocks: Blocks, state: State) -> Tensor:
         """Norms, those that their layer keeps before all others."""
         squares = blocks.sum(torch.square)
-        border = self.border(blocks, state, squares)
-        layer = blocks.layer.to(squares.device)
-        inside = squares.sqrt() > border[layer]
-        scaled = squares.sqrt() / squares.sqrt().max().clamp(min=1e-30)
-        return scaled + 2.0 * inside
-
-
-def border_sign(border: Tensor, blocks: Blocks) -> Tensor:
-    """Minus infinity-like for layers that keep everything, so that their masks are one."""
-    return torch.where(border < 0, -1e9, 1.0)[blocks.layer.to(border.device)]
+        inside = squares > self.border(blocks, state, squares)[blocks.layer.to(squares.device)]
+        norms = squares.sqrt()
+        return norms / norms.max().clamp(min=1e-30) + 2.0 * inside
 
 
 def apportion(sizes: list[int], share: Fraction) -> list[int]:
