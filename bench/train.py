@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from smartprune.config import configure
-from smartprune.run import Run, enter, settled, take_step
+from smartprune.run import Run, enter, settled
+from smartprune.step import take_step
 from smartprune.tasks.cifar10 import Cifar10, Split
 from smartprune.train import resolved
 

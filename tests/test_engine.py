@@ -23,7 +23,7 @@ STEPS = {"dense": 10, "search": 4, "finetune": 12}
 
 
 def shares(config: Config, stage: str) -> list[float]:
-    return [share_of_rate(config, stage, step, STEPS.__getitem__) for step in range(STEPS[stage])]
+    return [share_of_rate(config, stage, step, STEPS.__getitem__, 2) for step in range(STEPS[stage])]
 
 
 def test_one_cosine_over_search_and_fine_tuning() -> None:

@@ -314,6 +314,7 @@ def test_gpu_graph_follows_tau(backend: str, monkeypatch: pytest.MonkeyPatch) ->
         tau.fill_(value)
         graph.replay()
         torch.cuda.synchronize()
+        monkeypatch.setattr(topk, "BACKEND", "auto")  # the reference is solved on the CPU
         expected, grad = reference(x, 600, value, None, g)
         assert float((mask.detach().cpu() - expected).abs().max()) < 3e-4
         assert x.grad is not None

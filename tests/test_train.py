@@ -40,7 +40,7 @@ def test_run_folder(done: Path) -> None:
     assert 0 < result.dense <= 1
     assert 0 < result.pruned <= 1
     assert result.seconds == pytest.approx(sum(result.stage_seconds.values()), abs=0.01)
-    assert {"torch", "python", "device", "threads", "smartprune", "system"} == set(result.versions)
+    assert {"torch", "python", "device", "threads", "processes", "smartprune", "system"} == set(result.versions)
     receipt = Receipt.load(done / "receipt.json")
     assert receipt.met
     assert receipt.blocks.kept == math.ceil(receipt.blocks.total / 2)
@@ -226,7 +226,7 @@ def test_dense_file_that_does_not_fit(done: Path, tmp_path: Path) -> None:
         ({"batch": True}, "batch=True should be int"),
         ({"seed": 2**32}, r"should be below 2\*\*32"),
         ({"device": "tpu"}, "device='tpu'; it is one of auto, cpu, cuda"),
-        ({"schedule": "step"}, "schedule='step'; it is one of cosine, linear, constant"),
+        ({"schedule": "step"}, "schedule='step'; it is one of cosine, poly, linear, constant"),
         ({"method": "snip"}, "unknown method 'snip'; there are: smart"),
         ({"task": "mnist"}, "unknown task 'mnist'; there are: digits"),
         ({"model": "vgg"}, "model='vgg' does not fit digits; it takes: resnet8, resnet18"),

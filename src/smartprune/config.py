@@ -43,6 +43,12 @@ class Recipe:
     schedule: str = "cosine"
     search_schedule: str = "constant"
     schedule_over: str = "stage"
+    poly_power: float = 0.9
+    warmup_epochs: float = 0.0
+    warmup_start: float = 0.1
+    clip_norm: float = 0.0
+    accumulate: int = 1
+    ema: float = 0.0
     amp: str = "off"
     checkpoint_seconds: float = 5.0
     threads: int = 0
@@ -59,7 +65,7 @@ class Config:
 
     task: str = option("what to train on", "digits", flag=False)
     task_settings: dict[str, Setting] = option("settings of the task", flag=False)  # noqa: RUF009
-    model: str = option("network, by name")
+    model: str = option("network: by name, timm/NAME, torchvision/NAME, or MODULE:FUNCTION of your own")
     method: str = option("pruning method, by name", "smart")
     settings: dict[str, Setting] = option("settings of the method", flag=False)  # noqa: RUF009
     block: str = option("block, output x input channels, such as 8x4")
@@ -72,25 +78,39 @@ class Config:
     dense_epochs: int = option("epochs of dense training")
     search_epochs: int = option("epochs in which the method searches")
     finetune_epochs: int = option("epochs after the mask is fixed")
-    batch: int = option("samples per step")
+    batch: int = option("samples per batch, over all processes together")
+    accumulate: int = option("batches per optimizer step: their gradients are averaged")
     optimizer: str = option("sgd or adamw")
     lr: float = option("learning rate of the dense stage")
     search_lr: float = option("learning rate of the weights in the search")
     finetune_lr: float = option("learning rate of the fine-tuning")
     score_lr: float = option("learning rate of the scores")
-    schedule: str = option("learning rate over the dense stage and the fine-tuning: cosine, linear or constant")
-    search_schedule: str = option("learning rate over the search: cosine, linear or constant")
+    schedule: str = option("learning rate over the dense stage and the fine-tuning: cosine, poly, linear or constant")
+    search_schedule: str = option("learning rate over the search: cosine, poly, linear or constant")
     schedule_over: str = option(
         "stage: every stage has its own schedule; pruning: one --schedule over the search and the fine-tuning together"
     )
+    poly_power: float = option("exponent of the poly schedule")
+    warmup_epochs: float = option("epochs at the beginning of every schedule in which the learning rate rises; parts count")
+    warmup_start: float = option("share of the learning rate at which such a rise begins")
     momentum: float = option("momentum of sgd")
     weight_decay: float = option("weight decay of the weights (scores have none)")
+    clip_norm: float = option("largest norm of the weights' gradients together; 0 does not clip")
+    ema: float = option("decay of a running average of the weights, which is judged and kept in their place; 0: none")
+    distill: float = option("weight of the distance to the dense model's outputs in the loss of search and fine-tuning", 0.0)
+    distill_temperature: float = option("temperature at which these outputs are compared", 4.0)
     seed: int = option("seed of the weights and of the data order", 0)
     device: str = option("auto, cpu or cuda", "auto")
     threads: int = option("CPU threads; 0 leaves it to torch. Another number may change the last bits of the result")
     amp: str = option("bf16 (autocast), off, or auto: bf16 on a GPU")
     compile: str = option("torch.compile the model in training: on or off", "off")
     graph: str = option("take a step as one CUDA graph: on, off, or auto: where it works", "auto")
+    deterministic: str = option(
+        "the same bits from run to run on a GPU too, at a price in speed: on or off (a CPU always is)", "off"
+    )
+    parallel: str = option("how several processes (torchrun) share the work: ddp, or fsdp, which also splits the weights", "ddp")
+    sync_bn: str = option("batch norm over the samples of all processes (on GPUs): on or off", "off")
+    tensorboard: str = option("write the metrics for TensorBoard as well: on or off", "off")
     checkpoint_seconds: float = option("seconds between checkpoints; 0 writes one after every step")
     out: str = option("run folder", "", flag=False)
 
@@ -191,23 +211,35 @@ def _named(hint: Any) -> str:
     return str(getattr(hint, "__name__", None) or hint) if not get_args(hint) else str(hint)
 
 
-POSITIVE = ("search_epochs", "finetune_epochs", "batch", "lr", "search_lr", "finetune_lr")
-NOT_NEGATIVE = ("dense_epochs", "score_lr", "momentum", "weight_decay", "seed", "threads", "checkpoint_seconds")
+POSITIVE = (
+    "search_epochs", "finetune_epochs", "batch", "accumulate", "lr", "search_lr", "finetune_lr", "poly_power",
+    "distill_temperature",
+)  # fmt: skip
+NOT_NEGATIVE = (
+    "dense_epochs", "score_lr", "momentum", "weight_decay", "seed", "threads", "checkpoint_seconds", "warmup_epochs", "clip_norm",
+    "distill",
+)  # fmt: skip
+SCHEDULES = ("cosine", "poly", "linear", "constant")
 CHOICES = {
     "optimizer": ("sgd", "adamw"),
-    "schedule": ("cosine", "linear", "constant"),
-    "search_schedule": ("cosine", "linear", "constant"),
+    "schedule": SCHEDULES,
+    "search_schedule": SCHEDULES,
     "schedule_over": ("stage", "pruning"),
     "amp": ("auto", "bf16", "off"),
     "compile": ("on", "off"),
     "graph": ("auto", "on", "off"),
     "device": ("auto", "cpu", "cuda"),
+    "deterministic": ("on", "off"),
+    "parallel": ("ddp", "fsdp"),
+    "sync_bn": ("on", "off"),
+    "tensorboard": ("on", "off"),
 }
 
 
 def _check(config: Config, task: Task) -> None:
     from .block import Block
     from .budget import as_share
+    from .models.named import HOW, foreign
 
     for name in POSITIVE:
         if getattr(config, name) <= 0:
@@ -218,16 +250,35 @@ def _check(config: Config, task: Task) -> None:
     for name, allowed in CHOICES.items():
         if getattr(config, name) not in allowed:
             raise SmartpruneError(f"{name}={getattr(config, name)!r}; it is one of {', '.join(allowed)}")
+    if not 0 <= config.ema < 1:
+        raise SmartpruneError(f"ema={config.ema} should be at least 0 and below 1, such as 0.999")
+    if not 0 <= config.warmup_start <= 1:
+        raise SmartpruneError(f"warmup_start={config.warmup_start} should be 0 to 1")
+    for name, epochs in _schedules(config).items():
+        if config.warmup_epochs and config.warmup_epochs >= epochs > 0:
+            raise SmartpruneError(
+                f"warmup_epochs={config.warmup_epochs:g} should be shorter than the {name}, which has {epochs} epochs"
+            )
     if config.seed >= 2**32:
         raise SmartpruneError(f"seed={config.seed} should be below 2**32")
     if (config.sparsity is None) == (config.macs is None):
         raise SmartpruneError(f"sparsity={config.sparsity} and macs={config.macs}: give one of the two")
-    if config.model not in task.models:
-        raise SmartpruneError(f"model={config.model!r} does not fit {config.task}; it takes: {', '.join(task.models)}")
+    if config.model not in task.models and not foreign(config.model):
+        raise SmartpruneError(
+            f"model={config.model!r} does not fit {config.task}; it takes: {', '.join(task.models)}; or write {HOW}"
+        )
     for name in ("sparsity", "macs", "floor"):
         if getattr(config, name) is not None:
             as_share(getattr(config, name), name)
     Block.of(config.block)
+
+
+def _schedules(config: Config) -> dict[str, int]:
+    """What has a schedule of its own, and its epochs."""
+    dense = {"dense stage": 0 if config.dense is not None else config.dense_epochs}
+    if config.schedule_over == "pruning":
+        return dense | {"search and fine-tuning": config.search_epochs + config.finetune_epochs}
+    return dense | {"search": config.search_epochs, "fine-tuning": config.finetune_epochs}
 
 
 def flags() -> list[Field[Any]]:

@@ -13,6 +13,7 @@ from torch.nn.utils import parametrize
 
 from .block import Block, Grid
 from .errors import SmartpruneError
+from .shards import whole
 
 Pattern = str | type[nn.Module]
 Patterns = Pattern | Sequence[Pattern]
@@ -284,7 +285,8 @@ class Blocks:
     def sum(self, function: Callable[[Tensor], Tensor]) -> Tensor:
         """Sum of ``function(weight)`` over every block, float32 [n] on the weights' device."""
         with torch.no_grad():
-            parts = [layer.grid.sum(function(w.detach().float())) for layer, w in zip(self.layers, self.weights, strict=True)]
+            pairs = zip(self.layers, self.weights, strict=True)
+            parts = [layer.grid.sum(function(whole(w.detach()).float())) for layer, w in pairs]
             return torch.cat([part.to(self.device) for part in parts])
 
     def mean(self, function: Callable[[Tensor], Tensor]) -> Tensor:

@@ -20,6 +20,8 @@ from torch import Tensor
 
 from .block import Grid, spread
 from .errors import SmartpruneError
+from .shards import is_sharded, part
+from .shards import rows as own_rows
 
 CHUNK = 1 << 22  # elements: layers are multiplied in runs of about this size, so that gradients become ready in pieces
 BACKEND = os.environ.get("SMARTPRUNE_MASKING", "auto")  # auto (fused kernels on CUDA), torch or triton
@@ -144,6 +146,13 @@ class Masking:
                 out += _cast(_Multiply.apply(piece, self, first, through, *some), kinds)  # type: ignore[no-untyped-call]
         return out
 
+    def one(self, mask: Tensor, i: int, weight: Tensor, through: bool, held: bool) -> Tensor:
+        """:meth:`apply`, or :meth:`hold`, for the weight number i alone: where no two weights are whole at the same time."""
+        piece = self.piece(mask, i)
+        made = _Hold.apply(piece, self, i, 1, weight) if held else _Multiply.apply(piece, self, i, through, weight)  # type: ignore[no-untyped-call]
+        out: Tensor = made[0]
+        return out
+
     def hold(
         self,
         mask: Tensor,
@@ -174,7 +183,7 @@ class Masking:
         """``weight *= mask`` in place; the weights are those of ``layers``, or all. mask: [n] in any case."""
         layers = range(len(weights)) if layers is None else layers
         fused = _fused(mask, weights)
-        runs = fused.runs(self, layers, weights, None, 0) if fused else None
+        runs = fused.runs(self, layers, weights, None, 0) if fused and not is_sharded(weights[0]) else None
         if runs is not None:
             fused.multiply_(runs, mask, weights)
             return
@@ -184,8 +193,11 @@ class Masking:
     @torch.no_grad()
     def multiply_one_(self, piece: Tensor, i: int, weight: Tensor) -> None:
         """``weight *= piece`` in place, for the weight number i; piece: the mask of its blocks."""
-        rows = self.rows(i, weight)
         piece = piece.to(weight.device)
+        if is_sharded(weight):
+            part(weight).mul_(self.grids[i].expand(piece)[own_rows(weight)])
+            return
+        rows = self.rows(i, weight)
         view = rows.view(weight.detach())
         if view.data_ptr() == weight.data_ptr():
             rows.multiply(view, rows.columns(piece), view)

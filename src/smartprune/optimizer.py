@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from .config import Config
 from .pruner import Pruner
 
-SHAPES: dict[str, Callable[[float], float]] = {  # learning rate over a schedule, as a share of its first value
-    "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
-    "linear": lambda progress: 1 - progress,
-    "constant": lambda progress: 1.0,
+SHAPES: dict[str, Callable[[float, float], float]] = {  # learning rate over a schedule, as a share of its first value
+    "cosine": lambda progress, power: 0.5 * (1 + math.cos(math.pi * progress)),
+    "poly": lambda progress, power: (1 - progress) ** power,
+    "linear": lambda progress, power: 1 - progress,
+    "constant": lambda progress, power: 1.0,
 }
 
 
@@ -45,13 +46,20 @@ def make_optimizer(model: nn.Module, config: Config, stage: str, pruner: Pruner 
     return optimizer
 
 
-def share_of_rate(config: Config, stage: str, step: int, steps: Callable[[str], int]) -> float:
-    """What the schedule leaves of the first learning rate at a step; ``steps`` gives the length of a stage."""
-    if stage == "dense" or config.schedule_over == "stage":
-        shape = config.search_schedule if stage == "search" else config.schedule
-        return SHAPES[shape](step / steps(stage))
-    done = step if stage == "search" else steps("search") + step
-    return SHAPES[config.schedule](done / (steps("search") + steps("finetune")))
+def share_of_rate(config: Config, stage: str, step: int, steps: Callable[[str], int], per_epoch: int) -> float:
+    """What the schedule leaves of the first learning rate at a step; ``steps`` gives the length of a stage.
+
+    Every schedule begins with the warm-up, if there is one: a straight line from ``warmup_start`` to 1. What is left of
+    the schedule then runs from 1 on.
+    """
+    shape = config.search_schedule if stage == "search" and config.schedule_over == "stage" else config.schedule
+    total = steps(stage)
+    if stage != "dense" and config.schedule_over == "pruning":
+        step, total = step if stage == "search" else steps("search") + step, steps("search") + steps("finetune")
+    warm = min(round(config.warmup_epochs * per_epoch), total - 1)
+    if step < warm:
+        return config.warmup_start + (1 - config.warmup_start) * step / warm
+    return SHAPES[shape]((step - warm) / (total - warm), config.poly_power)
 
 
 def set_rates(optimizer: torch.optim.Optimizer, share: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,11 +21,13 @@ from .masking import Masking
 from .methods.method import Clock, Method, State, settings
 from .plan import Plan, plan
 from .receipt import Receipt, make_receipt
+from .shards import is_sharded, whole
 from .telemetry import Telemetry, theorem_3_7
 from .topk import check_device, hard_topk
 
 PREFIX = "smartprune_"  # names of trained tensors in the model, while it is attached
 LINK = "_smartprune"  # the attribute of the model that holds its pruner
+WHOLE = ("awg", "pdp")  # methods that need all weights whole in every forward pass, which FSDP never has
 TOO_WARM = 0.1  # a search whose mask is further than this from its hard form has not decided
 
 
@@ -55,12 +58,16 @@ class Pruner:
         self.blocks = planned.blocks(model)
         method.check(self.blocks, steps)
         self.masking = Masking([layer.grid for layer in planned.layers])
+        self._sharded = is_sharded(self.blocks.weights[0])
+        if self._sharded and method.name in WHOLE:
+            raise SmartpruneError(f"attach: {method.name} needs whole weights, and FSDP has split them; use DDP, or another method")
         self._through = bool(getattr(method, "through", False))
         self._train_weights = bool(getattr(method, "train_weights", True))
         self._host_name, self._host = _last_module(model)
         self._state: State = {}
         self._trained: list[str] = []
         self._hard: Tensor | None = None
+        self.ranked: Tensor | None = None  # what blocks were ranked by when the mask was made hard, [n]; in this process only
         self._live: Live | None = None
         self._inside = False
         self._castable: list[bool] | None = None  # by layer: whether autocast would cast for it
@@ -73,6 +80,8 @@ class Pruner:
             if isinstance(value, Tensor) and value.requires_grad:
                 self._trained.append(name)
                 self._host.register_parameter(PREFIX + name, nn.Parameter(value.detach()))
+                if self._sharded:  # FSDP does not know them: they stay whole on every rank, and so do their gradients
+                    self.parameters()[-1].register_post_accumulate_grad_hook(_average)
             else:
                 self._state[name] = value
         self._watched: watch.Watched | None = None
@@ -176,7 +185,7 @@ class Pruner:
         chosen = None if final is None else final(self.blocks, self._all_state())
         if chosen is not None:
             return chosen  # type: ignore[no-any-return]
-        rank = self.method.rank(self.blocks, self._all_state()).detach()
+        rank = self.ranked = self.method.rank(self.blocks, self._all_state()).detach().clone()
         least = self.blocks.min_keep if floor is None else floor(self.blocks)
         layer = None if least is None else self.blocks.layer.to(rank.device)
         return hard_topk(rank, self.blocks.limit, self.blocks.cost, least, layer)
@@ -200,7 +209,8 @@ class Pruner:
                 "call pruner.freeze() to harden the mask now"
             )
         self._clean()
-        weights = {layer.weight: weight.detach() for layer, weight in zip(self.plan.layers, self.blocks.weights, strict=True)}
+        pairs = zip(self.plan.layers, self.blocks.weights, strict=True)
+        weights = {layer.weight: whole(weight.detach()) for layer, weight in pairs}
         return make_receipt(self.plan, weights, self._hard.cpu(), self.method.name, settings(self.method))
 
     def apply_to(self, other: nn.Module) -> None:
@@ -297,6 +307,8 @@ class Pruner:
 
     def masked(self, index: int) -> Tensor:
         """The weight a layer computes with; called by the layer."""
+        if self._sharded:
+            return self._one(index)
         if not torch.compiler.is_compiling():
             self._ensure(index)
         elif not self._inside:
@@ -317,10 +329,25 @@ class Pruner:
 
     def _ensure(self, index: int) -> None:
         if self._live is None or not self._fresh(self._live, index):
-            self._refresh(self._live.mask if self._live is not None and self._solved(self._live) else None)
+            _refresh_anyhow(self, self._live.mask if self._live is not None and self._solved(self._live) else None)
+
+    def _one(self, index: int) -> Tensor:
+        """The masked weight of one layer. FSDP gathers weights just before their layer needs them, and not all at once;
+        at other times the layer has the part of its weight that is stored here."""
+        weight: Tensor = self.blocks.weights_at(index)
+        if is_sharded(weight):
+            return weight
+        if self._live is None or not self._solved(self._live):
+            self._refresh()
+        assert self._live is not None
+        with torch.autocast(weight.device.type, enabled=False):
+            if not self._train_weights and self._hard is None:
+                weight = weight.detach()
+            return self.masking.one(self._live.mask, index, weight, self._through, held=self._hard is not None)
 
     def _refresh(self, mask: Tensor | None = None) -> None:
         """One solve, unless the mask is known, and one masked multiply for all layers."""
+        self._require_unsplit()
         self._live = None  # first, so that old and new weights are not held at once
         self._follow()
         if self._hard is not None:
@@ -331,16 +358,18 @@ class Pruner:
         with torch.autocast(weights[0].device.type, enabled=False):
             if self._hard is not None:
                 mask = self._hard
+            elif mask is None:
+                mask = self._soft(self.seed * 1_000_003 + self.count if self.model.training else None)
+            if self._sharded:
+                masked = []  # made one by one, when the layers ask
+            elif self._hard is not None:
                 extra = self.parameters() if _distributed() else []
                 masked = self.masking.hold(mask, weights, extra, dtypes)
+            elif self._watched is not None:
+                masked = self._watched.apply(mask, weights)
             else:
-                if mask is None:
-                    mask = self._soft(self.seed * 1_000_003 + self.count if self.model.training else None)
                 trained = weights if self._train_weights else [weight.detach() for weight in weights]
-                if self._watched is None:
-                    masked = self.masking.apply(mask, trained, self._through, dtypes)
-                else:
-                    masked = self._watched.apply(mask, weights)
+                masked = self.masking.apply(mask, trained, self._through, dtypes)
         self._live = Live(
             masked,
             mask,
@@ -465,10 +494,7 @@ class Pruner:
                 "the model is still masked, and would be exported with its masks; call smartprune.bake(model) first, or bake and "
                 "export a copy (copy.deepcopy)"
             )
-        if torch.compiler.is_compiling():
-            _refresh_uncompiled(self)
-        else:
-            self._refresh()
+        _refresh_anyhow(self)
         self._inside = True
 
     def _after(self, module: nn.Module, args: Any, out: Any) -> None:
@@ -491,6 +517,13 @@ class Pruner:
         self._live = None
 
     # -- no silent no-op --------------------------------------------------------------------------------------------------
+
+    def _require_unsplit(self) -> None:
+        if is_sharded(self.blocks.weights_at(0)) and not self._sharded:
+            raise SmartpruneError(
+                "the weights were split (FSDP) after attach, and the scores with them; call fully_shard first, then attach: scores "
+                "stay whole on every rank"
+            )
 
     def _require_attached(self) -> None:
         try:
@@ -559,6 +592,15 @@ _refresh_uncompiled = torch._disable_dynamo(Pruner._refresh)  # type: ignore[att
 _ensure_uncompiled = torch._disable_dynamo(Pruner._ensure)  # type: ignore[attr-defined]
 
 
+def _refresh_anyhow(pruner: Pruner, mask: Tensor | None = None) -> None:
+    """A hook that the compiler gave up on runs plainly, but what it calls would be compiled; hence the look at whether
+    the compiler is loaded at all."""
+    if torch.compiler.is_compiling() or "torch._dynamo" in sys.modules:
+        _refresh_uncompiled(pruner, mask)
+    else:
+        pruner._refresh(mask)
+
+
 def attach(
     model: nn.Module,
     method: Method,
@@ -608,6 +650,8 @@ def bake(model: nn.Module, hold: bool = True) -> Receipt:
             "mask now; if this is a copy of a model whose search is over (EMA), call pruner.apply_to(copy) first"
         )
     receipt = pruner.receipt()
+    with torch.no_grad():
+        torch._foreach_add_(list(pruner.blocks.weights), 0.0)  # a negative weight times zero is -0.0; in files a zero is a zero
     pruner._take_off()
     pruner.phase = "baked"
     pruner._live = None
@@ -637,6 +681,13 @@ def _autocast() -> torch.dtype | None:
 
 def _distributed() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+
+
+def _average(parameter: Tensor) -> None:
+    """Every rank gets the mean of all ranks' gradients."""
+    if _distributed() and parameter.grad is not None:
+        torch.distributed.all_reduce(parameter.grad)
+        parameter.grad /= torch.distributed.get_world_size()
 
 
 def _agree(hard: Tensor) -> Tensor:

@@ -1,11 +1,11 @@
-"""A run under way: how it starts, enters a stage, takes a step, and is put away and brought back."""
+"""A run under way: how it starts, enters a stage, and is put away and brought back. (Its steps: ``step.py``.)"""
 
 from __future__ import annotations
 
-import math
+import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,17 @@ import torch
 from torch import Tensor, nn
 
 from . import config as configs
-from . import rundir
+from . import ranks, rundir, shards
 from .budget import macs
 from .config import Config
+from .distill import Teacher
+from .ema import Ema
 from .errors import SmartpruneError
-from .graph import Graph, capturable
-from .optimizer import make_optimizer, set_rates, share_of_rate
+from .events import Events
+from .graph import Graph
+from .optimizer import make_optimizer
 from .pruner import Pruner, attach
+from .step import make_graph, require_finite
 from .tasks import Data, Task
 
 STAGES = ("dense", "search", "finetune")
@@ -37,23 +41,38 @@ class Run:
     model: nn.Module
     training: Data
     validation: Data
-    losses: Tensor  # summed over the epoch so far
+    losses: Tensor  # summed over the batches of the epoch so far, of this rank
     optimizer: torch.optim.Optimizer = field(init=False)
-    forward: nn.Module = field(init=False)  # the model, or its compiled form
+    forward: nn.Module = field(init=False)  # the model, or its form for several processes, or its compiled form
     pruner: Pruner | None = None
+    average: Ema | None = None  # of the weights in this stage
+    teacher: Teacher | None = None  # the dense model, to distil from
+    events: Events | None = None  # the metrics for TensorBoard
     graph: Graph | None = None  # the step of this stage, recorded
     stage: str = STAGES[0]
     step: int = 0  # within the stage
     rows: int = 0
-    dense: float = math.nan
+    dense: float | None = None  # the metric of the dense model
+    also: dict[str, dict[str, float | None]] = field(default_factory=dict)  # other figures, see ``Result``
     loss: float | None = None  # mean of the last epoch
     value: float | None = None  # of the metric, on the validation split, after it
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
     clock: float = field(default_factory=time.monotonic)
 
     @property
-    def per_epoch(self) -> int:
+    def batches(self) -> int:
+        """In an epoch."""
         return self.training.steps(self.config.batch)
+
+    @property
+    def per_epoch(self) -> int:
+        """Steps of an epoch; its last one may have fewer batches than the others."""
+        return -(-self.batches // self.config.accumulate)
+
+    @property
+    def seen(self) -> int:
+        """Batches of this epoch so far."""
+        return min(self.step % self.per_epoch * self.config.accumulate, self.batches)
 
     def epochs(self, stage: str) -> int:
         return {
@@ -72,6 +91,10 @@ class Run:
         before["finetune"] = before["search"] + self.config.search_epochs
         return before[self.stage] + self.step // self.per_epoch
 
+    def done(self, stage: str, step: int) -> int:
+        """Steps of the whole run when so many of a stage are done."""
+        return sum(self.steps(earlier) for earlier in STAGES[: STAGES.index(stage)]) + step
+
     def tell_time(self) -> float:
         """Seconds so far, over all processes that worked on this run."""
         now = time.monotonic()
@@ -84,13 +107,15 @@ class Run:
 def settled(config: Config) -> Iterator[None]:
     """Seed, threads and determinism for a run; all of them are put back afterwards."""
     threads, strict = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-    benchmark = torch.backends.cudnn.benchmark
+    benchmark, exact = torch.backends.cudnn.benchmark, config.device == "cpu" or config.deterministic == "on"
+    if exact and config.device == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what deterministic matrix products on a GPU ask for
     with torch.random.fork_rng(devices=[torch.cuda.current_device()] if config.device == "cuda" else []):
         torch.manual_seed(config.seed)
         if config.threads:
             torch.set_num_threads(config.threads)
-        torch.use_deterministic_algorithms(config.device == "cpu")
-        torch.backends.cudnn.benchmark = config.device == "cuda"
+        torch.use_deterministic_algorithms(exact)
+        torch.backends.cudnn.benchmark = not exact  # trying out kernels may choose another one next time
         try:
             yield
         finally:
@@ -102,13 +127,11 @@ def settled(config: Config) -> Iterator[None]:
 def start(folder: Path, config: Config) -> Run:
     """A run at its beginning, or at its last checkpoint."""
     task, device = configs.make_task(config.task, config.task_settings), torch.device(config.device)
-    model = task.model(config.model)
-    if config.dense is not None:
-        rundir.load_weights(model, Path(config.dense))
-    model.to(device)
-    if device.type == "cuda":
-        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    losses = torch.zeros((), dtype=torch.float64, device=device)
+    model = fresh(task, config, None if config.dense is None else Path(config.dense), device)
+    if config.sync_bn == "on" and ranks.world() > 1:
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    if config.parallel == "fsdp" and ranks.world() > 1:
+        ranks.shard(model, device)
     run = Run(
         config=config,
         task=task,
@@ -117,36 +140,57 @@ def start(folder: Path, config: Config) -> Run:
         model=model,
         training=task.data("train", device),
         validation=task.data("validation", device),
-        losses=losses,
+        losses=torch.zeros((), dtype=torch.float64, device=device),
     )
-    enter(run, "dense")
+    ranks.require_shares(run.training, config.batch)
     state = rundir.load_checkpoint(folder)
-    rundir.tidy(folder)
-    rundir.keep_rows(folder, state["rows"] if state else 0)
+    if ranks.rank() == 0:
+        rundir.tidy(folder)
+        rundir.keep_rows(folder, state["rows"] if state else 0)
+        if config.tensorboard == "on":
+            run.events = Events(folder, folder / rundir.METRICS, run.done)
+    enter(run, "dense")
     if state:
         restore(run, state)
     return run
 
 
+def fresh(task: Task, config: Config, weights: Path | None, device: torch.device) -> nn.Module:
+    """The configured network on the device, from a file or with the weights it is made with."""
+    model = task.model(config.model)
+    if weights is not None:
+        rundir.load_weights(model, weights)
+    model.to(device)
+    if device.type == "cuda":
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return model
+
+
 def enter(run: Run, stage: str) -> None:
-    """The beginning of a stage: the search attaches the pruner, and every stage has an optimizer of its own."""
+    """The beginning of a stage: the search attaches the pruner; every stage has an optimizer, and an average, of its own.
+
+    The search has no average: its mask moves, and nothing is judged by it.
+    """
+    config = run.config
     run.tell_time()
     run.stage, run.step, run.losses, run.loss, run.value = stage, 0, torch.zeros_like(run.losses), None, None
     if stage != "dense" and run.pruner is None:
-        run.pruner = prune(run.model, run.config, run.task, run.steps("search"))
-    run.optimizer = make_optimizer(run.model, run.config, stage, run.pruner)
-    run.forward = torch.compile(run.model) if run.config.compile == "on" else run.model  # type: ignore[assignment]
+        run.pruner = prune(run.model, config, run.task, run.steps("search"))
+    run.optimizer = make_optimizer(run.model, config, stage, run.pruner)
+    run.average = Ema(run.model, config.ema) if config.ema and stage != "search" else None
+    run.graph, run.forward = None, run.model
+    if ranks.world() > 1 and config.parallel == "ddp":
+        still = run.pruner is not None and not getattr(run.pruner.method, "train_weights", True)
+        run.forward = ranks.wrap(run.model, run.device, unused=still and stage == "search")
+    if config.compile == "on":
+        run.forward = torch.compile(run.forward)  # type: ignore[assignment]
+    if config.distill and stage != "dense":
+        if run.teacher is None:
+            with torch.random.fork_rng(devices=[]):
+                dense = fresh(run.task, config, run.folder / rundir.DENSE, run.device)
+            run.teacher = Teacher(dense, run.task.distance, config.distill, config.distill_temperature)  # type: ignore[attr-defined]
+        run.teacher.watch(run.forward)
     run.graph = make_graph(run)
-
-
-def make_graph(run: Run) -> Graph | None:
-    """The recorder of this stage's steps, or None if they are to be launched from Python."""
-    config = run.config
-    if config.graph == "off" or run.device.type != "cuda":
-        return None
-    if run.stage == "search" and run.pruner is not None and capturable(run.pruner.method) is not None:
-        return None
-    return Graph(lambda batch: learn(run, batch), run.optimizer, run.pruner, required=config.graph == "on")
 
 
 def prune(model: nn.Module, config: Config, task: Task, steps: int) -> Pruner:
@@ -166,82 +210,72 @@ def prune(model: nn.Module, config: Config, task: Task, steps: int) -> Pruner:
     )
 
 
-def take_step(run: Run, batch: Any) -> None:
-    """One optimizer step on one batch, from Python or, where that is asked for, as one CUDA graph."""
-    set_rates(run.optimizer, share_of_rate(run.config, run.stage, run.step, run.steps))
-    if run.graph is not None:
-        run.graph(batch)
-    else:
-        learn(run, batch)
-    if run.stage == "search" and run.pruner is not None:
-        run.pruner.step()
-    if run.graph is None:
-        run.optimizer.zero_grad()  # a graph writes its gradients over the old ones
-    run.step += 1
-
-
-def learn(run: Run, batch: Any) -> None:
-    """Forward, backward, optimizer; on a GPU it waits for nothing."""
-    with torch.autocast(run.device.type, torch.bfloat16, enabled=run.config.amp == "bf16"):
-        loss = run.task.loss(run.forward, batch)
-    if run.pruner is not None:
-        loss = loss + run.pruner.penalty()
-    run.losses += loss.detach()
-    if run.device.type == "cpu":
-        require_finite(run)
-    loss.backward()
-    run.optimizer.step()
-
-
-def require_finite(run: Run) -> None:
-    if not math.isfinite(float(run.losses)):
-        raise SmartpruneError(
-            f"the loss is {float(run.losses)} in {run.stage}, step {run.step + 1} of {run.steps(run.stage)}; "
-            "lower the learning rate of this stage, or that of the scores (score_lr), and start again"
-        )
-
-
 def put_away(run: Run) -> None:
-    """Writes the checkpoint: tensors and plain values only."""
+    """Writes the checkpoint: whole tensors and plain values only, whatever the number of processes."""
     require_finite(run)
     run.tell_time()
-    state = {
+    losses = torch.tensor(ranks.gathered(float(run.losses)), dtype=torch.float64)
+    split = shards.is_sharded(next(run.model.parameters()))  # then it takes all ranks to make them whole
+    state = rundir.to_cpu(_state(run) | {"losses": losses}) if split or ranks.rank() == 0 else {}
+    ranks.first(lambda: rundir.save_checkpoint(run.folder, state))
+
+
+def _state(run: Run) -> dict[str, Any]:
+    return {
         "version": 1,
         "stage": run.stage,
         "step": run.step,
         "rows": run.rows,
         "dense": run.dense,
+        "also": run.also,
         "loss": run.loss,
         "value": run.value,
         "seconds": dict(run.seconds),
-        "losses": run.losses,
         "model": dict(run.model.state_dict()),
+        "average": None if run.average is None else run.average.state(),
         "optimizer": run.optimizer.state_dict(),
         "pruner": None if run.pruner is None else run.pruner.state_dict(),
         "random": torch.get_rng_state(),
         "random_cuda": torch.cuda.get_rng_state() if run.device.type == "cuda" else None,
     }
-    rundir.save_checkpoint(run.folder, rundir.to_cpu(state))
 
 
 def restore(run: Run, state: dict[str, Any]) -> None:
-    """Brings a fresh run to where a checkpoint was written."""
+    """Brings a fresh run to where a checkpoint was written, by as many processes or by another number."""
     path = run.folder / rundir.CHECKPOINT
     try:
         enter(run, state["stage"])
-        run.model.load_state_dict(state["model"])
+        run.model.load_state_dict(shards.split_all(state["model"], run.model.state_dict()))
         if run.pruner is not None:
             run.pruner.load_state_dict(state["pruner"])
-        run.optimizer.load_state_dict(state["optimizer"])
+        run.optimizer.load_state_dict(_split_state(state["optimizer"], run.optimizer))
+        if run.average is not None:
+            run.average.load(state["average"])
         run.step, run.rows, run.dense = state["step"], state["rows"], state["dense"]
-        run.loss, run.value = state["loss"], state["value"]
+        run.loss, run.value, run.also = state["loss"], state["value"], state.get("also", {})
         run.seconds.update(state["seconds"])
-        run.losses.copy_(state["losses"])
+        losses = state["losses"].reshape(-1)
+        run.losses.copy_(losses[ranks.rank()] if len(losses) == ranks.world() else losses.mean())
         torch.set_rng_state(state["random"])
         if run.device.type == "cuda":
             torch.cuda.set_rng_state(state["random_cuda"])
-    except (KeyError, RuntimeError, TypeError, ValueError) as error:
+    except (IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise SmartpruneError(
             f"{path} does not fit {rundir.CONFIG} beside it ({rundir.first_line(error)}); "
             "delete it to start the run from its beginning"
         ) from None
+
+
+def _split_state(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The state of an optimizer in whole tensors, in the parts of the parameters that it belongs to."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    own = {
+        number: {name: shards.split_like(value, parameters[number]) for name, value in values.items()}
+        for number, values in state["state"].items()
+    }
+    return {**state, "state": own}
+
+
+def averaged(run: Run) -> Any:
+    """In here the model has its averaged weights, if there is an average."""
+    return nullcontext() if run.average is None else run.average.in_place()

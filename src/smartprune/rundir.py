@@ -19,9 +19,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
+from . import ranks
 from .config import Config
 from .errors import SmartpruneError
 from .files import write_whole
+from .shards import whole
 
 CONFIG, METRICS, CHECKPOINT, RESULT = "config.json", "metrics.jsonl", "checkpoint.pt", "result.json"
 DENSE, MODEL, RECEIPT = "dense.safetensors", "model.safetensors", "receipt.json"
@@ -120,8 +122,9 @@ def write_json(path: Path, value: object) -> None:
 
 
 def save_weights(model: nn.Module, path: Path) -> None:
-    state = model.state_dict()
-    write_whole(path, save({name: value.detach().cpu().contiguous().clone() for name, value in state.items()}))
+    """Whole tensors, written by the first rank; all ranks must call it."""
+    state = {name: whole(value.detach()).cpu() for name, value in model.state_dict().items()}
+    ranks.first(lambda: write_whole(path, save({name: value.contiguous().clone() for name, value in state.items()})))
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
@@ -145,9 +148,9 @@ def load_weights(model: nn.Module, path: Path) -> None:
 
 
 def to_cpu(value: Any) -> Any:
-    """Nested dictionaries and lists with every tensor on the CPU."""
+    """Nested dictionaries and lists with every tensor whole and on the CPU."""
     if isinstance(value, Tensor):
-        return value.detach().cpu()
+        return whole(value.detach()).cpu()
     if isinstance(value, Mapping):
         return {key: to_cpu(item) for key, item in value.items()}
     return [to_cpu(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -6,25 +6,33 @@ are functions of (seed, epoch, step); so a resumed run ends with the very weight
 
 from __future__ import annotations
 
+import hashlib
 import json
 import platform
+import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, replace
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field, fields, replace
 from importlib import metadata
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from . import config as configs
-from . import rundir
+from . import events, ranks, rundir
 from .config import Config
 from .errors import SmartpruneError
 from .graph import capturable
+from .judge import FOUND, Figures, judge, write_found
 from .progress import Tick
-from .pruner import bake
-from .run import STAGES, Run, enter, prune, put_away, require_finite, settled, start, take_step
+from .pruner import WHOLE, bake
+from .receipt import Receipt
+from .run import STAGES, Run, averaged, enter, prune, put_away, settled, start
+from .step import require_finite, steps_of_epoch, take_step
 from .tasks import Data
+from .traces import mask_sample, save_scores
 from .verify import verify
 
 SHOW_SECONDS = 0.25  # between ticks
@@ -41,19 +49,29 @@ class Result:
     model: str
     method: str
     measure: str
-    dense: float
-    pruned: float
+    dense: float | None  # None: not scored yet; ``smartprune eval`` does it
+    pruned: float | None
     verified: bool
     seconds: float
     stage_seconds: dict[str, float]
     versions: dict[str, str]
+    also: dict[str, Figures] = field(default_factory=dict)  # other figures than the measure, of "dense" and "pruned"
+
+    def shown(self, form: str) -> str:
+        """The metric of ``"dense"`` or ``"pruned"`` in percent, with other figures and the change by pruning."""
+        value, change = {"dense": (self.dense, None), "pruned": (self.pruned, self.dense)}[form]
+        if value is None:
+            return f"not scored yet; what judges it is not installed here. Score it with: smartprune eval {self.folder}"
+        notes = [f"{100 * (value - change):+.2f} points"] if change is not None else []
+        notes += [f"{name} {100 * other:.2f} %" for name, other in self.also.get(form, {}).items() if other is not None]
+        return f"{100 * value:.2f} %" + (f" ({', '.join(notes)})" if notes else "")
 
     @staticmethod
     def load(folder: str | Path) -> Result:
         path = Path(folder) / rundir.RESULT
         try:
             values = json.loads(path.read_text())
-            return Result(**{f.name: values[f.name] for f in fields(Result)})
+            return Result(**{f.name: values[f.name] for f in fields(Result) if f.name in values})
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise SmartpruneError(f"{path} cannot be read as a result ({error})") from None
 
@@ -68,8 +86,9 @@ def _never() -> bool:
 def train(config: Config, progress: Callable[[Tick], None] = _ignore, stop: Callable[[], bool] = _never) -> Result:
     """Starts a run in the new folder ``config.out`` and takes it to the end. ``stop`` is asked after every step."""
     check(config)
-    config = resolved(config)
-    return _work(rundir.create(config), config, progress, stop)
+    with ranks.joined(resolved(config).device):
+        config = ranks.first(lambda: resolved(config))
+        return _work(ranks.first(lambda: rundir.create(config)), config, progress, stop)
 
 
 def resume(folder: str | Path, progress: Callable[[Tick], None] = _ignore, stop: Callable[[], bool] = _never) -> Result:
@@ -79,7 +98,9 @@ def resume(folder: str | Path, progress: Callable[[Tick], None] = _ignore, stop:
         raise SmartpruneError(f"{folder} holds no run (no {rundir.CONFIG}); start one without --resume")
     if (folder / rundir.RESULT).exists():
         return Result.load(folder)
-    return _work(folder, resolved(configs.load(folder / rundir.CONFIG)), progress, stop)
+    config = resolved(configs.load(folder / rundir.CONFIG))
+    with ranks.joined(config.device):
+        return _work(folder, config, progress, stop)
 
 
 def check(config: Config) -> None:
@@ -87,13 +108,28 @@ def check(config: Config) -> None:
     if not config.out:
         raise SmartpruneError("out is empty; give a folder for the run")
     resolved(config)
+    if config.tensorboard == "on":
+        events.require()
     with torch.random.fork_rng(devices=[]):
         task = configs.make_task(config.task, config.task_settings)
         model = task.model(config.model)
         if config.dense is not None:
             rundir.load_weights(model, Path(config.dense))
-        steps = config.search_epochs * task.data("train", torch.device("cpu")).steps(config.batch)
+        data = task.data("train", torch.device("cpu"))
+        ranks.require_shares(data, config.batch)
+        steps = config.search_epochs * -(-data.steps(config.batch) // config.accumulate)
         reason = capturable(prune(model, config, task, steps).method)
+    if config.parallel == "fsdp" and ranks.world() > 1 and config.method in WHOLE:
+        raise SmartpruneError(f"parallel='fsdp': {config.method} needs whole weights in every step; use --parallel ddp")
+    if config.distill:
+        if not hasattr(task, "distance"):
+            raise SmartpruneError(
+                f"distill={config.distill:g}: {config.task} does not say how far two outputs are apart; use --distill 0"
+            )
+        if config.dense is None and not config.dense_epochs:
+            raise SmartpruneError(
+                f"distill={config.distill:g} needs a trained dense model; give --dense FILE, or --dense-epochs above 0"
+            )
     if config.graph == "on" and reason is not None:
         raise SmartpruneError(f"graph='on': {reason}; use --graph off or auto")
 
@@ -106,20 +142,28 @@ def resolved(config: Config) -> Config:
         raise SmartpruneError("device='cuda', but torch finds no CUDA device here; use --device cpu or auto")
     if device != "cuda" and config.graph == "on":
         raise SmartpruneError("graph='on' needs a CUDA device; use --graph off or auto")
+    if ranks.world() > 1 and config.graph == "on":
+        raise SmartpruneError(f"graph='on' is for one process, and these are {ranks.world()}; use --graph off or auto")
+    if ranks.world() > 1 and config.sync_bn == "on" and device != "cuda":
+        raise SmartpruneError("sync_bn='on' needs GPUs: torch has no such batch norm for the CPU; use --sync-bn off")
     amp = config.amp if config.amp != "auto" else "bf16" if device == "cuda" else "off"
     return replace(config, device=device, amp=amp)
 
 
 def _work(folder: Path, config: Config, progress: Callable[[Tick], None], stop: Callable[[], bool]) -> Result:
-    with rundir.locked(folder), settled(config):
+    with rundir.locked(folder) if ranks.rank() == 0 else nullcontext(), settled(config):
         run = start(folder, config)
         for stage in STAGES[STAGES.index(run.stage) :]:
             if stage != run.stage:
                 enter(run, stage)
             _train_stage(run, progress, stop)
+            if run.average is not None:
+                run.average.put_in()  # the model from here on
             if stage == "dense":
-                run.dense = evaluate(run, run.task.data("test", run.device))
+                run.dense = result_of(run, "dense")
                 rundir.save_weights(run.model, folder / rundir.DENSE)
+            elif stage == "search" and run.pruner is not None:
+                ranks.require_same("the mask", digest(run.pruner.mask))
         return _finish(run)
 
 
@@ -127,17 +171,17 @@ def _train_stage(run: Run, progress: Callable[[Tick], None], stop: Callable[[], 
     total = run.steps(run.stage)
     saved, cost, shown = time.monotonic(), 0.0, 0.0
     while run.step < total:
-        for batch in run.training.batches(run.config.batch, run.config.seed, run.epoch, run.step % run.per_epoch):
-            take_step(run, batch)
+        for batches in steps_of_epoch(run):
+            take_step(run, *batches)
             if run.step % run.per_epoch == 0:
                 _end_epoch(run)
             now = time.monotonic()
-            if now - shown > SHOW_SECONDS or run.step == total:
+            if ranks.rank() == 0 and (now - shown > SHOW_SECONDS or run.step == total):
                 progress(_tick(run))
                 shown = now
-            stopped = stop()
             wait = max(run.config.checkpoint_seconds, cost / CHECKPOINT_SHARE) if run.config.checkpoint_seconds else 0.0
-            if stopped or run.step == total or now - saved >= wait:
+            stopped, due = ranks.any_of(stop(), now - saved >= wait)
+            if stopped or due or run.step == total:
                 put_away(run)
                 saved = time.monotonic()
                 cost = saved - now
@@ -152,9 +196,10 @@ def _end_epoch(run: Run) -> None:
     """One row of metrics. The search shows no metric: its batch-norm statistics are those of the soft mask. Nor does a
     run that holds out no validation data."""
     require_finite(run)
-    run.loss = float(run.losses) / run.per_epoch
+    run.loss = statistics.fmean(ranks.gathered(float(run.losses))) / run.batches
     held_out = run.validation.steps(run.config.batch) > 0
-    run.value = evaluate(run, run.validation) if held_out and run.stage != "search" else None
+    with averaged(run):
+        run.value = evaluate(run, run.validation) if held_out and run.stage != "search" else None
     row: dict[str, object] = {
         "stage": run.stage,
         "epoch": run.step // run.per_epoch,
@@ -165,37 +210,51 @@ def _end_epoch(run: Run) -> None:
     }
     if run.stage == "search" and run.pruner is not None:
         told = run.pruner.telemetry()
-        row |= {name: told[name] for name in TELEMETRY}
+        row |= {name: told[name] for name in TELEMETRY} | {"sample": mask_sample(run.pruner)}
+        if run.step == run.steps("search"):
+            save_scores(run.pruner, run.folder)
     if run.graph is not None and run.graph.failed is not None:
         row["graph"] = f"off: {run.graph.failed}"
-    rundir.append_row(run.folder, row | {"seconds": round(run.tell_time(), 3)})
+    row["seconds"] = round(run.tell_time(), 3)
+    ranks.first(lambda: rundir.append_row(run.folder, row))
+    if run.events is not None:
+        run.events.add(row)
     run.rows += 1
     run.losses.zero_()
 
 
-def evaluate(run: Run, data: Data) -> float:
-    """The task's metric of the model as it is."""
+def result_of(run: Run, form: str) -> float | None:
+    """The metric of the dense or the pruned model on the test split; what it found there is kept beside the run."""
+    figures, found = judge(run.task, run.model, "test", run.device)
+    if found is not None:
+        ranks.first(lambda: write_found(run.folder / FOUND[form], found))
+    figures = ranks.first(lambda: figures)
+    run.also[form] = {name: value for name, value in figures.items() if name != run.task.measure}
+    return figures[run.task.measure]
+
+
+def evaluate(run: Run, data: Data) -> float | None:
+    """The task's metric of the model as it is. Of several processes each judges all of the data; the first one's counts."""
     run.model.eval()
     try:
         with torch.no_grad():
-            return run.task.metric(run.model, data)
+            value = run.task.metric(run.model, data)
     finally:
         run.model.train()
+    return ranks.first(lambda: value)
 
 
 def _tick(run: Run) -> Tick:
     searching = run.stage == "search" and run.pruner is not None
     told = run.pruner.telemetry() if run.pruner is not None and searching else {}
     tau, undecided = told.get("tau"), told.get("undecided")
-    taken = run.step % run.per_epoch
-    before = sum(run.steps(stage) for stage in STAGES[: STAGES.index(run.stage)])
     return Tick(
         stage=run.stage,
         step=run.step,
         steps=run.steps(run.stage),
-        done=before + run.step,
+        done=run.done(run.stage, run.step),
         total=sum(map(run.steps, STAGES)),
-        loss=float(run.losses) / taken if taken else run.loss,
+        loss=float(run.losses) / run.seen if run.seen else run.loss,
         measure=run.task.measure,
         value=run.value,
         tau=tau if isinstance(tau, float) else None,
@@ -206,14 +265,21 @@ def _tick(run: Run) -> Tick:
 
 def _finish(run: Run) -> Result:
     """Bake, judge, write, verify. Killed in the middle, it is done again from the last checkpoint."""
-    folder, config = run.folder, run.config
     receipt = bake(run.model)
-    pruned = evaluate(run, run.task.data("test", run.device))
-    rundir.save_weights(run.model, folder / rundir.MODEL)
+    ranks.require_same("the blocks removed", receipt.mask_hash)
+    pruned = result_of(run, "pruned")
+    rundir.save_weights(run.model, run.folder / rundir.MODEL)
+    return ranks.first(lambda: _write_down(run, receipt, pruned))
+
+
+def _write_down(run: Run, receipt: Receipt, pruned: float | None) -> Result:
+    folder, config = run.folder, run.config
     receipt.save(folder / rundir.RECEIPT)
     found = verify(folder / rundir.MODEL, receipt=folder / rundir.RECEIPT)
     if not found.ok:
         raise SmartpruneError(f"{folder / rundir.MODEL} is not what its receipt says:\n{found}")
+    if run.events is not None:
+        run.events.close()
     seconds = run.tell_time()
     result = Result(
         folder=str(folder),
@@ -227,6 +293,7 @@ def _finish(run: Run) -> Result:
         seconds=round(seconds, 3),
         stage_seconds={stage: round(value, 3) for stage, value in run.seconds.items()},
         versions=versions(config),
+        also=run.also,
     )
     rundir.write_json(folder / rundir.RESULT, asdict(result))
     return result
@@ -246,4 +313,9 @@ def versions(config: Config) -> dict[str, str]:
         "system": platform.platform(),
         "device": where,
         "threads": str(config.threads or torch.get_num_threads()),
+        "processes": str(ranks.world()),
     }
+
+
+def digest(tensor: Tensor) -> str:
+    return hashlib.sha256(tensor.detach().cpu().contiguous().numpy().tobytes()).hexdigest()

@@ -10,6 +10,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 import smartprune as sp
+from smartprune.masking import Masking
 from conftest import Case, removed_elements
 
 
@@ -227,6 +228,26 @@ def test_compile_does_not_recompile_every_step() -> None:
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     case.train(pruner, optimizer, 12, model)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
+
+
+@QUIET
+@pytest.mark.parametrize("steps", [2, 50])  # frozen, searching
+def test_the_masks_are_not_compiled(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They launch kernels by address, which a compiler cannot see through."""
+    torch._dynamo.reset()
+    case, seen = Case("plain_cnn"), []
+    for name in ("apply", "hold"):
+        plain = getattr(Masking, name)
+
+        def spy(self: Masking, *args: object, plain: object = plain) -> object:
+            seen.append(torch.compiler.is_compiling())
+            return plain(self, *args)  # type: ignore[operator]
+
+        monkeypatch.setattr(Masking, name, spy)
+    pruner = case.attach(steps=steps)
+    case.train(pruner, case.optimizer(), 5, torch.compile(case.model, backend="eager"))
+    assert len(seen) >= 5
+    assert not any(seen)
 
 
 def test_tied_weights_are_one_weight() -> None:

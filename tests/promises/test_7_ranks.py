@@ -1,4 +1,7 @@
-"""Promise 7, for DDP: two processes with different data hold the same scores and the same mask, checked by hash."""
+"""Promise 7: two processes with different data hold the same scores and the same mask, checked by hash, under DDP and FSDP2.
+
+(Whole runs by several processes: tests/test_ranks.py.)
+"""
 
 import hashlib
 import os
@@ -7,43 +10,124 @@ from pathlib import Path
 import pytest
 import torch
 import torch.multiprocessing as mp
-from torch import nn
+from torch import Tensor, nn
 
 import smartprune as sp
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
+STEPS = 7  # four of search, then fine-tuning
 
 
-def digest(tensor: torch.Tensor) -> str:
+def digest(tensor: Tensor) -> str:
     return hashlib.sha256(tensor.detach().cpu().contiguous().numpy().tobytes()).hexdigest()
 
 
-def worker(rank: int, folder: str, mask_type: str) -> None:
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+def made() -> nn.Module:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(12, 40), nn.ReLU(), nn.Linear(40, 24), nn.ReLU(), nn.Linear(24, 4))
-    pruner = sp.attach(model, sp.Smart(mask_type=mask_type), block=(4, 4), sparsity=0.7, steps=4)
-    ddp = nn.parallel.DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
-    torch.manual_seed(100 + rank)
-    for _ in range(7):  # four steps of search, then fine-tuning: the scores must not stall DDP
-        loss = nn.functional.cross_entropy(ddp(torch.randn(8, 12)), torch.randint(0, 4, (8,)))
+    middle = nn.Sequential(nn.Linear(40, 24), nn.ReLU(), nn.Linear(24, 22))  # 22 rows of 4: the last block is partial
+    return nn.Sequential(nn.Linear(12, 40), nn.ReLU(), middle, nn.ReLU(), nn.Linear(22, 4))
+
+
+def data(step: int, rank: int) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(8, 12, generator=draw), torch.randint(0, 4, (8,), generator=draw)
+
+
+def loop(model: nn.Module, pruner: sp.Pruner, batches: list[tuple[Tensor, Tensor]]) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+    losses = []
+    for x, y in batches:
+        loss = nn.functional.cross_entropy(model(x), y)
         loss.backward()
         optimizer.step()
         pruner.step()
         optimizer.zero_grad()
-    parts = [digest(pruner.mask), *(digest(weight) for weight in pruner.blocks.weights)]
-    receipt = sp.bake(ddp)
-    parts.append(receipt.mask_hash)
-    Path(folder, f"rank{rank}").write_text("\n".join(parts))
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def worker(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    for parallel in ("ddp", "fsdp"):
+        for mask_type in ("deterministic", "stochastic"):
+            work(rank, parallel, mask_type, f"{folder}/{parallel}-{mask_type}-{rank}")
     torch.distributed.barrier()
     os._exit(0)  # gloo's threads do not always survive an orderly end
 
 
+def work(rank: int, parallel: str, mask_type: str, file: str) -> None:
+    model = made()
+    if parallel == "fsdp":
+        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.tensor import DTensor
+
+        mesh = torch.distributed.init_device_mesh("cpu", (2,))
+        fully_shard(model[2], mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    pruner = sp.attach(model, sp.Smart(mask_type=mask_type), block=(4, 4), sparsity=0.7, steps=4)
+    wrapped = nn.parallel.DistributedDataParallel(model) if parallel == "ddp" else model
+    losses = loop(wrapped, pruner, [data(step, rank) for step in range(STEPS)])
+    weights = {name: getattr(value, "full_tensor", lambda v=value: v)() for name, value in model.state_dict().items()}
+    receipt = sp.bake(wrapped)
+    assert receipt.met
+    parts = [digest(pruner.mask), receipt.mask_hash, *(digest(value) for value in weights.values())]
+    torch.save({"digests": parts, "weights": weights, "losses": losses, "mask": pruner.mask}, file)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What both ranks hold in the end."""
+    out = tmp_path_factory.mktemp("ranks")
+    mp.spawn(worker, args=(str(out),), nprocs=2)
+    return out
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 @pytest.mark.parametrize("mask_type", ["deterministic", "stochastic"])
-def test_two_ranks_agree(tmp_path: Path, mask_type: str) -> None:
-    mp.spawn(worker, args=(str(tmp_path), mask_type), nprocs=2)
-    first, second = ((tmp_path / f"rank{rank}").read_text() for rank in (0, 1))
-    assert first == second
-    assert len(first.splitlines()) == 4
+def test_two_ranks_agree(folder: Path, parallel: str, mask_type: str) -> None:
+    told = [torch.load(folder / f"{parallel}-{mask_type}-{rank}", weights_only=True) for rank in (0, 1)]
+    assert told[0]["digests"] == told[1]["digests"]
+    assert len(told[0]["digests"]) == 2 + 8 + 1  # weights and biases, and the scores
+
+    # and they hold what one process would that sees all of the data
+    model = made()
+    pruner = sp.attach(model, sp.Smart(mask_type=mask_type), block=(4, 4), sparsity=0.7, steps=4)
+    pairs = [[data(step, rank) for rank in (0, 1)] for step in range(STEPS)]
+    together = loop(model, pruner, [(torch.cat([a[0], b[0]]), torch.cat([a[1], b[1]])) for a, b in pairs])
+    assert torch.equal(told[0]["mask"], pruner.mask)
+    for a, b, both in zip(told[0]["losses"], told[1]["losses"], together, strict=True):
+        assert (a + b) / 2 == pytest.approx(both, rel=1e-4)
+    for name, value in model.named_parameters():
+        if name.endswith("smartprune_scores"):
+            continue  # once frozen they are of no use, and DDP goes on to decay them
+        torch.testing.assert_close(told[0]["weights"][name], value, rtol=1e-4, atol=1e-6)
+
+
+def test_sharding_after_attach_is_an_error(tmp_path: Path) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = made()
+        pruner = sp.attach(model, sp.Smart(), block=(4, 4), sparsity=0.7, steps=4)
+        fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
+        with pytest.raises(sp.SmartpruneError, match=r"call fully_shard first, then attach: scores stay whole on every rank"):
+            loop(model, pruner, [data(0, 0)])
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("method", [sp.Awg(stages=1), sp.Pdp()])
+def test_methods_that_need_whole_weights_say_so(tmp_path: Path, method: object) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = made()
+        fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
+        with pytest.raises(sp.SmartpruneError, match=r"needs whole weights, and FSDP has split them; use DDP, or another method"):
+            sp.attach(model, method, block=(4, 4), sparsity=0.7, steps=10)  # type: ignore[arg-type]
+    finally:
+        torch.distributed.destroy_process_group()

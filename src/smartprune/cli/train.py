@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -30,6 +32,7 @@ def train_verb(verbs: Verbs) -> None:
         "  smartprune train --set start=2 --set ramp=cubic           settings of the method\n"
         "  smartprune train cifar10 --model resnet18 --data DIR --device cuda --sparsity 0.97\n"
         "  smartprune train --resume --out runs/mine                 goes on after Ctrl-C, SIGTERM or kill -9\n"
+        "  torchrun --nproc-per-node=2 -m smartprune train ...       the same with two processes\n"
         "  smartprune train --config runs/mine/config.json           repeats a run\n\n"
         "Ctrl-C and SIGTERM finish the step, write a checkpoint and exit with code 1; once more stops at once.",
     )
@@ -63,7 +66,7 @@ def add_flags(parser: argparse.ArgumentParser, without: tuple[str, ...] = ()) ->
 def run_train(args: argparse.Namespace) -> int:
     with arguments(args):
         given = asked(args)
-    if args.resume:
+    if args.resume or _restarted(args):
         folder = _folder_to_resume(args, given)
         return _carry_out(args, folder, resuming=True)
     from ..config import configure
@@ -77,21 +80,29 @@ def run_train(args: argparse.Namespace) -> int:
     return _carry_out(args, Path(config.out), resuming=False, config=config)
 
 
+def _restarted(args: argparse.Namespace) -> bool:
+    """Whether torchrun (--max-restarts) has started this command anew after a failure; the run is in its folder then."""
+    from ..rundir import CONFIG
+
+    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    return again and bool(args.out) and (Path(args.out) / CONFIG).exists()
+
+
 def _carry_out(args: argparse.Namespace, folder: Path, resuming: bool, config: Config | None = None) -> int:
-    from .. import rundir
+    from .. import ranks, rundir
     from ..progress import Progress
     from ..train import Result, resume, train
 
     if resuming and (folder / rundir.RESULT).exists():
         print(f"smartprune: the run in {folder} is finished; nothing to resume", file=sys.stderr)
         return _print_result(args, folder, Result.load(folder))
-    progress = Progress()
+    progress = Progress(None if ranks.rank() == 0 else io.StringIO())
     with stop_signals(progress.say) as stop:
         try:
             result = resume(folder, progress, stop) if config is None else train(config, progress, stop)
         finally:
             progress.close()
-    return _print_result(args, folder, result)
+    return _print_result(args, Path(result.folder), result) if ranks.rank() == 0 else 0
 
 
 @contextmanager
@@ -209,7 +220,7 @@ def _folder_to_resume(args: argparse.Namespace, given: dict[str, Any]) -> Path:
     with arguments(args):
         for name, value in given.items():
             kept = getattr(stored, name)
-            if name != "out" and not _agrees(kept, value) and (name, value) != ("device", "auto"):
+            if name != "out" and not _agrees(kept, value) and value != "auto":
                 raise SmartpruneError(
                     f"--resume goes on with the settings in {folder / CONFIG}: {name} is {kept!r} there, "
                     f"{value!r} was given; leave it out, or start a new run"
@@ -234,9 +245,8 @@ def _print_result(args: argparse.Namespace, folder: Path, result: Result) -> int
         return 0
     stages = ", ".join(f"{stage} {clock(seconds)}" for stage, seconds in result.stage_seconds.items())
     print(receipt)
-    change = 100 * (result.pruned - result.dense)
-    print(f"dense    {result.measure} {100 * result.dense:.2f} %")
-    print(f"pruned   {result.measure} {100 * result.pruned:.2f} % ({change:+.2f} points)")
+    print(f"dense    {result.measure} {result.shown('dense')}")
+    print(f"pruned   {result.measure} {result.shown('pruned')}")
     print(f"verified {'yes' if result.verified else 'NO'}")
     print(f"time     {result.seconds:.0f} s ({stages})")
     print(f"folder   {folder}")

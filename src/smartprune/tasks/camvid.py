@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ..config import Recipe
-from ..models import MODELS
+from ..distill import soft_distance
+from ..models import build
 from . import segmentation_files as on_disk
 from .pictures import Files, find
 from .segmentation import Batch, Moves, check, from_disk, loss, metric
@@ -47,12 +48,13 @@ class Camvid:
     )
     models: ClassVar[tuple[str, ...]] = ("bisenetv2",)
     measure: ClassVar[str] = "mIoU"
+    distance = staticmethod(soft_distance)
 
     def __post_init__(self) -> None:
         check("camvid", self.height, self.width, self.smallest, self.largest)
 
     def model(self, name: str) -> nn.Module:
-        return MODELS[name](num_classes=on_disk.classes(self._files(), 0))
+        return build(name, num_classes=on_disk.classes(self._files(), 0))
 
     def example(self) -> Tensor:
         return torch.zeros(1, 3, self.height, self.width)

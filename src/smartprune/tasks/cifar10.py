@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import Recipe
+from ..distill import soft_distance
 from ..errors import SmartpruneError
-from ..models import MODELS
+from ..models import build
 from .cifar10_files import CLASSES, COLOURS, SIDE, read
 from .task import Data, generator
 
@@ -59,6 +60,7 @@ class Cifar10:
     )
     models: ClassVar[tuple[str, ...]] = ("resnet18", "densenet", "googlenet", "mobilenetv2")
     measure: ClassVar[str] = "accuracy"
+    distance = staticmethod(soft_distance)
 
     def __post_init__(self) -> None:
         for name in ("holdout", "limit"):
@@ -68,7 +70,7 @@ class Cifar10:
             raise SmartpruneError(f"cifar10: pad={self.pad} should be 0 to {SIDE} pixels")
 
     def model(self, name: str) -> nn.Module:
-        return MODELS[name](num_classes=CLASSES, in_channels=COLOURS)
+        return build(name, num_classes=CLASSES, in_channels=COLOURS)
 
     def example(self) -> Tensor:
         return torch.zeros(1, COLOURS, SIDE, SIDE)
@@ -127,9 +129,12 @@ class Split:
     def steps(self, size: int) -> int:
         return max(1, len(self.labels) // size) if self.training else -(-len(self.labels) // size)
 
-    def batches(self, size: int, seed: int, epoch: int, first: int = 0) -> Iterator[Batch]:
+    def batches(self, size: int, seed: int, epoch: int, first: int = 0, every: int = 1) -> Iterator[Batch]:
         draws = self._draw(seed, epoch)
         end = min(self.steps(size) * size, len(self.labels))
+        if every > 1:
+            draws = torch.cat([draws[:, at : min(at + size, end)] for at in range(first * size, end, every * size)], 1)
+            first, end = 0, draws.shape[1]
         chunk = max(1, CHUNK // size) * size
         for start in range(first * size, end, chunk):
             order, down, right, mirrored = draws[:, start : min(start + chunk, end)]

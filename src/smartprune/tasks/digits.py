@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import Recipe
+from ..distill import soft_distance
 from ..errors import SmartpruneError
-from ..models import MODELS
+from ..models import build
 from .task import Data, generator
 
 Batch = tuple[Tensor, Tensor]  # images [batch, 1, 8, 8], labels [batch]
@@ -47,6 +48,7 @@ class Digits:
     )
     models: ClassVar[tuple[str, ...]] = ("resnet8", "resnet18")
     measure: ClassVar[str] = "accuracy"
+    distance = staticmethod(soft_distance)
 
     def __post_init__(self) -> None:
         if self.width < 1:
@@ -56,8 +58,8 @@ class Digits:
 
     def model(self, name: str) -> nn.Module:
         if name == "resnet8":
-            return MODELS[name](num_classes=10, in_channels=1, width=self.width)
-        return MODELS[name](num_classes=10, in_channels=1)
+            return build(name, num_classes=10, in_channels=1, width=self.width)
+        return build(name, num_classes=10, in_channels=1)
 
     def example(self) -> Tensor:
         return torch.zeros(1, 1, 8, 8)
@@ -90,14 +92,14 @@ class Split:
     def steps(self, size: int) -> int:
         return max(1, len(self.labels) // size) if self.training else -(-len(self.labels) // size)
 
-    def batches(self, size: int, seed: int, epoch: int, first: int = 0) -> Iterator[Batch]:
+    def batches(self, size: int, seed: int, epoch: int, first: int = 0, every: int = 1) -> Iterator[Batch]:
         images, labels = self.images, self.labels
         if self.training:
             draw = generator(seed, epoch)
             order = torch.randperm(len(labels), generator=draw).to(labels.device)
             moves = torch.randint(0, 2 * self.shift + 1, (2, len(labels)), generator=draw).to(labels.device)
             images, labels = shifted(images[order], moves, self.shift), labels[order]
-        for step in range(first, self.steps(size)):
+        for step in range(first, self.steps(size), every):
             yield images[step * size : (step + 1) * size], labels[step * size : (step + 1) * size]
 
 

@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import Recipe
+from ..distill import soft_distance
 from ..errors import SmartpruneError
-from ..models import MODELS
+from ..models import build
 from .pictures import SUFFIXES, Files, Shelf, cut, decoded, find, normalised, opened, slices
 from .task import Data, generator
 
@@ -63,6 +64,7 @@ class ImageFolder:
     )
     models: ClassVar[tuple[str, ...]] = ("resnet50", "resnet18", "densenet", "googlenet", "mobilenetv2", "resnet8")
     measure: ClassVar[str] = "accuracy"
+    distance = staticmethod(soft_distance)
 
     def __post_init__(self) -> None:
         for name in ("side", "holdout", "limit", "memory"):
@@ -78,8 +80,8 @@ class ImageFolder:
     def model(self, name: str) -> nn.Module:
         count = len(classes(self._files()))
         if name == "resnet8":  # takes grey pictures unless told
-            return MODELS[name](num_classes=count, in_channels=3)
-        return MODELS[name](num_classes=count)
+            return build(name, num_classes=count, in_channels=3)
+        return build(name, num_classes=count)
 
     def example(self) -> Tensor:
         return torch.zeros(1, 3, self.size, self.size)
@@ -123,8 +125,8 @@ class Split:
     def steps(self, size: int) -> int:
         return max(1, len(self.labels) // size) if self.training else -(-len(self.labels) // size)
 
-    def batches(self, size: int, seed: int, epoch: int, first: int = 0) -> Iterator[Batch]:
-        parts, device = slices(size, first, self.steps(size)), self.shelf.device
+    def batches(self, size: int, seed: int, epoch: int, first: int = 0, every: int = 1) -> Iterator[Batch]:
+        parts, device = slices(size, first, self.steps(size), every), self.shelf.device
         if not self.training:
             labels = self.labels.to(device)
             for part, pictures in zip(parts, self.shelf.stream(torch.arange(len(labels)), parts), strict=True):

@@ -172,9 +172,9 @@ def _constants(device: torch.device) -> tuple[Tensor, Tensor]:
     return torch.tensor(MEAN, device=device) * 255, 1 / (torch.tensor(STD, device=device) * 255)
 
 
-def slices(size: int, first: int, steps: int) -> list[slice]:
-    """Of the batches from number ``first`` on; the last may reach beyond the end."""
-    return [slice(step * size, (step + 1) * size) for step in range(first, steps)]
+def slices(size: int, first: int, steps: int, every: int = 1) -> list[slice]:
+    """Of every so many-th batch from number ``first`` on; the last may reach beyond the end."""
+    return [slice(step * size, (step + 1) * size) for step in range(first, steps, every)]
 
 
 def cut(pictures: Tensor, reach: Tensor, centre: Tensor, size: tuple[int, int], mode: str = "bilinear") -> Tensor:

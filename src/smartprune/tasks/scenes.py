@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import Recipe
+from ..distill import soft_distance
 from ..errors import SmartpruneError
-from ..models import MODELS
+from ..models import build
 from .digits import MEAN, STD, load
 from .pictures import Shelf
 from .segmentation import Batch, Moves, Split, loss, metric
@@ -49,13 +50,14 @@ class Scenes:
     )
     models: ClassVar[tuple[str, ...]] = ("segnet", "bisenetv2")
     measure: ClassVar[str] = "mIoU"
+    distance = staticmethod(soft_distance)
 
     def __post_init__(self) -> None:
         if self.width < 1 or self.data_seed < 0:
             raise SmartpruneError(f"scenes: width={self.width} should be at least 1 and data_seed={self.data_seed} at least 0")
 
     def model(self, name: str) -> nn.Module:
-        return SegNet(self.width) if name == "segnet" else MODELS[name](num_classes=CLASSES)
+        return SegNet(self.width) if name == "segnet" else build(name, num_classes=CLASSES)
 
     def example(self) -> Tensor:
         return torch.zeros(1, 3, SIDE, SIDE)

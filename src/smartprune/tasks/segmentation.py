@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import Recipe
+from ..distill import soft_distance
 from ..errors import SmartpruneError
-from ..models import MODELS
+from ..models import build
 from . import segmentation_files as on_disk
 from .pictures import Files, Shelf, cut, find, normalised, slices
 from .segmentation_files import IGNORE
@@ -60,6 +61,7 @@ class Segmentation:
     )
     models: ClassVar[tuple[str, ...]] = ("bisenetv2",)
     measure: ClassVar[str] = "mIoU"
+    distance = staticmethod(soft_distance)
 
     def __post_init__(self) -> None:
         check("segmentation", self.height, self.width, self.smallest, self.largest)
@@ -70,7 +72,7 @@ class Segmentation:
         on_disk.side(self.resize)
 
     def model(self, name: str) -> nn.Module:
-        return MODELS[name](num_classes=on_disk.classes(self._files(), self.classes))
+        return build(name, num_classes=on_disk.classes(self._files(), self.classes))
 
     def example(self) -> Tensor:
         return torch.zeros(1, 3, self.height, self.width)
@@ -109,8 +111,8 @@ class Split:
     def steps(self, size: int) -> int:
         return max(1, self.count // size) if self.moves else -(-self.count // size)
 
-    def batches(self, size: int, seed: int, epoch: int, first: int = 0) -> Iterator[Batch]:
-        parts, device = slices(size, first, self.steps(size)), self.shelf.device
+    def batches(self, size: int, seed: int, epoch: int, first: int = 0, every: int = 1) -> Iterator[Batch]:
+        parts, device = slices(size, first, self.steps(size), every), self.shelf.device
         if self.moves is None:
             for taken in self.shelf.stream(torch.arange(self.count), parts):
                 yield filled_up(normalised(taken[..., :3]), taken[..., 3].long())

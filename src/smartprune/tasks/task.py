@@ -21,6 +21,9 @@ class Data(Protocol):
     def batches(self, size: int, seed: int, epoch: int, first: int = 0) -> Iterator[Any]:
         """The batches of an epoch from number ``first`` on.
 
+        May take ``every: int = 1`` as well: only every so many-th of them. Several processes share an epoch that way, and
+        without it each makes all batches ready to take its own.
+
         Order and augmentation depend on (seed, epoch) and a sample's place alone, never on what was drawn before: a
         run that is resumed in the middle of an epoch then sees the very same batches.
         """
@@ -28,7 +31,12 @@ class Data(Protocol):
 
 
 class Task(Protocol):
-    """A frozen dataclass whose fields are the task's settings, with these members."""
+    """A frozen dataclass whose fields are the task's settings, with these members.
+
+    Optional: ``distance(out, wanted, temperature)``, a scalar that says how far the model's output is from the dense
+    model's for the same input; ``--distill`` needs it. :func:`smartprune.distill.soft_distance` serves classifiers, of
+    pictures or of pixels.
+    """
 
     recipe: ClassVar[Recipe]
     models: ClassVar[tuple[str, ...]]  # names in MODELS that fit, and those of networks of the task's own
@@ -50,8 +58,28 @@ class Task(Protocol):
         """The training loss of one batch, a scalar."""
         ...
 
-    def metric(self, model: nn.Module, data: Data) -> float:
-        """How good the model is on a split, higher is better. The caller sets eval mode and turns gradients off."""
+    def metric(self, model: nn.Module, data: Data) -> float | None:
+        """How good the model is on a split, higher is better. The caller sets eval mode and turns gradients off.
+
+        None: what judges the model is not installed here. Such a task is also a :class:`Deferred` one.
+        """
+        ...
+
+
+class Deferred(Task, Protocol):
+    """A task whose models can be judged without them, later or elsewhere, by what they found."""
+
+    needs: ClassVar[str]  # what judges, and how it is installed
+
+    def predictions(self, model: nn.Module, data: Data) -> list[dict[str, Any]]:
+        """What the model finds on a split, as plain data; it is kept beside a run."""
+        ...
+
+    def score(self, found: object, split: str) -> dict[str, float] | None:
+        """Figures by name, the task's measure first; None if what judges is not installed here.
+
+        ``found`` may come from a file, so it is checked.
+        """
         ...
 
 
