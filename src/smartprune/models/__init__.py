@@ -10,9 +10,12 @@ from .bisenetv2 import bisenetv2
 from .densenet import densenet
 from .googlenet import googlenet
 from .mobilenetv2 import mobilenetv2
+from .named import build, foreign
 from .resnet import resnet8, resnet18
 from .resnet50 import resnet50
 from .yolov5m import yolov5m
+
+__all__ = ["MODELS", "build", "foreign"]
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
     "resnet8": resnet8,
