@@ -13,7 +13,10 @@ from collections.abc import Callable, Sequence
 
 from ..errors import SmartpruneError
 from .compare import compare_verb
+from .evaluate import eval_verb
+from .export import export_verb
 from .look import plan_verb, report_verb, verify_verb
+from .pack import pack_verb, unpack_verb
 from .sweep import sweep_verb
 from .train import train_verb
 from .verb import Verbs
@@ -23,6 +26,10 @@ VERBS: tuple[Callable[[Verbs], None], ...] = (
     plan_verb,
     report_verb,
     verify_verb,
+    eval_verb,
+    pack_verb,
+    unpack_verb,
+    export_verb,
     compare_verb,
     sweep_verb,
 )

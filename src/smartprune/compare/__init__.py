@@ -226,6 +226,9 @@ def read_entry(folder: Path) -> Entry:
     _number(config, budget)
     if not result.boolean("verified"):
         raise SmartpruneError(f"{RESULT}: the model is not what its receipt says")
+    for name in ("dense", "pruned"):
+        if result.raw(name) is None:
+            raise SmartpruneError(f"{RESULT}: {name} is not scored yet; score it with: smartprune eval {folder}")
     versions = result.inner("versions")
     return Entry(
         folder=folder,

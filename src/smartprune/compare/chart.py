@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -10,6 +9,7 @@ from pathlib import Path
 
 from ..errors import SmartpruneError
 from ..files import write_whole
+from ..report.draw import ticks
 from ..text import shorten
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#7a5195", "#b8860b", "#56b4e9", "#555555")
@@ -52,19 +52,6 @@ def save_charts(charts: Sequence[Chart], path: str | Path) -> None:
         _save_png(charts, Path(path))
     else:
         raise SmartpruneError(f"{path}: a plot is written as .svg, or as .png with matplotlib; name it so")
-
-
-def ticks(low: float, high: float, about: int = 6) -> list[float]:
-    """Round numbers from the last one below ``low`` to the first one above ``high``.
-
-    >>> ticks(0.12, 0.87)
-    [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
-    """
-    room = max(high - low, 1e-9 * max(1.0, abs(high)))
-    power = 10 ** math.floor(math.log10(room / about))
-    step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if room / (factor * power) <= about)
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [round(number * step, 12) for number in range(first, max(last, first + 1) + 1)]
 
 
 def svg(charts: Sequence[Chart]) -> str:

@@ -203,8 +203,7 @@ class Sweep:
                 result = Result.load(job.folder)
                 if not job.adopted:
                     self.took["run"].append(max(job.seconds, result.seconds))
-                change = 100 * (result.pruned - result.dense)
-                self._report(board, job, f"{result.measure} {100 * result.pruned:.2f} % ({change:+.2f})")
+                self._report(board, job, f"{result.measure} {result.shown('pruned')}")
                 continue
             if job.stopped or job.adopted:
                 continue  # to be resumed, now or by the next sweep
