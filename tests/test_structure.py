@@ -6,7 +6,10 @@ from pathlib import Path
 import smartprune as sp
 
 SOURCE = Path(sp.__file__).parent
-LOWER = ("verify", "report", "source", "occupancy", "receipt", "pack", "onnx", "npu", "runtime")
+LOWER = (
+    "verify", "report", "source", "occupancy", "receipt", "pack", "packfile", "layout", "onnx", "onnxfile", "onnxgraph", "npu",
+    "npu_work", "runtime",
+)  # fmt: skip
 UPPER = ("pruner", "methods", "masking", "guard", "topk", "schedule", "train", "cli", "tasks", "models", "run")
 
 

@@ -6,7 +6,7 @@ import os
 import pickle
 import zipfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -17,8 +17,12 @@ from torch import Tensor, nn
 from .block import Block, Grid
 from .errors import SmartpruneError
 from .layers import Skipped, candidates, find
+from .layout import Layout
 from .occupancy import nonzero
+from .onnxfile import read_onnx
+from .packfile import is_packed, read_packed
 from .receipt import Receipt
+from .tally import Row
 
 Model = nn.Module | Mapping[str, Tensor] | str | os.PathLike[str]
 
@@ -48,6 +52,10 @@ class Source:
     tensors: Mapping[str, Tensor] = field(repr=False)
     model: nn.Module | None = field(default=None, repr=False)
     receipt: Receipt | None = field(default=None, repr=False)
+    layouts: Mapping[str, Layout] = field(default_factory=dict, repr=False)  # by weight, where the file says them
+    block: Block | None = None  # where the file says that too
+    complete: bool = False  # whether no other tensor of the file is the weight of a layer
+    rounded: bool = False  # whether values were scaled or rounded on the way, so that a kept block may have become zero
 
     def get(self, name: str) -> Tensor | None:
         """A tensor by name, also where a wrapper put a prefix before all names."""
@@ -78,28 +86,26 @@ class Source:
         out, seen = {}, set()
         names = None if self.model is None else {name for name, _ in _parameters(self.model)}
         for name, tensor in self.tensors.items():
-            place = _place(tensor)
-            if (
-                tensor.layout is torch.strided
-                and place not in seen
-                and (_learnable(name, tensor) if names is None else name in names)
-            ):
-                seen.add(place)
+            at = place(tensor)
+            if tensor.layout is torch.strided and at not in seen and (_learnable(name, tensor) if names is None else name in names):
+                seen.add(at)
                 out[name] = tensor
         return out
 
     def cuts(self, block: Block) -> tuple[tuple[Cut, ...], tuple[Skipped, ...]]:
         """Every weight that can be cut into blocks, and those that cannot, with the reason.
 
-        A model says which axes are which. A file does not: what the receipt lists is cut as it says, any other weight
-        as that of a plain convolution or linear layer.
+        A model says which axes are which, and so does a packed file. Other files do not: what the receipt lists is cut as it
+        says, any other weight as that of a plain convolution or linear layer.
         """
         if self.model is not None:
             if next(candidates(self.model), None) is None:
                 return (), ()
             layers, skipped = find(self.model, block, include="*")
             return tuple(Cut(x.name, x.weight, x.kind, x.grid, x.transposed, self.tensors[x.weight]) for x in layers), skipped
-        rows = {} if self.receipt is None else {row.weight: row for row in self.receipt.layers}
+        known: dict[str, Row | Layout] = dict(self.layouts)
+        if self.receipt is not None:
+            known |= {row.weight: row for row in self.receipt.layers}
         cuts: list[Cut] = []
         left = [
             Skipped(key.removesuffix(".weight"), "sparse", tuple(tensor.shape), f"{tensor.layout} weights are not dense")
@@ -110,17 +116,18 @@ class Source:
             if tensor.dim() < 2:
                 continue
             name, shape = key.removesuffix(".weight"), tuple(tensor.shape)
-            row = rows.get(key)
-            if row is not None and row.shape == shape:
-                cuts.append(Cut(row.name, key, row.kind, row.cut(block), row.transposed, tensor))
+            layout = known.get(key)
+            if layout is None and self.complete:
+                left.append(Skipped(name, "tensor", shape, "not the weight of a convolution or linear layer"))
                 continue
-            kind = "matrix" if tensor.dim() == 2 else "kernel"
+            if layout is None or layout.shape != shape:
+                layout = Layout(name, "matrix" if tensor.dim() == 2 else "kernel", shape)
             try:
                 if tensor.numel() == 0:
                     raise SmartpruneError("no weights")
-                cuts.append(Cut(name, key, kind, block.grid(shape), False, tensor))
+                cuts.append(Cut(layout.name, key, layout.kind, layout.cut(block), layout.transposed, tensor))
             except SmartpruneError as error:
-                left.append(Skipped(name, kind, shape, str(error)))
+                left.append(Skipped(layout.name, layout.kind, shape, str(error)))
         return tuple(cuts), tuple(left)
 
 
@@ -139,28 +146,52 @@ def read_source(model: Model) -> Source:
         if not (path / RUN_MODEL).is_file():
             raise SmartpruneError(f"{path}: a run folder holds {RUN_MODEL}, and this folder does not; give a file")
         receipt = path / RUN_RECEIPT
-        return Source(str(path), _read(path / RUN_MODEL), receipt=Receipt.load(receipt) if receipt.exists() else None)
-    return Source(str(path), _read(path))
+        source = replace(_read(path / RUN_MODEL), where=str(path))
+        return replace(source, receipt=Receipt.load(receipt)) if receipt.exists() else source
+    return _read(path)
 
 
-def _read(path: Path) -> dict[str, Tensor]:
+def _read(path: Path) -> Source:
     if not path.is_file():
         raise SmartpruneError(f"{path}: there is no such file")
     reader = READERS.get(path.suffix.lower())
+    if reader is None and _looks_like_safetensors(path):  # a packed file may have any name
+        reader = _read_safetensors
     if reader is None:
         raise SmartpruneError(f"{path}: files that end in {path.suffix!r} are not known; known are: {', '.join(READERS)}")
-    return _tensors(reader(path), str(path))
+    return reader(path)
 
 
-def _read_safetensors(path: Path) -> dict[str, Tensor]:
+def _looks_like_safetensors(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(9)[8:] == b"{"
+
+
+def _read_safetensors(path: Path) -> Source:
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+            packed = is_packed(file.metadata())
+            tensors = {} if packed else {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
     except Exception as error:
         raise SmartpruneError(f"{path}: not a readable safetensors file ({_first_line(error)})") from None
+    if packed:
+        found = read_packed(path)
+        tensors = _tensors(found.dense(), str(path))
+        return Source(str(path), tensors, receipt=found.receipt, layouts=found.layouts, block=found.block, complete=True)
+    return Source(str(path), _tensors(tensors, str(path)))
 
 
-def _read_checkpoint(path: Path) -> Mapping[str, object]:
+def _read_onnx(path: Path) -> Source:
+    found = read_onnx(path)
+    tensors = _tensors(found.tensors(), str(path))
+    return Source(str(path), tensors, None, found.receipt, found.layouts(), found.block, complete=True, rounded=True)
+
+
+def _read_checkpoint(path: Path) -> Source:
+    return Source(str(path), _tensors(_load_checkpoint(path), str(path)))
+
+
+def _load_checkpoint(path: Path) -> Mapping[str, object]:
     try:
         if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:
@@ -182,13 +213,14 @@ def _read_checkpoint(path: Path) -> Mapping[str, object]:
     return data
 
 
-# One line per kind of file: its ending, and a function from the path to tensors by name.
-READERS: dict[str, Callable[[Path], Mapping[str, object]]] = {
+# One line per kind of file: its ending, and a function that reads it.
+READERS: dict[str, Callable[[Path], Source]] = {
     ".safetensors": _read_safetensors,
     ".pt": _read_checkpoint,
     ".pth": _read_checkpoint,
     ".ckpt": _read_checkpoint,
     ".bin": _read_checkpoint,
+    ".onnx": _read_onnx,
 }
 
 
@@ -234,7 +266,7 @@ def _learnable(name: str, tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_quantized or tensor.dtype in (torch.int8, torch.uint8)
 
 
-def _place(tensor: Tensor) -> tuple[object, ...]:
+def place(tensor: Tensor) -> tuple[object, ...]:
     """The same for two names of one tensor."""
     if tensor.layout is not torch.strided or tensor.is_meta or tensor.numel() == 0:
         return (id(tensor),)

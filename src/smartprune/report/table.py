@@ -14,7 +14,7 @@ from ..block import Block
 from ..errors import SmartpruneError
 from ..layers import Skipped
 from ..occupancy import nonzero
-from ..source import Cut, Model, read_source
+from ..source import Cut, Model, Source, read_source
 from ..tally import Count
 
 WIDTH = 80
@@ -169,7 +169,7 @@ class Report:
 def report(model: Model, block: Block | str | Sequence[int | None] | None = None) -> Report:
     """Where the zeros of a model are: anybody's model, state dict, file or run folder (see :func:`smartprune.verify`).
 
-    ``block`` is the receipt's in a run folder, else 16x8, unless given.
+    ``block`` is the receipt's in a run folder, a packed file's own, else 16x8, unless given.
 
     >>> import torch
     >>> w = torch.zeros(4, 6)
@@ -184,13 +184,32 @@ def report(model: Model, block: Block | str | Sequence[int | None] | None = None
     ...
     """
     source = read_source(model)
+    return report_of(source, cut_source(source, block))
+
+
+@dataclass(frozen=True)
+class Slices:
+    """A source cut into blocks, and what could not be."""
+
+    block: Block
+    cuts: tuple[Cut, ...]
+    skipped: tuple[Skipped, ...]
+
+
+def cut_source(source: Source, block: Block | str | Sequence[int | None] | None) -> Slices:
+    """Cuts the weights into ``block``, or into the block that the source itself says, or into 16x8."""
     if block is None:
-        block = (16, 8) if source.receipt is None else source.receipt.block
+        block = (source.block or (16, 8)) if source.receipt is None else source.receipt.block
     block = Block.of(block)
     cuts, skipped = source.cuts(block)
     if not cuts:
         reasons = "; ".join(f"{s.name}: {s.reason}" for s in skipped) or "no tensor has two axes or more"
         raise SmartpruneError(f"{source.where}: no weight can be cut into blocks of {block} ({reasons})")
+    return Slices(block, cuts, skipped)
+
+
+def report_of(source: Source, slices: Slices) -> Report:
+    block, cuts, skipped = slices.block, slices.cuts, slices.skipped
     return Report(source.where, block, tuple(_row(cut) for cut in cuts), skipped, source.params, source.zeros)
 
 

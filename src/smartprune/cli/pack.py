@@ -1,0 +1,84 @@
+"""``smartprune pack`` and ``unpack``: a pruned model as a small file, and back."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from ..errors import SmartpruneError
+from .verb import Verbs, add_verb, arguments, show
+
+
+def pack_verb(verbs: Verbs) -> None:
+    parser = add_verb(
+        verbs,
+        "pack",
+        "write a model without its zero blocks",
+        "  smartprune pack runs/mine\n"
+        "  smartprune pack model.safetensors --block 16x8 --out small.packed.safetensors\n\n"
+        "docs/format.md is the file's specification.",
+    )
+    parser.add_argument("model", help="a run folder, a .safetensors file or a torch checkpoint")
+    parser.add_argument("--block", help="block, output x input channels (default: the receipt's)")
+    parser.add_argument("--receipt", metavar="FILE", help="receipt to put into the file (default: the run folder's)")
+    parser.add_argument("--out", metavar="FILE", help="file to write (default: the model's name with .packed.safetensors)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run_pack)
+
+
+def run_pack(args: argparse.Namespace) -> int:
+    from ..block import Block
+    from ..pack import pack
+    from ..receipt import Receipt
+
+    with arguments(args):
+        block = None if args.block is None else Block.of(args.block)
+        out = Path(args.out or _default(Path(args.model)))
+        if block is None and args.receipt is None and not Path(args.model).is_dir():
+            raise SmartpruneError("a file has no receipt that says which block to use: add --block, such as --block 16x8")
+    receipt = None if args.receipt is None else Receipt.load(args.receipt)
+    show(args, pack(args.model, out, block, receipt))
+    return 0
+
+
+def _default(model: Path) -> Path:
+    from ..pack import SUFFIX
+
+    return model / f"model{SUFFIX}" if model.is_dir() else model.with_name(model.stem + SUFFIX)
+
+
+def unpack_verb(verbs: Verbs) -> None:
+    parser = add_verb(
+        verbs,
+        "unpack",
+        "write the plain, dense form of a packed file",
+        "  smartprune unpack small.packed.safetensors --out model.safetensors",
+    )
+    parser.add_argument("file", help="a packed file")
+    parser.add_argument("--out", metavar="FILE", required=True, help=".safetensors file to write")
+    parser.add_argument("--limit", metavar="BYTES", type=int, help="most bytes that the tensors may take (default: 1 GiB or more)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run_unpack)
+
+
+def run_unpack(args: argparse.Namespace) -> int:
+    from ..files import write_whole
+    from ..pack import unpack
+    from ..packfile import safetensors_bytes
+
+    out = Path(args.out)
+    with arguments(args):
+        if out.suffix != ".safetensors":
+            raise SmartpruneError(f"--out {out} must end in .safetensors, for that is what is written")
+        if out.exists() and out.resolve() == Path(args.file).resolve():
+            raise SmartpruneError(f"--out {out} is the packed file itself; give another name")
+    state = unpack(args.file, limit=args.limit)
+    write_whole(out, b"".join(safetensors_bytes(state)))
+    sizes: dict[str, Any] = {"packed": Path(args.file).stat().st_size, "dense": out.stat().st_size, "tensors": len(state)}
+    if args.json:
+        print(json.dumps({"path": str(out), **sizes}, indent=2))
+    else:
+        print(f"{sizes['tensors']} tensors, {sizes['packed']:,} bytes packed, {sizes['dense']:,} bytes dense\nfile     {out}")
+    return 0

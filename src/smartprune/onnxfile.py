@@ -1,0 +1,233 @@
+"""ONNX files: the weights of anybody's graph, by the nodes that use them, read without trust and without running anything."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .block import Block
+from .errors import SmartpruneError
+from .files import parse_json, read_capped
+from .layout import Layout
+from .receipt import Receipt
+
+MOST_BYTES = 1 << 31  # what one protobuf message can hold
+MOST_STEPS = 8  # nodes between a weight and the layer that uses it
+BLOCK, RECEIPT = "smartprune.block", "smartprune.receipt"  # entries of the model's metadata
+QUANTIZED = "_quantized"  # what onnxruntime's quantizer puts behind the name of a weight
+WEIGHT = {"Conv": 1, "ConvTranspose": 1, "Gemm": 1, "MatMul": 1, "QLinearConv": 3, "QLinearMatMul": 3}  # input of the weight
+WEIGHT |= {"ConvInteger": 1, "MatMulInteger": 1}
+SCALERS = ("QuantizeLinear", "DequantizeLinear")  # whose other inputs, scales and zero points, nobody learned
+ZERO_POINT = {"QLinearConv": 5, "QLinearMatMul": 5, "ConvInteger": 3, "MatMulInteger": 3}
+
+
+def need(package: str) -> Any:
+    """An optional package, or an error that says how to get it."""
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise SmartpruneError(
+            f"{package} is needed for ONNX and cannot be imported ({error}); install it with: pip install 'smartprune[onnx]'"
+        ) from None
+
+
+@dataclass(frozen=True, eq=False)
+class OnnxWeight:
+    """One weight of a graph: ``array`` and ``layout`` as stored under ``initializer``, less its zero point.
+
+    ``name`` is the initializer's name, or what it was before quantization. ``matrix`` marks those whose axes are (in, out).
+    """
+
+    name: str
+    initializer: str
+    array: Tensor = field(repr=False)
+    layout: Layout
+    matrix: bool
+
+    @property
+    def tensor(self) -> Tensor:
+        """As torch stores it: a matrix is (out, in)."""
+        return self.array.t() if self.matrix else self.array
+
+
+@dataclass(frozen=True, eq=False)
+class OnnxFile:
+    """What an ONNX file holds, as far as zeros go."""
+
+    where: str
+    weights: Mapping[str, OnnxWeight] = field(repr=False)
+    others: Mapping[str, Tensor] = field(repr=False)
+    block: Block | None = None
+    receipt: Receipt | None = field(default=None, repr=False)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {**{name: weight.tensor for name, weight in self.weights.items()}, **self.others}
+
+    def layouts(self) -> dict[str, Layout]:
+        """Of the tensors as :meth:`tensors` gives them."""
+        return {
+            name: Layout(w.layout.name, w.layout.kind, tuple(w.tensor.shape), w.layout.parts, w.layout.transposed and not w.matrix)
+            for name, w in self.weights.items()
+        }
+
+
+def read_onnx(path: Path) -> OnnxFile:
+    """Reads an ONNX file of any origin."""
+    return parse_onnx(read_capped(path, MOST_BYTES), str(path))
+
+
+def parse_onnx(data: bytes, where: str) -> OnnxFile:
+    onnx = need("onnx")
+    try:
+        model = onnx.load_model_from_string(data)
+    except Exception as error:  # protobuf has several, and they depend on its version
+        raise SmartpruneError(f"{where}: not a readable ONNX file ({type(error).__name__}); it may be damaged or cut off") from None
+    graph = _Graph(onnx, model.graph, where)
+    weights: dict[str, OnnxWeight] = {}
+    for node in model.graph.node:
+        for weight in graph.weights(node):
+            weights.setdefault(weight.name, weight)
+    used = {weight.initializer for weight in weights.values()}
+    used |= {name for node in model.graph.node if node.op_type in SCALERS for name in node.input[1:]}
+    others = {name: graph.tensor(name) for name in graph.initializers if name not in used and name not in weights}
+    if not weights:
+        raise SmartpruneError(f"{where}: no Conv, ConvTranspose, Gemm or MatMul node has a stored weight; is it the model?")
+    said = {entry.key: entry.value for entry in model.metadata_props}
+    receipt = None
+    if RECEIPT in said:
+        receipt = Receipt.from_json(parse_json(said[RECEIPT], f"{where}: {RECEIPT}"), f"{where}: {RECEIPT}")
+    try:
+        block = Block.of(said[BLOCK][:100]) if BLOCK in said else None
+    except SmartpruneError as error:
+        raise SmartpruneError(f"{where}: {BLOCK}: {error}") from None
+    return OnnxFile(where, weights, others, block, receipt)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A stored tensor on its way to the node that uses it."""
+
+    initializer: str
+    array: Tensor
+    turned: bool = False  # the node sees its two axes swapped
+
+
+class _Graph:
+    """Looks up where the inputs of nodes come from."""
+
+    def __init__(self, onnx: Any, graph: Any, where: str) -> None:
+        self.onnx = onnx
+        self.where = where
+        self.initializers = {tensor.name: tensor for tensor in graph.initializer}
+        self.makers = {name: node for node in graph.node for name in node.output}
+        self.ready: dict[str, Tensor] = {}
+
+    def weights(self, node: Any) -> Iterable[OnnxWeight]:
+        kind = node.op_type
+        index = WEIGHT.get(kind)
+        if index is None or node.domain not in ("", "ai.onnx", "com.microsoft") or len(node.input) <= index:
+            return
+        found, matrix = self.find(node.input[index]), "MatMul" in kind or (kind == "Gemm" and not _attribute(node, "transB", 0))
+        if found is None and kind == "MatMul":  # weight x input: its axes are (out, in)
+            found, matrix = self.find(node.input[0]), False
+        if found is None or found.array.dim() < 2 or ("Conv" not in kind and found.array.dim() != 2):
+            return
+        point = ZERO_POINT.get(kind, len(node.input))
+        if len(node.input) > point and node.input[point]:
+            axis = 0 if "Conv" in kind else 1
+            found = replace(found, array=self.centred(found.array, self.find(node.input[point]), axis))
+        matrix ^= found.turned
+        groups = _attribute(node, "group", 1) if "Conv" in kind else 1
+        name = found.initializer.removesuffix(QUANTIZED)
+        layout = Layout(name.removesuffix(".weight"), kind, tuple(found.array.shape), groups, kind == "ConvTranspose" or matrix)
+        yield OnnxWeight(name, found.initializer, found.array, layout, matrix)
+
+    def find(self, name: str) -> _Found | None:
+        """The stored tensor behind a name, through nodes that only rename, turn or scale it."""
+        turned = False
+        scales: list[tuple[_Found | None, int]] = []
+        for _ in range(MOST_STEPS):
+            if name in self.initializers:
+                array = self.tensor(name)
+                for scale in scales:
+                    array = self.centred(array, *scale)
+                return _Found(name, array, turned)
+            node = self.makers.get(name)
+            if node is None or (not node.input and node.op_type != "Constant"):
+                return None
+            if node.op_type == "Constant":
+                value = next((a.t for a in node.attribute if a.name == "value"), None)
+                if value is None or scales or turned:
+                    return None
+                return _Found(name, self.decode(value, name))
+            if node.op_type == "Transpose" and not scales and list(_attribute(node, "perm", [1, 0])) == [1, 0]:
+                turned = not turned
+            elif node.op_type == "DequantizeLinear":
+                axis = _attribute(node, "axis", 1)
+                point = self.find_plain(node.input[2]) if len(node.input) > 2 and node.input[2] else None
+                scales.append((point, axis))
+            elif node.op_type == "QuantizeLinear":  # before a DequantizeLinear: the stored numbers are not quantized
+                scales.clear()
+            elif node.op_type != "Identity":
+                return None
+            name = node.input[0]
+        return None
+
+    def find_plain(self, name: str) -> _Found | None:
+        return _Found(name, self.tensor(name)) if name in self.initializers else None
+
+    def centred(self, array: Tensor, point: _Found | None, axis: int) -> Tensor:
+        """Quantized numbers less their zero point, so that what stands for zero is zero."""
+        if point is None or not bool(point.array.any()):
+            return array
+        shift = point.array.to(torch.float32).reshape(-1)
+        if shift.numel() > 1:
+            if not -array.dim() <= axis < array.dim() or shift.numel() != array.shape[axis]:
+                raise SmartpruneError(f"{self.where}: the zero point {point.initializer} does not fit the weight it belongs to")
+            shape = [1] * array.dim()
+            shape[axis] = -1
+            shift = shift.reshape(shape)
+        return array.to(torch.float32) - shift
+
+    def tensor(self, name: str) -> Tensor:
+        if name not in self.ready:
+            self.ready[name] = self.decode(self.initializers[name], name)
+        return self.ready[name]
+
+    def decode(self, stored: Any, name: str) -> Tensor:
+        """A stored tensor, if its bytes are there and as many as its shape says."""
+        if stored.data_location == self.onnx.TensorProto.EXTERNAL or stored.external_data:
+            raise SmartpruneError(
+                f"{self.where}: the data of {name} is in another file, which is not followed; save the model in one file"
+            )
+        shape = list(stored.dims)
+        if any(n < 0 for n in shape) or len(shape) > 16 or math.prod(shape) > MOST_BYTES:
+            raise SmartpruneError(f"{self.where}: {name} has the shape {str(shape)[:80]}, which no weight has")
+        try:
+            array = np.asarray(self.onnx.numpy_helper.to_array(stored))
+        except Exception as error:  # unknown types, too few bytes, and whatever else the library meets
+            raise SmartpruneError(f"{self.where}: {name} cannot be read ({str(error)[:100]})") from None
+        if list(array.shape) != shape:
+            raise SmartpruneError(f"{self.where}: {name} has the shape {list(array.shape)}, and is said to have {shape}")
+        if array.dtype.kind in "SUO":
+            array = np.zeros(0, dtype=np.float32)  # texts are no weights
+        elif array.dtype.isbuiltin != 1:  # bfloat16, 8-bit floats and 4-bit integers of ml_dtypes
+            array = array.astype(np.int8 if "int" in array.dtype.name else np.float32)
+        elif array.dtype.kind == "u" and array.dtype.itemsize > 1:
+            array = array.astype(np.int64)
+        return torch.from_numpy(np.array(array))
+
+
+def _attribute(node: Any, name: str, default: Any) -> Any:
+    for attribute in node.attribute:
+        if attribute.name == name:
+            return list(attribute.ints) if isinstance(default, list) else int(attribute.i)
+    return default

@@ -1,0 +1,187 @@
+"""Packing: a model with zero blocks as a file without them, and back."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from . import text
+from .block import Block
+from .errors import SmartpruneError
+from .files import write_whole
+from .layout import Layout
+from .packfile import PackedFile, PackedWeight, read_packed, safetensors_size
+from .receipt import Receipt
+from .source import Model, Source, place, read_source
+from .tally import Count
+from .verify import verify
+
+WIDTH = 80
+SUFFIX = ".packed.safetensors"
+
+
+@dataclass(frozen=True)
+class PackedRow:
+    """One weight that can be cut. ``size`` are its bytes in the file; ``packed`` is false where blocks would not save any."""
+
+    name: str
+    shape: tuple[int, ...]
+    blocks: Count
+    dense: int
+    size: int
+    packed: bool
+
+
+@dataclass(frozen=True)
+class Packed:
+    """What :func:`pack` wrote. ``dense`` are the bytes of a plain safetensors file of the same tensors."""
+
+    path: str
+    block: Block
+    dense: int
+    size: int
+    mask_hash: str
+    layers: tuple[PackedRow, ...]
+
+    @property
+    def share(self) -> float:
+        """Size of the file as a share of the dense one."""
+        return self.size / self.dense
+
+    def to_json(self) -> dict[str, object]:
+        """Plain data: numbers, strings, lists and dictionaries."""
+        layers = [{**vars(row), "shape": list(row.shape), "blocks": row.blocks.to_json()} for row in self.layers]
+        return {**vars(self), "block": str(self.block), "share": self.share, "layers": layers}
+
+    def __str__(self) -> str:
+        rows = [
+            (
+                row.name,
+                text.sizes(row.shape),
+                f"{row.blocks.kept:,}/{row.blocks.total:,}",
+                f"{row.dense:,}",
+                f"{row.size:,}" if row.packed else "as it is",
+            )
+            for row in self.layers
+        ]
+        header = ("layer", "weight", "kept/blocks", "dense bytes", "packed bytes")
+        return "\n".join(
+            [
+                *text.table(header, rows, "<<>>>", WIDTH, (0, 1)),
+                "",
+                f"dense    {self.dense:,} bytes",
+                f"packed   {self.size:,} bytes, {100 * self.share:.2f}% of it, in blocks of {self.block}",
+                f"mask     {self.mask_hash}",
+                f"file     {self.path}",
+            ]
+        )
+
+
+def pack(
+    model: Model,
+    path: str | os.PathLike[str],
+    block: Block | str | Sequence[int | None] | None = None,
+    receipt: Receipt | None = None,
+) -> Packed:
+    """Writes a model without its zero blocks; :func:`unpack` gives it back bit for bit (a ``-0.0`` in a block of zeros
+    becomes ``0.0``).
+
+    ``model`` is a baked or any other plain model, a state dict, a file or a run folder; it stays as it is. ``receipt`` (a run
+    folder's own is found) goes into the file, if the weights agree with it, and says which block to use. A weight whose blocks
+    would not save anything is stored as it is.
+    """
+    source = _source(model)
+    receipt = source.receipt if receipt is None else receipt
+    if block is None and receipt is None:
+        raise SmartpruneError("pack: there is no receipt that says which block to use; give block=, such as (16, 8)")
+    wanted = receipt.block if block is None and receipt is not None else Block.of(block)  # type: ignore[arg-type]
+    if receipt is not None:
+        found = verify(model, receipt=receipt)
+        if not found.ok:
+            raise SmartpruneError(f"pack: {source.where} is not what its receipt says: {found.problems[0]}")
+    target = Path(path)
+    if isinstance(model, (str, os.PathLike)) and target.exists() and target.resolve() == Path(model).resolve():
+        raise SmartpruneError(f"pack: {target} is the model itself; give another path for the packed file")
+    file, rows = _packed(source, wanted, receipt)
+    data = file.to_bytes()
+    write_whole(target, data)
+    dense = safetensors_size((name, source.tensors[name]) for name in file.names if name not in file.tied)
+    return Packed(str(target), wanted, dense, len(data), file.mask_hash, rows)
+
+
+def unpack(path: str | os.PathLike[str], model: nn.Module | None = None, *, limit: int | None = None) -> dict[str, Tensor]:
+    """The plain state dict of a packed file, which is also loaded into ``model`` if one is given.
+
+    Names, shapes and dtypes must be the model's own; otherwise nothing is loaded. ``limit`` is the most bytes that the tensors
+    may take (default: 1 GiB, or 1000 times the size of a larger file), for a small file may claim anything.
+    """
+    if not Path(path).is_file():
+        raise SmartpruneError(f"{os.fspath(path)}: there is no such file")
+    file = read_packed(Path(path), limit)
+    state = file.dense()
+    if model is not None:
+        load_into(model, state, file.where)
+    return state
+
+
+def _source(model: Model) -> Source:
+    if not isinstance(model, nn.Module):
+        return read_source(model)
+    if any(hasattr(type(module), "_smartprune_class") for module in model.modules()):
+        raise SmartpruneError("pack: the model is still being pruned; call smartprune.bake(model) first")
+    state = model.state_dict()  # unlike all parameters and buffers: what belongs into a file
+    extra = next((name for name, value in state.items() if not isinstance(value, Tensor)), None)
+    if extra is not None:
+        raise SmartpruneError(f"pack: {extra} is a {type(state[extra]).__name__}; a packed file holds tensors only")
+    return Source(type(model).__name__, state, model)
+
+
+def _packed(source: Source, block: Block, receipt: Receipt | None) -> tuple[PackedFile, tuple[PackedRow, ...]]:
+    plain: dict[str, Tensor] = {}
+    tied: dict[str, str] = {}
+    seen: dict[tuple[object, ...], str] = {}
+    for name, tensor in source.tensors.items():
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+            kind = "on the meta device" if tensor.is_meta else str(tensor.layout if not tensor.is_quantized else tensor.dtype)
+            raise SmartpruneError(f"pack: {name} is {kind}; a packed file holds plain dense tensors")
+        first = seen.setdefault(place(tensor), name)
+        if first == name:
+            plain[name] = tensor
+        else:
+            tied[name] = first
+    rows, layouts, weights = [], {}, {}
+    for cut in source.cuts(block)[0]:
+        if cut.weight not in plain:
+            continue
+        layout = Layout(cut.name, cut.kind, cut.grid.weight_shape, cut.grid.axes[0].parts, cut.transposed)
+        layouts[cut.weight] = layout
+        packed = PackedWeight.of(layout, cut.grid, cut.tensor)
+        dense = cut.tensor.numel() * cut.tensor.element_size()
+        worth = packed.nbytes < dense
+        if worth:
+            weights[cut.weight] = packed
+            del plain[cut.weight]
+        blocks = Count(cut.grid.n, len(packed.cols))
+        rows.append(PackedRow(cut.name, layout.shape, blocks, dense, packed.nbytes if worth else dense, worth))
+    names = tuple(source.tensors)
+    return PackedFile(source.where, block, names, layouts, weights, plain, tied, receipt), tuple(rows)
+
+
+def load_into(model: nn.Module, state: Mapping[str, Tensor], where: str) -> None:
+    """Loads a state dict that must fit the model exactly; one that does not changes nothing."""
+    own = model.state_dict()
+    for name in sorted(own.keys() ^ state.keys()):
+        holder = "the model lacks it" if name in state else "the file lacks it"
+        raise SmartpruneError(f"{where} does not fit the model: {name}: {holder}; give the model that it was made from")
+    for name, tensor in state.items():
+        if tensor.shape != own[name].shape or tensor.dtype != own[name].dtype:
+            raise SmartpruneError(
+                f"{where} does not fit the model: {name} is {tensor.dtype} {text.sizes(tensor.shape)} there and "
+                f"{own[name].dtype} {text.sizes(own[name].shape)} in the model"
+            )
+    model.load_state_dict(state)

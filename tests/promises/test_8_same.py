@@ -1,0 +1,73 @@
+"""Promise 8: masked, baked and packed forms of a model agree bit for bit, ONNX to float rounding, int8 to its own."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import smartprune as sp
+from conftest import Case
+
+
+def trained(case: Case) -> tuple[torch.Tensor, sp.Receipt]:
+    """What the masked model says at the end of its training, and the receipt of the bake that follows."""
+    pruner = case.attach(steps=2)
+    case.train(pruner, case.optimizer(), 3)
+    case.model.eval()
+    with torch.no_grad():
+        masked = case.model(case.x)
+    return masked, sp.bake(case.model)
+
+
+def test_masked_baked_and_packed_agree_bit_for_bit(case: Case, tmp_path: Path) -> None:
+    masked, receipt = trained(case)
+    sp.pack(case.model, tmp_path / "packed", receipt=receipt)
+    fresh = Case(case.name).model.eval()
+    sp.unpack(tmp_path / "packed", fresh)
+    with torch.no_grad():
+        assert torch.equal(case.model(case.x), masked)
+        assert torch.equal(fresh(case.x), masked)
+    for name, tensor in case.model.state_dict().items():
+        assert fresh.state_dict()[name].numpy().tobytes() == tensor.numpy().tobytes(), name
+    found = sp.verify(tmp_path / "packed")
+    assert found.ok
+    assert found.mask_hash == receipt.mask_hash == sp.verify(fresh, receipt=receipt).mask_hash
+
+
+def test_packing_twice_gives_the_same_file(case: Case, tmp_path: Path) -> None:
+    _, receipt = trained(case)
+    sp.pack(case.model, tmp_path / "a", receipt=receipt)
+    fresh = Case(case.name).model
+    sp.unpack(tmp_path / "a", fresh)
+    sp.pack(fresh, tmp_path / "b", receipt=receipt)
+    sp.pack(tmp_path / "a", tmp_path / "c")
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes() == (tmp_path / "c").read_bytes()
+
+
+def onnx_of(case: Case, path: Path, int8: bool) -> tuple[torch.Tensor, torch.Tensor, sp.Receipt]:
+    """Outputs of the masked model and of the ONNX file on the same inputs."""
+    for package in ("onnx", "onnxscript"):
+        pytest.importorskip(package, reason=f"{package} is not installed")
+    runtime = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
+    masked, receipt = trained(case)
+    batches = [case.x, torch.randn_like(case.x)] if int8 else None
+    sp.export_onnx(case.model, path, case.x, receipt=receipt, int8=int8, calibration=batches)
+    session = runtime.InferenceSession(path.read_bytes(), providers=["CPUExecutionProvider"])
+    (found,) = session.run(None, {session.get_inputs()[0].name: case.x.numpy()})
+    checked = sp.verify(path)
+    assert checked.ok, str(checked)
+    assert checked.receipt is not None
+    assert checked.receipt.mask_hash == receipt.mask_hash
+    return masked, torch.from_numpy(found), receipt
+
+
+def test_onnx_agrees_to_float_rounding(case: Case, tmp_path: Path) -> None:
+    masked, found, receipt = onnx_of(case, tmp_path / "model.onnx", int8=False)
+    assert (found - masked).abs().max() <= 1e-5 * masked.abs().max()
+    assert sp.verify(tmp_path / "model.onnx").mask_hash == receipt.mask_hash
+
+
+@pytest.mark.parametrize("name", ["plain_cnn", "transformer_block"])
+def test_int8_agrees_to_its_own_rounding(name: str, tmp_path: Path) -> None:
+    masked, found, _ = onnx_of(Case(name), tmp_path / "model.onnx", int8=True)
+    assert (found - masked).square().mean().sqrt() <= 0.1 * masked.square().mean().sqrt()

@@ -1,0 +1,566 @@
+"""ONNX: files of ours are sound, and files of anybody are read."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import json
+import math
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import smartprune as sp
+import zoo
+from smartprune.block import Block
+from smartprune.cli import main
+from smartprune.onnxfile import read_onnx
+from smartprune.receipt import make_receipt
+from test_verify import baked
+
+onnx = pytest.importorskip("onnx", reason="onnx is not installed")
+runtime = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
+pytest.importorskip("onnxscript", reason="onnxscript is not installed")
+
+from onnx import TensorProto, helper, numpy_helper  # noqa: E402
+
+PAGE = (Path(__file__).parent.parent / "docs" / "format.md").read_text()
+
+
+def ran(path: Path, x: Tensor) -> Tensor:
+    session = runtime.InferenceSession(path.read_bytes(), providers=["CPUExecutionProvider"])
+    return torch.from_numpy(session.run(None, {session.get_inputs()[0].name: x.numpy()})[0])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("onnx")
+
+
+@pytest.fixture(scope="module")
+def made(folder: Path) -> dict[str, tuple[nn.Module, sp.Receipt, Any, Path]]:
+    """Three models, exported once: batch normalization, groups, transposed convolutions, matrices."""
+    out = {}
+    for name in ("mobilenet_block", "transformer_block", "unet"):
+        torch.manual_seed(0)
+        model, receipt = baked(name)
+        with torch.no_grad():
+            for module in model.modules():
+                if isinstance(module, nn.BatchNorm2d):  # as if trained
+                    for tensor in (module.weight, module.bias, module.running_mean):
+                        tensor.normal_()
+                    module.running_var.uniform_(0.5, 2)
+        path = folder / f"{name}.onnx"
+        model.train()
+        out[name] = (model, receipt, sp.export_onnx(model, path, zoo.SMALL[name]()[1], receipt=receipt), path)
+    return out
+
+
+# --- what is written
+
+
+@pytest.mark.parametrize("name", ["mobilenet_block", "transformer_block", "unet"])
+def test_the_file_is_the_model(name: str, made: Any) -> None:
+    model, receipt, done, path = made[name]
+    assert model.training  # as it was
+    graph = onnx.load(path)
+    onnx.checker.check_model(graph, full_check=True)
+    assert not any(node.op_type == "BatchNormalization" for node in graph.graph.node)
+    assert done.batchnorms == 0
+    plain = copy.deepcopy(model).eval()
+    for batch in (1, 2, 7):
+        x = torch.randn(batch, 3, 8, 8)
+        with torch.no_grad():
+            wanted = plain(x)
+        assert (ran(path, x) - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+    assert 0 <= done.difference <= 1e-5 * done.scale
+    found = sp.verify(path)
+    assert found.ok, str(found)
+    assert found.mask_hash == receipt.mask_hash
+    assert found.zero == receipt.blocks.removed
+    assert done.blocks.removed == sp.verify(model, block=(4, 4)).zero
+    assert json.loads(json.dumps(done.to_json()))["blocks"]["removed"] == done.blocks.removed
+    assert "each removed block was found zero" in str(done)
+
+
+def test_no_paths_of_this_machine(made: Any) -> None:
+    for _, _, _, path in made.values():
+        data = path.read_bytes()
+        assert b"/zoo.py" not in data
+        assert b"stack_trace" not in data
+        assert str(Path.cwd()).encode() not in data
+
+
+def test_the_mask_file(made: Any) -> None:
+    """The documented reader against a slow loop over the numbers of the ONNX file."""
+    scope: dict[str, Any] = {}
+    exec(next(text for text in re.findall(r"```python\n(.*?)```", PAGE, re.S) if "def read_mask" in text), scope)
+    for name, (_, _, done, path) in made.items():
+        arrays = {tensor.name: numpy_helper.to_array(tensor) for tensor in onnx.load(path).graph.initializer}
+        mask = scope["read_mask"](done.mask_path)
+        entries = {entry["name"]: entry for entry in json.loads(Path(done.mask_path).read_text())["weights"]}
+        assert len(mask) == 6, name
+        for weight, present in mask.items():
+            array, entry = arrays[weight], entries[weight]
+            assert list(array.shape) == entry["shape"]
+            assert entry["present"] == present.sum()
+            part = array.shape[0] // entry["groups"]
+            per = math.ceil(part / 4)
+            expected = np.zeros(present.shape, dtype=bool)
+            for index, value in np.ndenumerate(array):
+                group, inner = divmod(index[0], part)
+                expected[(group * per + inner // 4, index[1] // 4, *index[2:])] |= value != 0
+            assert np.array_equal(present, expected), (name, weight)
+    turned, matrix, grouped = (
+        _entry(made, *where)
+        for where in (("unet", "up1.weight"), ("transformer_block", "mlp.0.weight"), ("mobilenet_block", "grouped.weight"))
+    )
+    assert (turned["node"], turned["transposed"]) == ("ConvTranspose", True)
+    assert (matrix["node"], matrix["transposed"], matrix["shape"]) == ("MatMul", True, [16, 36])
+    assert (grouped["node"], grouped["transposed"], grouped["groups"]) == ("Conv", False, 2)
+    fields = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", PAGE.split("# The mask file")[1].split("An entry:")[1], re.M)
+    assert sorted(re.findall(r"\w+", " ".join(fields))) == sorted(turned)
+
+
+def _entry(made: Any, name: str, weight: str) -> dict[str, Any]:
+    weights = json.loads(Path(made[name][2].mask_path).read_text())["weights"]
+    return next(entry for entry in weights if entry["name"] == weight)
+
+
+def test_int8(made: Any, folder: Path) -> None:
+    model, receipt, _, _ = made["unet"]
+    path = folder / "int8.onnx"
+    torch.manual_seed(1)
+    batches = [torch.randn(8, 3, 8, 8) for _ in range(4)]
+    done = sp.export_onnx(model, path, batches[0], receipt=receipt, int8=True, calibration=batches)
+    stored = {tensor.name: numpy_helper.to_array(tensor) for tensor in onnx.load(path).graph.initializer}
+    for row in receipt.layers:
+        weight = stored[f"{row.weight}_quantized"]
+        assert weight.dtype == np.int8
+        assert not stored[f"{row.weight}_zero_point"].any()
+        removed = ~row.cut(receipt.block).expand(row.mask()).numpy()
+        assert removed.any()
+        assert not weight[removed].any()  # exactly zero, number by number
+    found = sp.verify(path)
+    assert found.ok, str(found)
+    assert found.zero >= receipt.blocks.removed
+    with torch.no_grad():
+        wanted = copy.deepcopy(model).eval()(batches[0])
+    error = float((ran(path, batches[0]) - wanted).square().mean().sqrt() / wanted.square().mean().sqrt())
+    assert 0 < error < 0.1
+    assert done.int8_error is not None
+    assert abs(error - done.int8_error) < 0.03
+    assert "int8     outputs differ from float by" in str(done)
+    assert path.stat().st_size < 0.7 * made["unet"][3].stat().st_size
+
+
+class Chance(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.compiler.is_exporting():
+            return self.conv(x) * 1.01  # the graph is not what the model computes
+        return self.conv(x)
+
+
+def test_misuse(folder: Path, tmp_path: Path) -> None:
+    model, receipt = baked()
+    x, path = torch.randn(2, 3, 8, 8), tmp_path / "no.onnx"
+    with pytest.raises(sp.SmartpruneError, match="give block="):
+        sp.export_onnx(model, path, x)
+    with pytest.raises(sp.SmartpruneError, match="int8 needs calibration="):
+        sp.export_onnx(model, path, x, (4, 4), int8=True)
+    with pytest.raises(sp.SmartpruneError, match="calibration= is for int8"):
+        sp.export_onnx(model, path, x, (4, 4), calibration=[x])
+    with pytest.raises(sp.SmartpruneError, match="an example is a tensor with a batch axis"):
+        sp.export_onnx(model, path, torch.tensor(1.0), (4, 4))
+    with pytest.raises(sp.SmartpruneError, match=r"the model failed on inputs of 2x4x8x8"):
+        sp.export_onnx(model, path, torch.randn(2, 4, 8, 8), (4, 4))
+    with pytest.raises(sp.SmartpruneError, match="no weight that can be cut"):
+        sp.export_onnx(nn.BatchNorm2d(3), path, x, (4, 4))
+    with pytest.raises(sp.SmartpruneError, match="differ from the model's by"):
+        sp.export_onnx(Chance(), path, x, (4, 4))
+    with pytest.raises(sp.SmartpruneError, match=r"no must end in \.onnx"):
+        sp.export_onnx(model, tmp_path / "no", x, (4, 4))
+    with pytest.raises(sp.SmartpruneError, match=r"does not compute in bfloat16.*model\.float"):
+        sp.export_onnx(copy.deepcopy(model).bfloat16(), path, x, (4, 4))
+    with pytest.raises(sp.SmartpruneError, match=r"is not what its receipt says: 3\.weight"):
+        sp.export_onnx(zoo.plain_cnn()[0], path, x, receipt=receipt)
+    masked, _ = zoo.plain_cnn()
+    sp.attach(masked, sp.Smart(), block=(4, 4), sparsity=0.5, steps=3)
+    with pytest.raises(sp.SmartpruneError, match=r"still being pruned; call smartprune\.bake"):
+        sp.export_onnx(masked, path, x, (4, 4))
+    assert list(tmp_path.iterdir()) == []  # no file that is not what it should be
+
+
+def test_missing_packages_are_named(made: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "onnx", None)
+    with pytest.raises(sp.SmartpruneError, match=r"onnx is needed .* pip install 'smartprune\[onnx\]'"):
+        sp.verify(made["unet"][3])
+    with pytest.raises(sp.SmartpruneError, match=r"smartprune\[onnx\]"):
+        sp.export_onnx(baked()[0], tmp_path / "x.onnx", torch.randn(2, 3, 8, 8), (4, 4))
+
+
+def test_the_same_model_gives_the_same_file(made: Any, tmp_path: Path) -> None:
+    model, receipt, done, path = made["mobilenet_block"]
+    torch.manual_seed(0)
+    again = sp.export_onnx(model, tmp_path / "again.onnx", zoo.mobilenet_block()[1], receipt=receipt)
+    assert (tmp_path / "again.onnx").read_bytes() == path.read_bytes()
+    assert Path(again.mask_path).read_bytes() == Path(done.mask_path).read_bytes()
+
+
+class Two(nn.Module):
+    """Two inputs, one of them integers; two outputs; one batch size only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(10, 16)
+        self.inner = nn.Linear(16, 24, bias=False)
+        self.outer = nn.Linear(24, 8)
+
+    def forward(self, x: Tensor, kind: Tensor) -> dict[str, Tensor]:
+        y = torch.relu(self.inner(x.reshape(2, 3, 16) + self.table(kind)))
+        return {"a": self.outer(y), "b": y.mean(-1)}
+
+
+def test_several_inputs_and_outputs_and_a_fixed_batch(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Two()
+    with torch.no_grad():
+        model.inner.weight[:8] = 0
+    given = (torch.randn(2, 3, 16), torch.randint(0, 10, (2, 3)))
+    with pytest.raises(sp.SmartpruneError, match="give dynamic_batch=False"):
+        sp.export_onnx(model, tmp_path / "m.onnx", given, (8, 8))
+    done = sp.export_onnx(model, tmp_path / "m.onnx", given, (8, 8), dynamic_batch=False)
+    assert (done.blocks.removed, done.blocks.total) == (2, 2 * 3 + 3 * 1)
+    graph = onnx.load(tmp_path / "m.onnx").graph
+    assert [entry.name for entry in graph.input] == ["input", "input2"]
+    assert [entry.name for entry in graph.output] == ["output", "output2"]
+    found = sp.verify(tmp_path / "m.onnx")
+    assert found.block == Block(8, 8)  # the file says so
+    assert [(layer.name, layer.zero) for layer in found.layers] == [("inner", 2), ("outer", 0)]  # and no table
+
+
+class Helped(nn.Module):
+    """A head that only helps in training, as segmentation networks have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head, self.aid = nn.Conv2d(3, 16, 3), nn.Conv2d(16, 8, 1), nn.Conv2d(16, 8, 1)
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        y = torch.relu(self.body(x))
+        return (self.head(y), self.aid(y)) if self.training else self.head(y)
+
+
+def test_what_the_graph_does_not_use(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Helped()
+    plan = sp.plan(model, (4, 4), 0.5, include="*")
+    mask = (torch.arange(plan.n) % 2).bool()
+    with torch.no_grad():
+        for layer in plan.layers:
+            model.get_parameter(layer.weight).mul_(layer.grid.expand(mask[layer.start : layer.stop].float()))
+    receipt = make_receipt(plan, model.state_dict(), mask, "every other one")
+    done = sp.export_onnx(model, tmp_path / "m.onnx", torch.randn(2, 3, 8, 8), receipt=receipt)
+    assert done.missing == ("aid.weight",)
+    assert "1 weights are not used outside training and not in the file: aid.weight" in str(done)
+    found = sp.verify(tmp_path / "m.onnx")
+    assert found.ok  # and not held against a receipt that speaks of more
+    assert found.receipt is None
+    assert [layer.name for layer in found.layers] == ["body", "head"]
+
+
+@pytest.mark.parametrize("fold", [True, False])
+def test_folding(fold: bool, tmp_path: Path) -> None:
+    """A factor of zero makes kept blocks vanish, which is said and is no fault; without folding nothing does."""
+    torch.manual_seed(0)
+    model, receipt = baked()
+    with torch.no_grad():
+        model[4].weight[:4] = 0  # the factors of the four channels of the first row of blocks
+    done = sp.export_onnx(model, tmp_path / "m.onnx", zoo.plain_cnn()[1], receipt=receipt, fold=fold)
+    rows = receipt.layers[0].mask().reshape(receipt.layers[0].grid)
+    assert done.vanished == (int(rows[0].sum()) if fold else 0)
+    assert (done.batchnorms > 0) == (not fold)
+    assert ("became zero by folding" in str(done)) == fold
+    found = sp.verify(tmp_path / "m.onnx")
+    assert found.ok, str(found)
+    assert (found.mask_hash == receipt.mask_hash) == (not fold)
+
+
+# --- files of other origins
+
+
+def zeros_in(shape: tuple[int, ...], block: Block, groups: int = 1, transposed: bool = False) -> np.ndarray:
+    grid = block.grid(shape, groups, transposed)
+    values = torch.randn(shape) + 3
+    return torch.where(grid.expand(torch.rand(grid.n) < 0.4), values, 0.0).numpy()
+
+
+def graph(nodes: list[Any], arrays: dict[str, np.ndarray], **more: Any) -> Any:
+    """A model of nodes and stored arrays; nothing needs to fit together, for nothing is run."""
+    tensors = [numpy_helper.from_array(array, name) for name, array in arrays.items()]
+    info = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in ("x", "y")]
+    return helper.make_model(helper.make_graph(nodes, "g", info[:1], info[1:], tensors), **more)
+
+
+def written(model: Any, path: Path) -> Path:
+    path.write_bytes(model.SerializeToString())
+    return path
+
+
+BLOCK = Block(8, 4)
+
+
+def origins() -> dict[str, tuple[list[Any], dict[str, np.ndarray], int]]:
+    """Nodes, arrays, and how many zero blocks of 8 output x 4 input channels a slow count finds."""
+    torch.manual_seed(3)
+    out: dict[str, tuple[list[Any], dict[str, np.ndarray], int]] = {}
+
+    def zero(weight: np.ndarray, groups: int = 1, swapped: bool = False) -> int:
+        weight = weight.reshape(groups, -1, *weight.shape[1:])
+        weight = weight.swapaxes(1, 2) if swapped else weight  # (group, out, in, *kernel)
+        count = 0
+        for g in range(groups):
+            for o in range(0, weight.shape[1], 8):
+                for i in range(0, weight.shape[2], 4):
+                    box = weight[g, o : o + 8, i : i + 4]
+                    count += int((~box.reshape(*box.shape[:2], -1).any((0, 1))).sum())
+        return count
+
+    w = zeros_in((24, 10, 3, 3), BLOCK)
+    out["conv"] = [helper.make_node("Conv", ["x", "w", "b"], ["y"])], {"w": w, "b": np.ones(24, np.float32)}, zero(w)
+    w = zeros_in((24, 6, 3), BLOCK, 2)
+    out["grouped"] = [helper.make_node("Conv", ["x", "w"], ["y"], group=2)], {"w": w}, zero(w, 2)
+    w = zeros_in((24, 20, 2, 2), BLOCK, 3, True)
+    out["transposed"] = [helper.make_node("ConvTranspose", ["x", "w"], ["y"], group=3)], {"w": w}, zero(w, 3, True)
+    w = zeros_in((40, 20), BLOCK)
+    out["gemm"] = [helper.make_node("Gemm", ["x", "w"], ["y"], transB=1)], {"w": w}, zero(w)
+    out["gemm in out"] = [helper.make_node("Gemm", ["x", "w"], ["y"])], {"w": w.T.copy()}, zero(w)
+    out["matmul"] = [helper.make_node("MatMul", ["x", "w"], ["y"])], {"w": w.T.copy()}, zero(w)
+    out["matmul from the left"] = [helper.make_node("MatMul", ["w", "x"], ["y"])], {"w": w}, zero(w)
+    turn = helper.make_node("Transpose", ["w"], ["t"], perm=[1, 0])
+    out["turned"] = [turn, helper.make_node("MatMul", ["x", "t"], ["y"])], {"w": w}, zero(w)
+    rename = helper.make_node("Identity", ["w"], ["t"])
+    out["renamed"] = [rename, helper.make_node("Gemm", ["x", "t"], ["y"], transB=1)], {"w": w}, zero(w)
+    constant = helper.make_node("Constant", [], ["w"], value=numpy_helper.from_array(w))
+    out["constant"] = [constant, helper.make_node("Gemm", ["x", "w"], ["y"], transB=1)], {}, zero(w)
+    half = w.astype(np.float16)
+    out["half"] = [helper.make_node("Gemm", ["x", "w"], ["y"], transB=1)], {"w": half}, zero(half)
+    q = np.round(w * 9).astype(np.int8)
+    conv = helper.make_node("Gemm", ["x", "t"], ["y"], transB=1)
+    scale = {"s": np.full(40, 0.1, np.float32)}
+    centre = helper.make_node("DequantizeLinear", ["w_quantized", "s", "z"], ["t"], axis=0)
+    out["int8"] = [centre, conv], {"w_quantized": q, **scale, "z": np.zeros(40, np.int8)}, zero(q)
+    point = np.arange(40, dtype=np.uint8)[:, None]
+    shifted = {"w_quantized": (q.astype(np.int16) + point).astype(np.uint8), **scale, "z": point.reshape(-1)}
+    out["int8 around another zero"] = [centre, conv], shifted, zero(q)
+    fake = helper.make_node("QuantizeLinear", ["w", "s", "z"], ["w_quantized"], axis=0)
+    out["trained for int8"] = [fake, centre, conv], {"w": w, **scale, "z": np.zeros(40, np.int8)}, zero(w)
+    w = zeros_in((24, 10, 3, 3), BLOCK)
+    q = np.round(w * 9).astype(np.int8)
+    one = {"s": np.float32(0.1).reshape(()), "z": np.zeros((), np.int8)}
+    qlinear = helper.make_node("QLinearConv", ["x", "s", "z", "w", "s", "wz", "s", "z"], ["y"])
+    out["qlinear"] = [qlinear], {"w": q, **one, "wz": np.zeros(24, np.int8)}, zero(q)
+    return out
+
+
+ORIGINS = origins()
+
+
+@pytest.mark.parametrize("case", ORIGINS)
+def test_weights_of_any_origin(case: str, tmp_path: Path) -> None:
+    nodes, arrays, zero = ORIGINS[case]
+    path = written(graph(nodes, arrays), tmp_path / "foreign.onnx")
+    found = sp.verify(path, block=BLOCK)
+    assert (found.zero, len(found.layers)) == (zero, 1)
+    assert 0 < zero < found.blocks
+    assert sp.report(path, BLOCK).blocks.removed == zero
+    assert sp.verify(path).block == BLOCK  # the shape is found by itself
+    assert f"sparse in blocks of {BLOCK}" in str(sp.verify(path))
+    packed = tmp_path / "packed"
+    sp.pack(path, packed, BLOCK)
+    assert sp.verify(packed).zero == zero
+
+
+def test_other_tensors_are_no_weights(tmp_path: Path) -> None:
+    arrays = {"w": zeros_in((16, 16), BLOCK), "table": np.zeros((100, 50), np.float32), "axes": np.zeros(2, np.int64)}
+    nodes = [helper.make_node("Add", ["x", "table"], ["a"]), helper.make_node("MatMul", ["a", "w"], ["y"])]
+    path = written(graph(nodes, arrays), tmp_path / "m.onnx")
+    assert [layer.name for layer in sp.verify(path, BLOCK).layers] == ["w"]
+    assert [(s.name, s.reason) for s in sp.report(path, BLOCK).skipped] == [
+        ("table", "not the weight of a convolution or linear layer")
+    ]
+
+
+def test_torchscripts_exporter(tmp_path: Path) -> None:
+    """The older exporter writes other graphs: weights through Identity and Transpose nodes."""
+    import warnings
+
+    torch.manual_seed(0)
+    for name in ("plain_cnn", "transformer_block"):
+        model, receipt = baked(name)
+        path = tmp_path / f"{name}.onnx"
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            options = {"training": torch.onnx.TrainingMode.PRESERVE, "do_constant_folding": False}
+            torch.onnx.export(model.eval(), (zoo.SMALL[name]()[1],), path, dynamo=False, **options)
+        found = sp.verify(path, receipt=receipt)
+        assert found.ok, str(found)
+        assert found.mask_hash == receipt.mask_hash
+
+
+# --- files that nobody vouches for
+
+
+def test_hostile_files(tmp_path: Path) -> None:
+    path = tmp_path / "bad.onnx"
+    weight = numpy_helper.from_array(np.zeros((16, 16), np.float32), "w")
+    node = helper.make_node("Gemm", ["x", "w"], ["y"], transB=1)
+
+    def refused(message: str, model: Any) -> None:
+        with pytest.raises(sp.SmartpruneError, match=message) as caught:
+            sp.verify(written(model, path), BLOCK)
+        assert "bad.onnx" in str(caught.value)
+
+    for dims in ([2**40, 2**40], [-1, 16], [16, 15], [2**31, 2**31], [2**62, 4], [1] * 40):
+        liar = copy.deepcopy(weight)
+        del liar.dims[:]
+        liar.dims.extend(dims)
+        model = graph([node], {})
+        model.graph.initializer.append(liar)
+        refused("w ", model)
+    outside = copy.deepcopy(weight)
+    outside.ClearField("raw_data")
+    outside.data_location = TensorProto.EXTERNAL
+    for key, value in (("location", "/etc/passwd"), ("offset", "0"), ("length", "1024")):
+        outside.external_data.add(key=key, value=value)
+    model = graph([node], {})
+    model.graph.initializer.append(outside)
+    refused("the data of w is in another file, which is not followed", model)
+    unknown = copy.deepcopy(weight)
+    unknown.data_type = 999
+    model = graph([node], {})
+    model.graph.initializer.append(unknown)
+    refused("w cannot be read", model)
+    refused("no Conv, ConvTranspose, Gemm or MatMul node has a stored weight", graph([], {"w": np.zeros((4, 4), np.float32)}))
+    loop = [helper.make_node("Identity", ["a"], ["b"]), helper.make_node("Identity", ["b"], ["a"])]
+    refused("no Conv", graph([*loop, helper.make_node("MatMul", ["x", "a"], ["y"])], {}))
+    groups = graph([helper.make_node("Conv", ["x", "w"], ["y"], group=-3)], {"w": np.zeros((16, 4, 1, 1), np.float32)})
+    refused("cannot be divided into -3 groups", groups)
+    odd = graph([helper.make_node("Gemm", ["x", "w"], ["y"])], {"w": np.ones((16, 16), np.float32)})
+    helper.set_model_props(odd, {"smartprune.receipt": "[" * 5000})
+    refused("smartprune.receipt: not readable as JSON", odd)
+    helper.set_model_props(odd, {"smartprune.block": "0x0"})
+    refused("smartprune.block: block", odd)
+    path.write_bytes(b"")
+    with pytest.raises(sp.SmartpruneError, match=r"bad\.onnx"):
+        sp.verify(path)
+
+
+def test_fuzzed_files_are_read_or_refused(made: Any, tmp_path: Path) -> None:
+    rng = random.Random(0)
+    path = tmp_path / "fuzz.onnx"
+    nodes, arrays, _ = ORIGINS["int8 around another zero"]
+    bases = [made["unet"][3].read_bytes(), graph(nodes, arrays).SerializeToString()]
+    refused = 0
+    for i in range(2500):
+        data = bytearray(bases[i % 2])
+        kind = rng.random()
+        if kind < 0.2:
+            del data[rng.randrange(len(data)) :]
+        elif kind < 0.4:
+            at = rng.randrange(len(data))
+            data[at:at] = rng.randbytes(rng.choice((1, 4, 20)))
+        else:
+            reach = min(len(data), 3000) if kind < 0.9 else len(data)
+            for _ in range(rng.choice((1, 1, 2, 8))):
+                data[rng.randrange(reach) if kind < 0.6 else -1 - rng.randrange(reach)] = rng.randrange(256)
+        path.unlink(missing_ok=True)
+        path.write_bytes(data)
+        try:
+            shown = str(sp.verify(path, block=BLOCK))
+        except sp.SmartpruneError as error:
+            if "fuzz.onnx" not in str(error):
+                raise
+            refused += 1
+        else:
+            assert shown
+    assert 400 < refused < 2500
+
+
+def test_the_reader_runs_nothing(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("a foreign graph was run")
+
+    monkeypatch.setattr(runtime, "InferenceSession", stop)
+    monkeypatch.setattr(onnx.checker, "check_model", stop)
+    assert read_onnx(made["unet"][3]).weights.keys() >= {"up1.weight"}
+
+
+# --- the command line
+
+
+def run(*arguments: object) -> int:
+    try:
+        return main([str(argument) for argument in arguments])
+    except SystemExit as stop:
+        return int(stop.code or 0)
+
+
+def test_export_verb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from safetensors.torch import save_file
+
+    torch.manual_seed(0)
+    model, receipt = baked("conv1d_net")
+    save_file(model.state_dict(), tmp_path / "w.safetensors")
+    receipt.save(tmp_path / "receipt.json")
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    (tmp_path / "mine.py").write_text("import zoo\n\n\ndef build():\n    return zoo.conv1d_net()[0]\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    given = ("export", "mine:build", "--weights", "w.safetensors", "--input", "2x32")
+    assert run(*given, "--out", "m.onnx") == 2
+    assert "add --block" in capsys.readouterr().err
+    assert run("export", "mine:build", "--block", "4x4", "--out", "m.onnx") == 2
+    assert "add --input" in capsys.readouterr().err
+    assert run(*given, "--block", "4x4") == 2
+    assert run(*given, "--block", "4x4", "--out", "m.onnx", "--int8") == 2
+    assert "add --calibration" in capsys.readouterr().err
+    assert run("export", tmp_path) == 2
+    assert "has no config.json" in capsys.readouterr().err
+    np.save(tmp_path / "x.npy", torch.randn(40, 2, 32).numpy())
+    flags = ("--receipt", "receipt.json", "--out", "m.onnx", "--int8", "--calibration", "x.npy", "--json")
+    capsys.readouterr()
+    assert run(*given, *flags) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["size"] == (tmp_path / "m.onnx").stat().st_size
+    assert data["int8_error"] < 0.1
+    assert run("verify", "m.onnx") == 0
+    assert run("export", "--help") == 0
+    assert "example:\n  smartprune export" in capsys.readouterr().out
+
+
+def test_export_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("sklearn", reason="scikit-learn is not installed")
+    from jobs import FLAGS
+
+    out = tmp_path / "run"
+    assert run("train", *FLAGS, "--out", out) == 0
+    capsys.readouterr()
+    assert run("export", out, "--int8") == 0
+    assert "each removed block was found zero" in capsys.readouterr().out
+    assert run("verify", out / "model.onnx") == 0
+    entry = json.loads((out / "model.mask.json").read_text())["weights"][0]
+    assert len(base64.b64decode(entry["bits"])) == -(-math.prod(entry["grid"]) // 8)

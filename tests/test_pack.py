@@ -1,0 +1,461 @@
+"""Packed files: what is written, that it comes back, and that the documentation's own reader reads it."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import smartprune as sp
+import zoo
+from smartprune.block import Block
+from smartprune.cli import main
+from smartprune.packfile import VALUES, read_packed
+from smartprune.receipt import make_receipt
+from test_verify import baked
+
+PAGE = (Path(__file__).parent.parent / "docs" / "format.md").read_text()
+
+
+def documented() -> Callable[[Path], dict[str, np.ndarray]]:
+    """The reader that docs/format.md prints."""
+    scope: dict[str, object] = {}
+    exec(next(text for text in re.findall(r"```python\n(.*?)```", PAGE, re.S) if "def read_model" in text), scope)
+    return scope["read_model"]  # type: ignore[return-value]
+
+
+def bits(tensor: Tensor) -> np.ndarray:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    """Equal names in order, shapes, types and bits."""
+    return list(a) == list(b) and all(
+        a[k].shape == b[k].shape and a[k].dtype == b[k].dtype and np.array_equal(bits(a[k]), bits(b[k])) for k in a
+    )
+
+
+def check(state: dict[str, Tensor], path: Path) -> None:
+    """Our reader and the documented one both give the state back."""
+    assert same(sp.unpack(path), state)
+    read = documented()(path)
+    assert list(read) == list(state)
+    for name, array in read.items():
+        assert array.shape == tuple(state[name].shape), name
+        assert array.tobytes() == state[name].detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes(), name
+
+
+def sparse(shape: tuple[int, ...], block: Block, groups: int = 1, transposed: bool = False, keep: float = 0.3) -> Tensor:
+    grid = block.grid(shape, groups, transposed)
+    kept = torch.rand(grid.n) < keep
+    return torch.where(grid.expand(kept), torch.randn(shape), 0.0)
+
+
+def as_kept(model: nn.Module, block: object, keep: float = 0.25) -> nn.Module:
+    """The model with random blocks of all its layers set to +0.0."""
+    from smartprune.source import read_source
+
+    with torch.no_grad():
+        for cut in read_source(model).cuts(Block.of(block))[0]:  # type: ignore[arg-type]
+            cut.tensor.masked_fill_(~cut.grid.expand(torch.rand(cut.grid.n) < keep), 0.0)
+    return model
+
+
+# --- there and back
+
+
+@pytest.mark.parametrize("block", ["16x8", "4x4", "3x5", "1x1", "channel", "*x1", "4x4x3x3", "4x4x2x2", "2x*x1x1", "*x*"])
+@pytest.mark.parametrize("name", sorted(zoo.SMALL))
+def test_every_model_and_block_comes_back(name: str, block: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = as_kept(zoo.SMALL[name]()[0], block)
+    path = tmp_path / "model.packed.safetensors"
+    sp.pack(model, path, block)
+    check(dict(model.state_dict()), path)
+    other = zoo.SMALL[name]()[0]
+    sp.unpack(path, other)
+    assert same(dict(other.state_dict()), dict(model.state_dict()))
+
+
+LAYERS = {
+    "linear": (lambda: nn.Linear(21, 35), 1, False),
+    "conv1d": (lambda: nn.Conv1d(18, 20, 5), 1, False),
+    "conv2d": (lambda: nn.Conv2d(19, 33, (3, 2)), 1, False),
+    "conv3d": (lambda: nn.Conv3d(9, 17, (1, 2, 3)), 1, False),
+    "grouped": (lambda: nn.Conv2d(27, 33, 3, groups=3), 3, False),
+    "depthwise": (lambda: nn.Conv2d(24, 48, 3, groups=24), 24, False),
+    "transposed": (lambda: nn.ConvTranspose2d(19, 33, (2, 3)), 1, True),
+    "transposed grouped": (lambda: nn.ConvTranspose2d(27, 30, 3, groups=3), 3, True),
+    "transposed 1d": (lambda: nn.ConvTranspose1d(9, 7, 4), 1, True),
+    "transposed 3d": (lambda: nn.ConvTranspose3d(9, 7, 2), 1, True),
+}
+
+
+@pytest.mark.parametrize("block", [(16, 8), (4, 4), (5, 3), (4, None)])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_the_order_of_blocks(kind: str, block: tuple[int | None, ...], tmp_path: Path) -> None:
+    """Against a slow loop: rows are (group, output block), columns (kernel position, input block), output fastest."""
+    torch.manual_seed(1)
+    build, groups, transposed = LAYERS[kind]
+    layer = as_kept(build(), block)
+    path = tmp_path / "layer"
+    sp.pack(layer, path, block)
+    file = read_packed(path)
+    if "weight" not in file.weights:
+        assert file.plain["weight"].equal(layer.weight)
+        return
+    packed = file.weights["weight"]
+    weight = layer.weight.detach().numpy()
+    rows, cols, values = [0], [], []
+    channels_out = weight.shape[1] if transposed else weight.shape[0] // groups
+    channels_in = weight.shape[0] // groups if transposed else weight.shape[1]
+    out_step, in_step = min(block[0] or channels_out, channels_out), min(block[1] or channels_in, channels_in)
+    in_blocks = math.ceil(channels_in / in_step)
+    for group in range(groups):
+        for o in range(0, channels_out, out_step):
+            for position, place in enumerate(np.ndindex(*weight.shape[2:])):
+                for i in range(0, channels_in, in_step):
+                    box = np.zeros((in_step, out_step), dtype=np.float32)
+                    for a in range(min(in_step, channels_in - i)):
+                        for b in range(min(out_step, channels_out - o)):
+                            first = (group * channels_in + i + a, o + b) if transposed else (group * channels_out + o + b, i + a)
+                            box[a, b] = weight[(*first, *place)]
+                    if box.any():
+                        cols.append(position * in_blocks + i // in_step)
+                        values.append(box)
+            rows.append(len(cols))
+    assert packed.rows.tolist() == rows
+    assert packed.cols.tolist() == cols
+    assert np.array_equal(packed.values.reshape(len(cols), in_step, out_step).numpy(), np.stack(values))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int8, torch.float8_e4m3fn])
+def test_number_types(dtype: torch.dtype, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    state = {"w": sparse((40, 30, 3, 3), Block(16, 8)).mul(9).to(dtype), "bias": torch.randn(40).to(dtype)}
+    done = sp.pack(state, tmp_path / "p", (16, 8))
+    assert done.layers[0].packed
+    check(state, tmp_path / "p")
+
+
+def test_odd_values_keep_their_bits(tmp_path: Path) -> None:
+    weight = torch.zeros(8, 64)
+    weight[0, 0], weight[0, 1], weight[3, 9], weight[1, 17], weight[2, 30] = -0.0, 1.0, math.nan, math.inf, -1e-45
+    weight.view(torch.int32)[7, 40] = 0x7FC12345  # a NaN with a payload
+    weight[4:, 60:] = -0.0
+    sp.pack({"w": weight}, tmp_path / "p", (4, 4))
+    got = sp.unpack(tmp_path / "p")["w"]
+    expected = weight.clone()
+    expected[4:, 60:] = 0.0  # the one difference: a block of zeros of either sign is absent
+    assert np.array_equal(bits(got), bits(expected))
+    assert read_packed(tmp_path / "p").weights["w"].occupied().sum() == 5
+
+
+def test_strided_weights(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(16, 32, 3), nn.Linear(32, 40)).to(memory_format=torch.channels_last)
+    as_kept(model, (4, 4))
+    model[1].weight = nn.Parameter(sparse((32, 40), Block(4, 4)).t())
+    assert not model[0].weight.is_contiguous()
+    assert not model[1].weight.is_contiguous()
+    sp.pack(model, tmp_path / "p", (4, 4))
+    check(dict(model.state_dict()), tmp_path / "p")
+    other = nn.Sequential(nn.Conv2d(16, 32, 3), nn.Linear(32, 40)).to(memory_format=torch.channels_last)
+    sp.unpack(tmp_path / "p", other)
+    assert same(dict(other.state_dict()), dict(model.state_dict()))
+    assert other[0].weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_tied_weights_are_stored_once(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = as_kept(zoo.tied()[0], (4, 4))
+    sp.pack(model, tmp_path / "p", (4, 4))
+    file = read_packed(tmp_path / "p")
+    assert file.tied == {"b.weight": "a.weight"}
+    state = sp.unpack(tmp_path / "p")
+    assert state["b.weight"] is state["a.weight"]
+    plain = {"a": torch.randn(3), "w": torch.randn(4, 4)}
+    plain["b"] = plain["a"]
+    sp.pack(plain, tmp_path / "p", (4, 4))
+    assert read_packed(tmp_path / "p").tied == {"b": "a"}
+    check(plain, tmp_path / "p")
+
+
+def test_what_saves_nothing_is_stored_as_it_is(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    state = {"dense": torch.randn(32, 32), "sparse": sparse((32, 32), Block(4, 4)), "empty": torch.zeros(32, 32)}
+    done = sp.pack(state, tmp_path / "p", (4, 4))
+    assert [row.packed for row in done.layers] == [False, True, True]
+    with safe_open(tmp_path / "p", "pt") as file:
+        assert sorted(file.keys()) == [
+            "dense",
+            *(f"{w}#{part}" for w in ("empty", "sparse") for part in ("cols", "rows", "values")),
+        ]
+    check(state, tmp_path / "p")
+    file = read_packed(tmp_path / "p")
+    assert file.layouts["dense"].kind == "matrix"  # said for it too
+    assert "as it is" in str(done)
+
+
+def test_blocks_start_at_multiples_of_64_bytes(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = as_kept(zoo.plain_cnn()[0], (16, 8), 0.4)
+    sp.pack(model, tmp_path / "p", (16, 8))
+    data = (tmp_path / "p").read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    assert (8 + length) % 64 == 0
+    header = json.loads(data[8 : 8 + length])
+    starts = [entry["data_offsets"][0] for name, entry in header.items() if name.endswith(VALUES)]
+    assert starts
+    assert all(start % 64 == 0 for start in starts)
+
+
+def test_size_of_a_resnet(tmp_path: Path) -> None:
+    """95 % of the 16x8 blocks at random: at most 6.5 % of the dense file, by real file sizes."""
+    torch.manual_seed(0)
+    model, _ = zoo.resnet18()
+    plan = sp.plan(model, (16, 8), 0.95)
+    mask = torch.zeros(plan.n, dtype=torch.bool)
+    mask[torch.randperm(plan.n)[: plan.keep]] = True
+    with torch.no_grad():
+        for layer in plan.layers:
+            model.get_parameter(layer.weight).masked_fill_(~layer.grid.expand(mask[layer.start : layer.stop]), 0.0)
+    receipt = make_receipt(plan, model.state_dict(), mask, "random")
+    done = sp.pack(model, tmp_path / "p", receipt=receipt)
+    save_file(model.state_dict(), tmp_path / "dense.safetensors")
+    dense, packed = (tmp_path / "dense.safetensors").stat().st_size, (tmp_path / "p").stat().st_size
+    assert packed / dense <= 0.065
+    assert done.size == packed
+    assert abs(done.dense - dense) < 1000  # the same but for the digits and the filling of the header
+    assert same(sp.unpack(tmp_path / "p"), dict(model.state_dict()))
+    found = sp.verify(tmp_path / "p")
+    assert found.ok
+    assert found.mask_hash == receipt.mask_hash
+
+
+# --- the bytes
+
+
+def example() -> dict[str, Tensor]:
+    """The worked example of docs/format.md."""
+    weight = torch.zeros(3, 4, 1, 2)
+    weight[0, 2, 0, 0], weight[1, 2, 0, 0], weight[0, 3, 0, 0], weight[1, 3, 0, 0] = 1, 2, 3, 4
+    weight[1, 0, 0, 1], weight[2, 3, 0, 1] = 5, 6
+    return {"conv.weight": weight, "conv.bias": torch.tensor([0.5, -0.5, 0.25])}
+
+
+TEXT = (
+    '{"block":"2x2x1x1","edge":"pad","mask_hash":"sha256:bb1c062f77aaa0bae3a46742dfb7da77f5d5662b6c87a88084ba6b2c6474c9f3",'
+    '"names":["conv.weight","conv.bias"],"receipt":null,"tied":{},"version":1,"weights":[{"block":[2,2,1,1],"blocks":3,'
+    '"columns":4,"dtype":"F32","groups":1,"input_axis":1,"kernel":[1,2],"kind":"kernel","layer":"conv","name":"conv.weight",'
+    '"output_axis":0,"rows":2,"shape":[3,4,1,2],"transposed":false}]}'
+)
+TENSORS = (
+    '"conv.bias":{"dtype":"F32","shape":[3],"data_offsets":[0,12]},'
+    '"conv.weight#cols":{"dtype":"I32","shape":[3],"data_offsets":[12,24]},'
+    '"conv.weight#rows":{"dtype":"I32","shape":[3],"data_offsets":[24,36]},'
+    '"conv.weight#values":{"dtype":"F32","shape":[3,1,1,2,2],"data_offsets":[36,84]}'
+)
+DATA = bytes.fromhex(
+    "0000003f000000bf0000803e 010000000200000003000000 000000000200000003000000"
+    "0000803f000000400000404000008040 000000000000a0400000000000000000 00000000000000000000c04000000000"
+)
+
+
+def test_golden_bytes(tmp_path: Path) -> None:
+    """A version 1 file is these bytes, for ever."""
+    header = f'{{"__metadata__":{{"smartprune.packed":{json.dumps(TEXT)}}},{TENSORS}}}'.encode()
+    golden = (824).to_bytes(8, "little") + header.ljust(824) + DATA
+    for _ in range(2):
+        sp.pack(example(), tmp_path / "p", (2, 2))
+        assert (tmp_path / "p").read_bytes() == golden
+    check(example(), tmp_path / "p")
+
+
+def test_the_example_of_the_documentation() -> None:
+    shown = next(text for text in re.findall(r"```\n(.*?)```", PAGE, re.S) if "conv.bias" in text)
+    assert bytes.fromhex("".join(re.findall(r"\b[0-9a-f]{8}\b", shown))) == DATA
+    entry = json.loads(re.findall(r"```json\n(.*?)```", PAGE, re.S)[0])
+    assert entry == json.loads(TEXT)["weights"][0]
+    fields = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", PAGE.split("An entry of `weights`:")[1].split("The hash is")[0], re.M)
+    assert sorted(entry) == sorted(re.findall(r"\w+", " ".join(fields)))
+
+
+def test_the_documented_hash(tmp_path: Path) -> None:
+    """Recomputed from the words of docs/format.md."""
+    import hashlib
+
+    text = json.loads(TEXT)
+    present = np.zeros((2, 2, 1, 2), dtype=bool)  # output blocks, input blocks, kernel
+    present[0, 1, 0, 0] = present[0, 0, 0, 1] = present[1, 1, 0, 1] = True
+    packed = bytes([sum(int(bit) << i for i, bit in enumerate(present.reshape(-1)))])
+    said = hashlib.sha256(b'block 2x2x1x1\nlayer 2x2x1x2 "conv.weight"\n' + packed).hexdigest()
+    assert text["mask_hash"] == f"sha256:{said}"
+
+
+# --- receipts, verify and report
+
+
+def test_verify_and_report_read_packed_files(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    for name in sorted(zoo.SMALL):
+        model, receipt = baked(name)
+        for file in ("p.packed.safetensors", "p", "p.bin.old"):
+            sp.pack(model, tmp_path / file, receipt=receipt)
+            found = sp.verify(tmp_path / file)
+            assert found.ok, str(found)
+            assert found.mask_hash == receipt.mask_hash
+            assert found.receipt is not None
+            assert found.receipt.to_json() == receipt.to_json()
+        seen, true = sp.report(tmp_path / "p"), sp.report(model, (4, 4))
+        assert [row.to_json() for row in seen.layers] == [row.to_json() for row in true.layers]  # groups and axes too
+        assert (seen.params, seen.zeros, seen.block) == (true.params, true.zeros, Block(4, 4))
+
+
+def test_the_packed_block_is_what_is_counted(tmp_path: Path) -> None:
+    model, _ = baked("unet")
+    sp.pack(model, tmp_path / "p", (4, 4))
+    assert sp.verify(tmp_path / "p").block == Block(4, 4)
+    assert sp.verify(tmp_path / "p").zero == sp.verify(model, (4, 4)).zero
+
+
+def test_a_receipt_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    _, receipt = baked()
+    dense, _ = zoo.plain_cnn()
+    with pytest.raises(sp.SmartpruneError, match=r"is not what its receipt says: 3\.weight"):
+        sp.pack(dense, tmp_path / "p", receipt=receipt)
+    assert not (tmp_path / "p").exists()
+
+
+# --- misuse
+
+
+def test_misuse(tmp_path: Path) -> None:
+    model, _ = zoo.plain_cnn()
+    with pytest.raises(sp.SmartpruneError, match="give block="):
+        sp.pack(model, tmp_path / "p")
+    with pytest.raises(sp.SmartpruneError, match="cannot be written"):
+        sp.pack(model, tmp_path / "none" / "p", (4, 4))
+    with pytest.raises(sp.SmartpruneError, match="there is no such file"):
+        sp.unpack(tmp_path / "p")
+    sp.attach(model, sp.Smart(), block=(4, 4), sparsity=0.5, steps=3)
+    with pytest.raises(sp.SmartpruneError, match=r"still being pruned; call smartprune\.bake"):
+        sp.pack(model, tmp_path / "p", (4, 4))
+    with torch.device("meta"):
+        empty, _ = zoo.plain_cnn()
+    with pytest.raises(sp.SmartpruneError, match=r"0\.weight is on the meta device"):
+        sp.pack(empty, tmp_path / "p", (4, 4))
+    with pytest.raises(sp.SmartpruneError, match="sparse_coo"):
+        sp.pack({"w": torch.eye(4).to_sparse()}, tmp_path / "p", (4, 4))
+    with pytest.raises(sp.SmartpruneError, match=r"w#rows is the name of a tensor"):
+        sp.pack({"w": torch.zeros(64, 64), "w#rows": torch.zeros(1)}, tmp_path / "p", (4, 4))
+    with pytest.raises(sp.SmartpruneError, match="complex64 cannot be stored"):
+        sp.pack({"w": torch.zeros(4, 4), "c": torch.zeros(2, dtype=torch.complex64)}, tmp_path / "p", (4, 4))
+    save_file({"w": torch.zeros(4, 4)}, tmp_path / "plain.safetensors")
+    with pytest.raises(sp.SmartpruneError, match="not a packed file"):
+        sp.unpack(tmp_path / "plain.safetensors")
+    with pytest.raises(sp.SmartpruneError, match="is the model itself"):
+        sp.pack(tmp_path / "plain.safetensors", tmp_path / "plain.safetensors", (4, 4))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["plain.safetensors"]
+
+
+def test_a_model_that_does_not_fit_is_left_alone(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = as_kept(zoo.plain_cnn()[0], (4, 4))
+    sp.pack(model, tmp_path / "p", (4, 4))
+    wrong: list[tuple[nn.Module, str]] = [
+        (zoo.plain_cnn()[0].double(), r"0\.bias is torch\.float32 16 there and torch\.float64 16|0\.weight is torch\.float32"),
+        (nn.Sequential(*zoo.plain_cnn()[0][:5]), "10.bias: the model lacks it"),
+        (nn.Sequential(*zoo.plain_cnn()[0], nn.Linear(10, 3)), "11.bias: the file lacks it"),
+    ]
+    wider = zoo.plain_cnn()[0]
+    wider[10] = nn.Linear(12, 11)
+    wrong.append((wider, r"10\.weight is torch\.float32 10x12 there and torch\.float32 11x12 in the model"))
+    for other, message in wrong:
+        before = {name: tensor.clone() for name, tensor in other.state_dict().items()}
+        with pytest.raises(sp.SmartpruneError, match=message):
+            sp.unpack(tmp_path / "p", other)
+        assert same(dict(other.state_dict()), before)
+
+
+def test_packing_changes_nothing(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = as_kept(zoo.transformer_block()[0], (4, 4))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    ids = [id(p) for p in model.parameters()]
+    sp.pack(model, tmp_path / "p", (4, 4))
+    assert same(dict(model.state_dict()), before)
+    assert ids == [id(p) for p in model.parameters()]
+
+
+# --- the command line
+
+
+def run(*arguments: object) -> int:
+    try:
+        return main([str(argument) for argument in arguments])
+    except SystemExit as stop:
+        return int(stop.code or 0)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    model, receipt = baked()
+    save_file({name: tensor.clone() + 0.0 for name, tensor in model.state_dict().items()}, tmp_path / "model.safetensors")
+    receipt.save(tmp_path / "receipt.json")
+    return tmp_path
+
+
+def test_a_run_folder_is_packed_and_unpacked(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = (folder / "model.safetensors").read_bytes()
+    assert run("pack", folder) == 0
+    text = capsys.readouterr().out
+    assert "dense " in text
+    assert "packed " in text
+    assert max(map(len, text.splitlines()[:-1])) <= 80
+    packed = folder / "model.packed.safetensors"
+    assert run("verify", packed) == 0
+    assert "ok: as the receipt says" in capsys.readouterr().out
+    assert run("report", packed) == 0
+    assert "blocks of 4x4x1x1" in capsys.readouterr().out
+    assert run("unpack", packed, "--out", folder / "again.safetensors") == 0
+    ours, theirs = load_file(folder / "again.safetensors"), load_file(folder / "model.safetensors")
+    assert same({name: ours[name] for name in sorted(ours)}, {name: theirs[name] for name in sorted(theirs)})
+    assert (folder / "model.safetensors").read_bytes() == before
+    capsys.readouterr()
+    assert run("pack", folder, "--json", "--out", folder / "b") == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["size"] == (folder / "b").stat().st_size
+    assert data["share"] == data["size"] / data["dense"]
+    assert data["block"] == "4x4x1x1"
+    assert (folder / "b").read_bytes() == packed.read_bytes()
+
+
+def test_wrong_arguments(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = folder / "model.safetensors"
+    assert run("pack", model) == 2
+    assert "add --block" in capsys.readouterr().err
+    assert run("pack", model, "--block", "4y4") == 2
+    assert run("pack", folder / "missing.safetensors", "--block", "4x4") == 1
+    assert run("pack", model, "--block", "4x4") == 0
+    assert run("pack", model, "--receipt", folder / "receipt.json", "--out", folder / "q") == 0
+    assert run("verify", folder / "q") == 0
+    packed = folder / "model.packed.safetensors"
+    assert run("unpack", packed, "--out", packed) == 2
+    assert run("unpack", packed, "--out", folder / "a.pt") == 2
+    assert run("unpack", model, "--out", folder / "a.safetensors") == 1
+    assert run("unpack", packed, "--out", folder / "a.safetensors", "--limit", "10") == 1
+    assert not (folder / "a.safetensors").exists()
+    for verb in ("pack", "unpack"):
+        assert run(verb, "--help") == 0
+        assert f"example:\n  smartprune {verb}" in capsys.readouterr().out
