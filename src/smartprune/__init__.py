@@ -7,13 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .block import Block
-    from .budget import blocks, macs, params
+    from .budget import blocks, cycles, macs, params
     from .errors import SmartpruneError
     from .methods import METHODS, Acdc, Awg, Gradual, Magnitude, Pas, Pdp, Smart
+    from .npu import NPU
+    from .onnx import export_onnx
+    from .pack import pack, unpack
     from .plan import Plan, plan
     from .pruner import Pruner, attach, bake
     from .receipt import Receipt
     from .report import report
+    from .runtime import accelerate
     from .topk import hard_topk, soft_topk
     from .verify import verify
 
@@ -21,6 +25,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "METHODS",
+    "NPU",
     "Acdc",
     "Awg",
     "Block",
@@ -33,28 +38,37 @@ __all__ = [
     "Receipt",
     "Smart",
     "SmartpruneError",
+    "accelerate",
     "attach",
     "bake",
     "blocks",
+    "cycles",
+    "export_onnx",
     "hard_topk",
     "macs",
+    "pack",
     "params",
     "plan",
     "report",
     "soft_topk",
+    "unpack",
     "verify",
 ]
 
 # Names are fetched when first used, so that the command line answers before torch is loaded.
 _HOMES = {
     "block": ["Block"],
-    "budget": ["blocks", "macs", "params"],
+    "budget": ["blocks", "cycles", "macs", "params"],
     "errors": ["SmartpruneError"],
     "methods": ["METHODS", "Acdc", "Awg", "Gradual", "Magnitude", "Pas", "Pdp", "Smart"],
+    "npu": ["NPU"],
+    "onnx": ["export_onnx"],
+    "pack": ["pack", "unpack"],
     "plan": ["Plan", "plan"],
     "pruner": ["Pruner", "attach", "bake"],
     "receipt": ["Receipt"],
     "report": ["report"],
+    "runtime": ["accelerate"],
     "topk": ["hard_topk", "soft_topk"],
     "verify": ["verify"],
 }

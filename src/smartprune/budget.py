@@ -7,7 +7,7 @@ import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,17 +15,22 @@ from torch import Tensor, nn
 from .errors import SmartpruneError
 from .layers import CONVOLUTIONS, TRANSPOSED, Layer
 
-Kind = Literal["blocks", "params", "macs"]
+if TYPE_CHECKING:
+    from .npu import NPU
+
+Kind = Literal["blocks", "params", "macs", "cycles"]
 
 
 @dataclass(frozen=True)
 class Budget:
-    """A share to remove, and of what. Made by :func:`blocks`, :func:`params` and :func:`macs`."""
+    """A share to remove, and of what. Made by :func:`blocks`, :func:`params`, :func:`macs` and :func:`cycles`."""
 
     kind: Kind
     share: Fraction
     example: Any = None
     of: Literal["layers", "model"] = "layers"
+    npu: NPU | None = None  # whose cycles they are
+    even: bool = False  # takes its lanes to be as evenly busy as they are dense
 
     def __str__(self) -> str:
         return f"{self.kind} {float(self.share):g}"
@@ -39,6 +44,10 @@ class Budget:
         if self.kind == "params":
             cost = torch.cat(sizes)
             return cost, math.floor((1 - self.share) * int(cost.sum()))
+        if self.kind == "cycles":
+            if self.npu is None:
+                raise SmartpruneError("cycles: there is no NPU whose cycles they are; make the budget by smartprune.cycles")
+            return self.npu.budget(model, layers, self.share, self.example, self.of, self.even)
         uses = count_uses(model, layers, self.example)
         cost = torch.cat([block_macs(layer, uses[layer.name]) for layer in layers])
         total = int(cost.sum())
@@ -78,6 +87,23 @@ def macs(share: float, example: Any, of: Literal["layers", "model"] = "layers") 
     return Budget("macs", as_share(share, "macs"), example, of)
 
 
+def cycles(share: float, example: Any, npu: NPU, of: Literal["layers", "model"] = "layers", even: bool = False) -> Budget:
+    """Removes at least this share of the time that the layers take on ``npu``, in its cycles.
+
+    ``npu.estimate`` of the pruned model never finds more than ``1 - share`` of the dense cycles of the layers that are
+    pruned, or with ``of="model"`` of the whole model. A block costs what its removal is sure to save, so that more may go
+    than would have to, most of all where the NPU has several lanes; ``even=True`` takes these to stay as evenly busy as
+    they are dense, and gives up the promise for what the lanes then differ. ``example`` is one input of the model.
+    """
+    from .npu import NPU
+
+    if not isinstance(npu, NPU):
+        raise SmartpruneError(f"cycles: npu is a {type(npu).__name__}; give an NPU, such as smartprune.NPU(rows=16, columns=8)")
+    if of not in ("layers", "model"):
+        raise SmartpruneError(f"cycles: of={of!r}; it is 'layers' (those that are pruned) or 'model' (all of them)")
+    return Budget("cycles", as_share(share, "cycles"), example, of, npu, even)
+
+
 def as_share(value: Any, where: str, meaning: str = "the share to remove") -> Fraction:
     """A share in [0, 1) as an exact number: 0.97 is read as 97/100, not as its binary neighbour."""
     good = isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
@@ -108,6 +134,16 @@ def block_macs(layer: Layer, uses: Sequence[int]) -> Tensor:
     """MACs of every block of a layer: real elements times how often each is used, int64 [n]."""
     sizes = layer.grid.sizes().reshape(len(uses), -1)
     return (sizes * torch.tensor(list(uses))[:, None]).reshape(-1)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One use of a weight for one sample: how often each of its elements meets an input, and at how many positions
+    (pixels, rows) the layer reads its input and writes its output."""
+
+    uses: int
+    reads: int
+    writes: int
 
 
 def count_macs(model: nn.Module, example: Any) -> int:
@@ -149,35 +185,57 @@ def count_uses(model: nn.Module, layers: Sequence[Layer], example: Any) -> dict[
     return out
 
 
+def find_calls(model: nn.Module, layers: Sequence[Layer], example: Any) -> dict[str, list[tuple[Call, ...]]]:
+    """Every use of each layer's weight, in order; a tuple has one entry per part (query, key, value have three)."""
+    calls, batch = _calls(model, example)
+    out: dict[str, list[tuple[Call, ...]]] = {}
+    for layer in layers:
+        found: list[tuple[Call, ...]] = []
+        for module_name, _ in layer.sites:
+            if module_name not in calls and module_name.endswith("out_proj"):  # as in count_uses
+                found += [call[:1] for call in calls.get(module_name.rpartition(".")[0], ())]
+            else:
+                found += calls.get(module_name, ())
+        out[layer.name] = [
+            tuple(Call(*(_share(n, batch) for n in (part.uses, part.reads, part.writes))) for part in call) for call in found
+        ]
+    return out
+
+
 def _positions(model: nn.Module, example: Any) -> dict[str, tuple[int, ...]]:
-    """Runs ``example`` once, as in evaluation, and notes at how many positions per sample each layer was applied."""
+    """At how many positions per sample each layer was applied, over all its calls."""
+    calls, batch = _calls(model, example)
+    sums = {name: [sum(part.uses for part in parts) for parts in zip(*found, strict=True)] for name, found in calls.items()}
+    return {name: tuple(_share(count, batch) for count in counts) for name, counts in sums.items()}
+
+
+def _calls(model: nn.Module, example: Any) -> tuple[dict[str, list[tuple[Call, ...]]], int]:
+    """Runs ``example`` once, as in evaluation, and notes every call of every layer; and how many samples there were."""
     if example is None:
-        raise SmartpruneError("macs: an example input is needed to count MACs; give example=one input of the model")
-    found: dict[str, list[int]] = {}
+        raise SmartpruneError("an example input is needed to count MACs or cycles; give example=one input of the model")
+    found: dict[str, list[tuple[Call, ...]]] = {}
     hooks = []
     unbatched = False
-
-    def note(name: str, counts: Sequence[int]) -> None:
-        old = found.setdefault(name, [0] * len(counts))
-        for i, count in enumerate(counts):
-            old[i] += count
 
     for name, module in model.named_modules():
         if isinstance(module, nn.MultiheadAttention):
 
             def attention(m: nn.Module, args: Any, kwargs: Any, out: Any, name: str = name) -> None:
                 given = [kwargs.get(key, args[i] if i < len(args) else None) for i, key in enumerate(("query", "key", "value"))]
-                note(name, [tensor.numel() // tensor.shape[-1] for tensor in given])
+                rows = [tensor.numel() // tensor.shape[-1] for tensor in given]
+                found.setdefault(name, []).append(tuple(Call(n, n, n) for n in rows))
 
             hooks.append(module.register_forward_hook(attention, with_kwargs=True))
         elif isinstance(module, (*CONVOLUTIONS, *TRANSPOSED, nn.Linear)):
 
             def plain(m: nn.Module, args: Any, kwargs: Any, out: Tensor, name: str = name) -> None:
                 nonlocal unbatched
-                tensor = (args[0] if args else kwargs["input"]) if isinstance(m, TRANSPOSED) else out
-                axis = -1 if isinstance(m, nn.Linear) else tensor.dim() - len(m.kernel_size) - 1  # type: ignore[arg-type, operator]
+                given = args[0] if args else kwargs["input"]
+                axis = -1 if isinstance(m, nn.Linear) else out.dim() - len(m.kernel_size) - 1  # type: ignore[arg-type]
                 unbatched |= axis == 0
-                note(name, [tensor.numel() // tensor.shape[axis]])
+                reads, writes = (tensor.numel() // tensor.shape[axis] for tensor in (given, out))
+                uses = reads if isinstance(m, TRANSPOSED) else writes
+                found.setdefault(name, []).append((Call(uses, reads, writes),))
 
             hooks.append(module.register_forward_hook(plain, with_kwargs=True))
     training = [module for module in model.modules() if module.training]
@@ -202,8 +260,12 @@ def _positions(model: nn.Module, example: Any) -> dict[str, tuple[int, ...]]:
             hook.remove()
         for module in training:
             module.training = True
-    batch = 1 if unbatched else _batch(example)
-    return {name: tuple(c // batch if c % batch == 0 else c for c in counts) for name, counts in found.items()}
+    return found, 1 if unbatched else _batch(example)
+
+
+def _share(count: int, batch: int) -> int:
+    """What one sample of the batch takes; a count that is not shared by the samples is all of it."""
+    return count // batch if count % batch == 0 else count
 
 
 def _batch(example: Any) -> int:

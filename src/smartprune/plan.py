@@ -18,7 +18,7 @@ from .errors import SmartpruneError
 from .layers import Blocks, Layer, Patterns, Skipped, find
 
 WIDTH = 100
-UNITS = {"blocks": "blocks", "params": "weights", "macs": "MACs"}
+UNITS = {"blocks": "blocks", "params": "weights", "macs": "MACs", "cycles": "cycles"}
 
 
 @dataclass(frozen=True, eq=False)

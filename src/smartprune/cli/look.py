@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import importlib
-import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import SmartpruneError
@@ -21,15 +20,21 @@ def plan_verb(verbs: Verbs) -> None:
         "show what would be pruned, what would not and why, and whether the budget can be met",
         "  smartprune plan resnet18 --block 16x8 --sparsity 0.95 --input 3x32x32\n"
         "  smartprune plan digits\n"
-        "  smartprune plan mypackage.net:build --macs 0.5 --input 3x224x224 --skip 'head.*'\n\n"
+        "  smartprune plan timm/resnet50 --input 3x224x224\n"
+        "  smartprune plan mypackage.net:build --macs 0.5 --input 3x224x224 --skip 'head.*'\n"
+        "  smartprune plan resnet18 --cycles 0.9 --npu edge --input 3x32x32\n\n"
         "Exit code 1: the budget cannot be met.",
     )
-    parser.add_argument("model", help="a network by name, a task, or MODULE:FUNCTION that returns a torch.nn.Module")
+    parser.add_argument(
+        "model", help="a network by name, a task, timm/NAME, torchvision/NAME, or MODULE:FUNCTION that returns a torch.nn.Module"
+    )
     parser.add_argument("--block", help="block, output x input channels (default: the task's, or 16x8)")
     budget = parser.add_mutually_exclusive_group()
     budget.add_argument("--sparsity", type=float, help="share of blocks to remove, in [0, 1)")
     budget.add_argument("--params", type=float, help="share of weights to remove")
     budget.add_argument("--macs", type=float, help="share of multiply-accumulates to remove; needs --input")
+    budget.add_argument("--cycles", type=float, help="share of the time on an NPU to remove; needs --input")
+    parser.add_argument("--npu", metavar="NAME", help="small, edge, server, or a .json file of its settings (default: edge)")
     parser.add_argument("--floor", type=float, help="least share of its blocks that each layer keeps")
     parser.add_argument("--include", action="append", metavar="GLOB", default=[], help="prune these layers too")
     parser.add_argument("--skip", action="append", metavar="GLOB", default=[], help="leave these layers alone")
@@ -39,18 +44,24 @@ def plan_verb(verbs: Verbs) -> None:
 
 
 def run_plan(args: argparse.Namespace) -> int:
-    from ..budget import macs, params
+    from ..budget import cycles, macs, params
+    from ..npu import read_npu
     from ..plan import plan
 
     with arguments(args):
         model, block, example = find_model(args.model)
         if args.input:
-            example = _sample(args.input)
-        if args.macs is not None and example is None:
-            raise SmartpruneError("--macs needs the shape of one sample: add --input, such as --input 3x32x32")
+            example = sample(args.input)
+        for name in ("macs", "cycles"):
+            if getattr(args, name) is not None and example is None:
+                raise SmartpruneError(f"--{name} needs the shape of one sample: add --input, such as --input 3x32x32")
+        if args.npu and args.cycles is None:
+            raise SmartpruneError("--npu says whose cycles --cycles counts: add --cycles, such as --cycles 0.9")
         budget = None if args.params is None else params(args.params)
         if args.macs is not None:
             budget = macs(args.macs, example=example)
+        if args.cycles is not None:
+            budget = cycles(args.cycles, example=example, npu=read_npu(args.npu or "edge"))
         found = plan(
             model,
             args.block or block,
@@ -67,39 +78,19 @@ def run_plan(args: argparse.Namespace) -> int:
 
 def find_model(text: str) -> tuple[nn.Module, str, Any]:
     """A model with the block and the example input that go with it (16x8 and None where it has none of its own)."""
-    from torch import nn
-
-    from ..models import MODELS
+    from ..models import MODELS, build, foreign
+    from ..models.named import HOW
     from ..tasks import TASKS
 
     if text in TASKS:
         task = TASKS[text]()
         return task.model(task.recipe.model), task.recipe.block, task.example()
-    if text in MODELS:
-        return MODELS[text](), "16x8", None
-    module, colon, function = text.partition(":")
-    if not colon:
-        raise SmartpruneError(
-            f"unknown model {text!r}; there are: {', '.join(MODELS)}; tasks: {', '.join(TASKS)}; "
-            "or write MODULE:FUNCTION for your own"
-        )
-    sys.path.insert(0, "")  # as with `python -m`: modules in the current folder
-    try:
-        build = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise SmartpruneError(f"{text}: cannot be imported ({error})") from None
-    finally:
-        sys.path.remove("")
-    try:
-        model = build if isinstance(build, nn.Module) else build()
-    except Exception as error:  # whatever happens in code that is not ours
-        raise SmartpruneError(f"{text}() failed with {type(error).__name__}: {error}") from error
-    if not isinstance(model, nn.Module):
-        raise SmartpruneError(f"{text} gives a {type(model).__name__}; it should return a torch.nn.Module")
-    return model, "16x8", None
+    if text not in MODELS and not foreign(text):
+        raise SmartpruneError(f"unknown model {text!r}; there are: {', '.join(MODELS)}; tasks: {', '.join(TASKS)}; or write {HOW}")
+    return build(text), "16x8", None
 
 
-def _sample(text: str) -> Any:
+def sample(text: str) -> Any:
     import torch
 
     try:
@@ -116,11 +107,18 @@ def report_verb(verbs: Verbs) -> None:
         verbs,
         "report",
         "show where the zeros of a model file or a run folder are",
-        "  smartprune report runs/mine\n  smartprune report model.safetensors --block 16x8 --map layer3.0.conv1",
+        "  smartprune report runs/mine\n  smartprune report model.safetensors --block 16x8 --map layer3.0.conv1\n"
+        "  smartprune report runs/mine --npu edge\n"
+        "  smartprune report model.safetensors --npu edge --model resnet18 --input 3x32x32",
     )
-    parser.add_argument("path", help="a run folder, a .safetensors file or a torch checkpoint")
+    parser.add_argument("path", help="a run folder, a .safetensors, packed or .onnx file, or a torch checkpoint")
     parser.add_argument("--block", help="block, output x input channels (default: the receipt's, or 16x8)")
     parser.add_argument("--map", metavar="LAYER", help="draw the blocks of one layer instead")
+    parser.add_argument(
+        "--npu", metavar="NAME", help="show the cycles on an NPU instead: small, edge, server, or a .json file of its settings"
+    )
+    parser.add_argument("--model", help="with --npu, the network of a file, as in smartprune plan; a run folder knows its own")
+    parser.add_argument("--input", metavar="SHAPE", help="with --npu, the shape of one sample, such as 3x32x32")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run_report)
 
@@ -128,12 +126,42 @@ def report_verb(verbs: Verbs) -> None:
 def run_report(args: argparse.Namespace) -> int:
     from ..report import report
 
+    if args.npu:
+        return _run_npu(args)
+    with arguments(args):
+        if args.model or args.input:
+            raise SmartpruneError("--model and --input go with --npu; leave them out, or add --npu edge")
     found = report(args.path, _block(args))
     if args.map:
         with arguments(args):
             print(found.map(args.map))
     else:
         show(args, found)
+    return 0
+
+
+def _run_npu(args: argparse.Namespace) -> int:
+    from ..npu import read_npu
+    from ..rundir import CONFIG
+
+    block = _block(args)
+    with arguments(args):
+        npu = read_npu(args.npu)
+        if args.model:
+            model, _, example = find_model(args.model)
+        elif (Path(args.path) / CONFIG).is_file():
+            from ..config import load, make_task
+
+            config = load(Path(args.path) / CONFIG)
+            task = make_task(config.task, config.task_settings)
+            model, example = task.model(config.model), task.example()
+        else:
+            raise SmartpruneError(f"--npu needs the network of {args.path}: add --model, such as --model resnet18")
+        if args.input:
+            example = sample(args.input)
+        if example is None:
+            raise SmartpruneError("--npu needs the shape of one sample: add --input, such as --input 3x32x32")
+    show(args, npu.estimate(model, example, block, weights=args.path))
     return 0
 
 
@@ -147,7 +175,7 @@ def verify_verb(verbs: Verbs) -> None:
         "  smartprune verify model.safetensors --block 16x8\n\n"
         "Exit code 1: something is not as the receipt says.",
     )
-    parser.add_argument("path", help="a run folder, a .safetensors file or a torch checkpoint")
+    parser.add_argument("path", help="a run folder, a .safetensors, packed or .onnx file, or a torch checkpoint")
     parser.add_argument("--receipt", metavar="FILE", help="receipt to compare with (default: the run folder's)")
     parser.add_argument("--block", help="block to count in; without it and without a receipt, usual shapes are tried")
     parser.add_argument("--json", action="store_true", help="print JSON")
