@@ -26,7 +26,13 @@ from ..tasks import TASKS
 LARGEST_FILE = 1 << 20
 # what differs between runs of one table, and what only says where and how fast a run was
 APART = ("task", "task_settings", "model", "method", "settings", "block", "sparsity", "macs", "seed")
-ASIDE = ("out", "dense", "device", "threads", "compile", "graph", "checkpoint_seconds")
+ASIDE = ("out", "dense", "device", "threads", "compile", "graph", "checkpoint_seconds", "parallel", "tensorboard", "onnx")
+# settings that change nothing at this value, and settings that only go with another one
+NEUTRAL = {
+    "amp": "off", "schedule_over": "stage", "accumulate": 1, "warmup_epochs": 0, "clip_norm": 0, "ema": 0, "distill": 0,
+    "deterministic": "off", "sync_bn": "off",
+}  # fmt: skip
+GOES_WITH = {"warmup_start": "warmup_epochs", "distill_temperature": "distill"}
 
 
 @dataclass(frozen=True)
@@ -270,12 +276,12 @@ def protocol(config: Mapping[str, Any]) -> str:
     rest = {name: value for name, value in config.items() if name not in (*APART, *ASIDE)}
     epochs = [rest.pop(name, "?") for name in ("dense_epochs", "search_epochs", "finetune_epochs")]
     parts = ["{} dense + {} search + {} fine-tuning epochs".format(*epochs)]
-    if rest.get("amp") == "off":
-        rest.pop("amp")
-    if rest.get("schedule_over") == "stage":
-        rest.pop("schedule_over")
+    if "poly" not in (rest.get("schedule"), rest.get("search_schedule")):
+        rest.pop("poly_power", None)
+    idle = {name for name, value in NEUTRAL.items() if name in rest and rest[name] == value}
+    idle |= {name for name, other in GOES_WITH.items() if other in idle}
     for name, value in rest.items():
-        if value is None or value == [] or value == "":
+        if name in idle or value is None or value == [] or value == "":
             continue
         shown = " ".join(value) if isinstance(value, list) else _plain(value)
         parts.append(shown if name == "optimizer" else f"{name.replace('_', ' ')} {shown}")
