@@ -16,3 +16,9 @@ torch.set_num_threads(1)
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _no_onnx(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs write no ONNX where they are not asked to: loading the exporter takes longer than most tests."""
+    monkeypatch.setattr("smartprune.deliver.missing", lambda: ["onnx"])

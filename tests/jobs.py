@@ -20,10 +20,11 @@ SMALL: dict[str, Any] = {
     "finetune_epochs": 1,
     "batch": 128,
     "sparsity": 0.5,
+    "onnx": "off",
 }
 FLAGS = [
     "--task-set", "width=4", "--block", "4x2", "--dense-epochs", "2", "--search-epochs", "2", "--finetune-epochs", "1",
-    "--batch", "128", "--sparsity", "0.5",
+    "--batch", "128", "--sparsity", "0.5", "--onnx", "off",
 ]  # fmt: skip
 EXACT = ("dense.safetensors", "model.safetensors", "receipt.json")
 

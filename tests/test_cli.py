@@ -123,7 +123,7 @@ def test_json_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
             "sparsity=93.0 is outside [0, 1): it is the share to remove; write sparsity=0.93",
         ),
         (["train", "--sparsity", "many"], "argument --sparsity: invalid float value: 'many'"),
-        (["train", "--sparsity", "0.5", "--macs", "0.5"], "give one of the two"),
+        (["train", "--sparsity", "0.5", "--macs", "0.5"], "give one of them"),
         (["train", "--block", "0x4"], "block"),
         (["train", "--method", "snip"], "unknown method 'snip'; there are: smart"),
         (["train", "mnist"], "unknown task 'mnist'; there are: digits"),

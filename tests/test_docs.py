@@ -5,6 +5,7 @@ import importlib
 import pkgutil
 import re
 import runpy
+import shutil
 from pathlib import Path
 
 import pytest
@@ -14,12 +15,15 @@ from torch import nn
 import smartprune as sp
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-SNIPPETS = [
-    pytest.param(text, id=f"{page.name}-{i}")
-    for page in PAGES
-    for i, text in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.S))
-]
+TUTORIAL = ROOT / "docs" / "tutorial.md"  # one program from its first line to its last
+PAGES = [ROOT / "README.md", *(page for page in sorted((ROOT / "docs").glob("*.md")) if page != TUTORIAL)]
+
+
+def snippets(page: Path) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
+
+
+SNIPPETS = [pytest.param(text, id=f"{page.name}-{i}") for page in PAGES for i, text in enumerate(snippets(page))]
 
 
 def setting() -> dict[str, object]:
@@ -47,6 +51,19 @@ def test_snippets_run(text: str) -> None:
         sp.METHODS.update(methods)
     if "bake" in text:
         assert isinstance(scope["receipt"], sp.Receipt)
+
+
+def test_tutorial_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    for package in ("sklearn", "onnx", "onnxscript", "onnxruntime"):
+        pytest.importorskip(package)
+    if not any(map(shutil.which, ("cc", "gcc", "clang"))):
+        pytest.skip("no C compiler")
+    scope: dict[str, object] = {}
+    exec("\n".join(snippets(TUTORIAL)), scope)
+    told = capsys.readouterr().out
+    dense, pruned = map(float, re.findall(r"accuracy ([\d.]+) dense, ([\d.]+) pruned", told)[0])
+    assert dense > 0.9
+    assert pruned > 0.85
 
 
 def modules() -> list[str]:

@@ -33,7 +33,7 @@ def test_run_folder(done: Path) -> None:
     names = {path.name for path in done.iterdir()}
     assert names == {
         "config.json", "metrics.jsonl", "checkpoint.pt", "receipt.json", "result.json",
-        "dense.safetensors", "model.safetensors",
+        "dense.safetensors", "model.safetensors", "model.packed.safetensors", "scores.safetensors", "report.html",
     }  # fmt: skip
     result = Result.load(done)
     assert result.verified
@@ -217,7 +217,7 @@ def test_dense_file_that_does_not_fit(done: Path, tmp_path: Path) -> None:
         ({"sparsity": 93}, "sparsity=93 is outside"),
         ({"sparsity": "0.9"}, "sparsity='0.9' should be"),
         ({"sparsity": math.nan}, "sparsity=nan should be"),
-        ({"macs": 0.5, "sparsity": 0.5}, "give one of the two"),
+        ({"macs": 0.5, "sparsity": 0.5}, "give one of them"),
         ({"block": "8y4"}, "block='8y4' cannot be read"),
         ({"lr": 0.0}, "lr=0.0 should be above 0"),
         ({"finetune_epochs": 0}, "finetune_epochs=0 should be above 0"),

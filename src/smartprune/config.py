@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .tasks import Task
 
 Setting = int | float | str | bool | None
+BUDGETS = ("sparsity", "macs", "cycles")  # of which a run has one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +72,8 @@ class Config:
     block: str = option("block, output x input channels, such as 8x4")
     sparsity: float | None = option("share of blocks to remove, in [0, 1)", None)
     macs: float | None = option("share of multiply-accumulates to remove, in place of --sparsity", None)
+    cycles: float | None = option("share of the cycles on --npu to remove, in place of --sparsity", None)
+    npu: str = option("NPU whose cycles are counted: a preset, or a .json file of its settings", "edge")
     floor: float | None = option("least share of its blocks that each layer keeps", None)
     include: tuple[str, ...] = option("layers to prune although they are left alone by default (globs)", ())
     skip: tuple[str, ...] = option("layers to leave alone (globs)", ())
@@ -112,7 +115,18 @@ class Config:
     sync_bn: str = option("batch norm over the samples of all processes (on GPUs): on or off", "off")
     tensorboard: str = option("write the metrics for TensorBoard as well: on or off", "off")
     checkpoint_seconds: float = option("seconds between checkpoints; 0 writes one after every step")
+    onnx: str = option("write model.onnx at the end: on, off, or auto: where onnx and onnxruntime are installed", "auto")
     out: str = option("run folder", "", flag=False)
+
+    @property
+    def asked(self) -> tuple[str, float]:
+        """The budget by its name, such as ``("sparsity", 0.95)``."""
+        return asked(vars(self))
+
+
+def asked(values: Mapping[str, Any]) -> tuple[str, float]:
+    """The budget that a run was given, by its name."""
+    return next(((name, float(values[name])) for name in BUDGETS if values.get(name) is not None), ("sparsity", math.nan))
 
 
 def configure(given: Mapping[str, Any]) -> Config:
@@ -127,7 +141,7 @@ def configure(given: Mapping[str, Any]) -> Config:
     task_name = _fitting("task", given.get("task", "digits"))
     task = make_task(task_name, _fitting("task_settings", given.get("task_settings", {})))
     values: dict[str, Any] = {**asdict(task.recipe), "task": task_name, "task_settings": asdict(task)}  # type: ignore[call-overload]
-    if given.get("macs") is not None:
+    if any(given.get(name) is not None for name in BUDGETS[1:]):
         values["sparsity"] = None
     values |= {name: value for name, value in given.items() if name not in ("task", "task_settings")}
     method_name = _fitting("method", values.get("method", "smart"))
@@ -228,6 +242,7 @@ CHOICES = {
     "amp": ("auto", "bf16", "off"),
     "compile": ("on", "off"),
     "graph": ("auto", "on", "off"),
+    "onnx": ("auto", "on", "off"),
     "device": ("auto", "cpu", "cuda"),
     "deterministic": ("on", "off"),
     "parallel": ("ddp", "fsdp"),
@@ -240,6 +255,7 @@ def _check(config: Config, task: Task) -> None:
     from .block import Block
     from .budget import as_share
     from .models.named import HOW, foreign
+    from .npu import read_npu
 
     for name in POSITIVE:
         if getattr(config, name) <= 0:
@@ -261,13 +277,16 @@ def _check(config: Config, task: Task) -> None:
             )
     if config.seed >= 2**32:
         raise SmartpruneError(f"seed={config.seed} should be below 2**32")
-    if (config.sparsity is None) == (config.macs is None):
-        raise SmartpruneError(f"sparsity={config.sparsity} and macs={config.macs}: give one of the two")
+    if sum(getattr(config, name) is not None for name in BUDGETS) != 1:
+        given = ", ".join(f"{name}={getattr(config, name)}" for name in BUDGETS)
+        raise SmartpruneError(f"{given}: give one of them")
+    if config.cycles is not None:
+        read_npu(config.npu)
     if config.model not in task.models and not foreign(config.model):
         raise SmartpruneError(
             f"model={config.model!r} does not fit {config.task}; it takes: {', '.join(task.models)}; or write {HOW}"
         )
-    for name in ("sparsity", "macs", "floor"):
+    for name in (*BUDGETS, "floor"):
         if getattr(config, name) is not None:
             as_share(getattr(config, name), name)
     Block.of(config.block)

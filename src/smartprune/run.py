@@ -15,13 +15,14 @@ from torch import Tensor, nn
 
 from . import config as configs
 from . import ranks, rundir, shards
-from .budget import macs
+from .budget import Budget, cycles, macs
 from .config import Config
 from .distill import Teacher
 from .ema import Ema
 from .errors import SmartpruneError
 from .events import Events
 from .graph import Graph
+from .npu import read_npu
 from .optimizer import make_optimizer
 from .pruner import Pruner, attach
 from .step import make_graph, require_finite
@@ -193,6 +194,13 @@ def enter(run: Run, stage: str) -> None:
     run.graph = make_graph(run)
 
 
+def budget_of(config: Config, example: Any) -> Budget | None:
+    """What the configuration asks for, where that is not a share of the blocks."""
+    if config.macs is not None:
+        return macs(config.macs, example=example)
+    return None if config.cycles is None else cycles(config.cycles, example=example, npu=read_npu(config.npu))
+
+
 def prune(model: nn.Module, config: Config, task: Task, steps: int) -> Pruner:
     """Attaches the configured method; ``steps`` is the length of the search."""
     example = task.example().to(next(model.parameters()).device)
@@ -201,7 +209,7 @@ def prune(model: nn.Module, config: Config, task: Task, steps: int) -> Pruner:
         configs.make_method(config.method, config.settings),
         block=config.block,
         sparsity=config.sparsity,
-        budget=None if config.macs is None else macs(config.macs, example=example),
+        budget=budget_of(config, example),
         floor=config.floor,
         include=config.include,
         skip=config.skip,

@@ -18,6 +18,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], align: str, widt
     conv1            12
     a.ver..name       7
     """
+    rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
     excess = sum(widths) + GAP * (len(widths) - 1) - width
     while excess > 0:
@@ -73,8 +74,24 @@ def bar(part: int, whole: int, width: int, ascii_only: bool) -> str:
 
 def ascii_stdout() -> bool:
     """Whether standard output cannot show block characters."""
+    return not can_show(sys.stdout)
+
+
+def can_show(stream: object) -> bool:
+    """Whether a stream can show block characters."""
     try:
-        "█░▒▓·".encode(getattr(sys.stdout, "encoding", None) or "ascii")
+        "█░▒▓·▁▂▃▄▅▆▇".encode(getattr(stream, "encoding", None) or "ascii")
     except (UnicodeError, LookupError):
-        return True
-    return False
+        return False
+    return True
+
+
+def printable(text: str) -> str:
+    r"""The text with its code for every character that does not print, such as one that a terminal would obey.
+
+    >>> printable("conv1"), printable("\x1b[2J\u202e")
+    ('conv1', '\\x1b[2J\\u202e')
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

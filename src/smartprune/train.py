@@ -23,6 +23,7 @@ from torch import Tensor
 from . import config as configs
 from . import events, ranks, rundir
 from .config import Config
+from .deliver import deliver, require
 from .errors import SmartpruneError
 from .graph import capturable
 from .judge import FOUND, Figures, judge, write_found
@@ -30,6 +31,7 @@ from .progress import Tick
 from .pruner import WHOLE, bake
 from .receipt import Receipt
 from .run import STAGES, Run, averaged, enter, prune, put_away, settled, start
+from .runpage import write_run_page
 from .step import require_finite, steps_of_epoch, take_step
 from .tasks import Data
 from .traces import mask_sample, save_scores
@@ -56,6 +58,7 @@ class Result:
     stage_seconds: dict[str, float]
     versions: dict[str, str]
     also: dict[str, Figures] = field(default_factory=dict)  # other figures than the measure, of "dense" and "pruned"
+    files: dict[str, str] = field(default_factory=dict)  # what else was written, and what is in it
 
     def shown(self, form: str) -> str:
         """The metric of ``"dense"`` or ``"pruned"`` in percent, with other figures and the change by pruning."""
@@ -107,6 +110,7 @@ def check(config: Config) -> None:
     """Raises now what would otherwise come up after the dense stage, such as a budget that cannot be met."""
     if not config.out:
         raise SmartpruneError("out is empty; give a folder for the run")
+    require(config)
     resolved(config)
     if config.tensorboard == "on":
         events.require()
@@ -278,6 +282,7 @@ def _write_down(run: Run, receipt: Receipt, pruned: float | None) -> Result:
     found = verify(folder / rundir.MODEL, receipt=folder / rundir.RECEIPT)
     if not found.ok:
         raise SmartpruneError(f"{folder / rundir.MODEL} is not what its receipt says:\n{found}")
+    files = deliver(folder, config, run.task, receipt)
     if run.events is not None:
         run.events.close()
     seconds = run.tell_time()
@@ -294,8 +299,10 @@ def _write_down(run: Run, receipt: Receipt, pruned: float | None) -> Result:
         stage_seconds={stage: round(value, 3) for stage, value in run.seconds.items()},
         versions=versions(config),
         also=run.also,
+        files=files,
     )
     rundir.write_json(folder / rundir.RESULT, asdict(result))
+    write_run_page(folder, own=True)
     return result
 
 

@@ -20,6 +20,7 @@ from .pack import pack_verb, unpack_verb
 from .sweep import sweep_verb
 from .train import train_verb
 from .verb import Verbs
+from .watch import watch_verb
 
 VERBS: tuple[Callable[[Verbs], None], ...] = (
     train_verb,
@@ -32,6 +33,7 @@ VERBS: tuple[Callable[[Verbs], None], ...] = (
     export_verb,
     compare_verb,
     sweep_verb,
+    watch_verb,
 )
 
 

@@ -32,6 +32,7 @@ def compare_verb(verbs: Verbs) -> None:
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders, folders that hold some, or globs of them")
     parser.add_argument("--csv", metavar="FILE", help="write one line per run")
     parser.add_argument("--plot", metavar="FILE", help="draw the metric over sparsity: .svg, or .png with matplotlib")
+    parser.add_argument("--html", metavar="FILE", help="write a page with the plot and the tables")
     parser.add_argument("--json", metavar="FILE", help="write the rows with their values, means and deviations")
     parser.add_argument("--record", metavar="DIR", help="write a record: result.json, config.json, README.md")
     parser.add_argument("--note", metavar="TEXT", help="what the record does not show; needed with --record")
@@ -58,12 +59,16 @@ def run_compare(args: argparse.Namespace) -> int:
         from ..compare.chart import save_charts
 
         save_charts(charts(found), args.plot)
+    if args.html:
+        from ..compare.page import comparison_page
+
+        write_whole(args.html, comparison_page(found, charts(found)).encode())
     if args.record:
         from ..compare.record import write_record
 
         commands = [*_noted(found, "commands"), _command(args)]
         write_record(Path(args.record), found, args.note, commands, _noted(found, "sources"))
-    for path in (args.csv, args.json, args.plot, args.record):
+    for path in (args.csv, args.json, args.plot, args.html, args.record):
         if path:
             print(f"written to {path}", file=sys.stderr)
     return 0

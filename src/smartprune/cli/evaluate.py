@@ -128,6 +128,7 @@ def _score_run(folder: Path, config: Config) -> list[dict[str, Any]]:
     from ..config import make_task
     from ..files import parse_json, read_capped
     from ..judge import FOUND
+    from ..runpage import write_run_page
     from ..train import Result
 
     out, task = [], make_task(config.task, config.task_settings)
@@ -144,6 +145,8 @@ def _score_run(folder: Path, config: Config) -> list[dict[str, Any]]:
             result["also"][form] = {key: value for key, value in figures.items() if key != task.measure}
             out.append({"file": str(path), "task": config.task, "model": config.model, "split": "test", "figures": figures})
         rundir.write_json(folder / rundir.RESULT, result)
+        if (folder / rundir.MODEL).exists():
+            write_run_page(folder)  # the old one says that it is not scored
     return out
 
 

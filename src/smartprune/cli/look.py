@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import SmartpruneError
+from ..files import write_whole
 from .verb import Verbs, add_verb, arguments, show
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from ..npu import Estimate
 
 
 def plan_verb(verbs: Verbs) -> None:
@@ -108,12 +112,15 @@ def report_verb(verbs: Verbs) -> None:
         "report",
         "show where the zeros of a model file or a run folder are",
         "  smartprune report runs/mine\n  smartprune report model.safetensors --block 16x8 --map layer3.0.conv1\n"
+        "  smartprune report runs/mine --html mine.html --figures figures\n"
         "  smartprune report runs/mine --npu edge\n"
         "  smartprune report model.safetensors --npu edge --model resnet18 --input 3x32x32",
     )
     parser.add_argument("path", help="a run folder, a .safetensors, packed or .onnx file, or a torch checkpoint")
     parser.add_argument("--block", help="block, output x input channels (default: the receipt's, or 16x8)")
     parser.add_argument("--map", metavar="LAYER", help="draw the blocks of one layer instead")
+    parser.add_argument("--html", metavar="FILE", help="write a page that opens in any browser, with all there is to see")
+    parser.add_argument("--figures", metavar="DIR", help="write its figures as .svg, and with Pillow as .png")
     parser.add_argument(
         "--npu", metavar="NAME", help="show the cycles on an NPU instead: small, edge, server, or a .json file of its settings"
     )
@@ -126,8 +133,11 @@ def report_verb(verbs: Verbs) -> None:
 def run_report(args: argparse.Namespace) -> int:
     from ..report import report
 
+    if args.html or args.figures:
+        return _write_report(args)
     if args.npu:
-        return _run_npu(args)
+        show(args, _cycles(args))
+        return 0
     with arguments(args):
         if args.model or args.input:
             raise SmartpruneError("--model and --input go with --npu; leave them out, or add --npu edge")
@@ -140,7 +150,30 @@ def run_report(args: argparse.Namespace) -> int:
     return 0
 
 
-def _run_npu(args: argparse.Namespace) -> int:
+def _write_report(args: argparse.Namespace) -> int:
+    from ..report.figures import save_figures
+    from ..report.page import render
+    from ..report.view import look
+    from ..runpage import run_cycles
+
+    with arguments(args):
+        if args.json or (args.map and not args.figures):
+            raise SmartpruneError("--json and --map are for the terminal; with --html leave them out (--map goes with --figures)")
+    cycles = _cycles(args) if args.npu else run_cycles(args.path) if Path(args.path).is_dir() else None
+    view = look(args.path, _block(args), cycles)
+    if args.figures:
+        with arguments(args):
+            written, png = save_figures(view, args.figures, args.map)
+        print(f"{len(written)} figures written to {args.figures}", file=sys.stderr)
+        if not png:
+            print("for .png files as well, run: pip install 'smartprune[plot]'", file=sys.stderr)
+    if args.html:
+        write_whole(args.html, render(view).encode())
+        print(f"written to {args.html}", file=sys.stderr)
+    return 0
+
+
+def _cycles(args: argparse.Namespace) -> Estimate:
     from ..npu import read_npu
     from ..rundir import CONFIG
 
@@ -161,8 +194,7 @@ def _run_npu(args: argparse.Namespace) -> int:
             example = sample(args.input)
         if example is None:
             raise SmartpruneError("--npu needs the shape of one sample: add --input, such as --input 3x32x32")
-    show(args, npu.estimate(model, example, block, weights=args.path))
-    return 0
+    return npu.estimate(model, example, block, weights=args.path)
 
 
 def verify_verb(verbs: Verbs) -> None:

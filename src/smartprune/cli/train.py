@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
-from ..config import Config, flags
+from ..config import BUDGETS, Config, flags
 from ..errors import SmartpruneError
 from .verb import Verbs, add_verb, arguments
 
@@ -150,9 +150,8 @@ def asked(args: argparse.Namespace) -> dict[str, Any]:
             out.pop(settings, None)  # they were another one's
         if texts:
             out[settings] = {**out.get(settings, {}), **dict(map(setting, texts))}
-    for name, other in (("sparsity", "macs"), ("macs", "sparsity")):
-        if name in flagged and other not in flagged:
-            out[other] = None
+    if any(name in flagged for name in BUDGETS):  # in place of what a configuration file asks for
+        out |= dict.fromkeys(BUDGETS)
     if args.data:
         out["task_settings"] = {**out.get("task_settings", {}), "folder": str(Path(args.data).absolute())}
     if args.out:
@@ -182,7 +181,8 @@ def _default_out(config: Config) -> Path:
     from ..config import make_task
 
     own = make_task(config.task, config.task_settings).recipe.model
-    share = f"{config.sparsity:g}" if config.sparsity is not None else f"macs{config.macs:g}"
+    kind, number = config.asked
+    share = f"{kind if kind != 'sparsity' else ''}{number:g}"
     parts = [config.task, *([config.model] if config.model != own else []), config.method, config.block, share]
     return Path("runs") / "-".join([*parts, f"s{config.seed}"]).replace("*", "all")
 
@@ -248,6 +248,8 @@ def _print_result(args: argparse.Namespace, folder: Path, result: Result) -> int
     print(f"dense    {result.measure} {result.shown('dense')}")
     print(f"pruned   {result.measure} {result.shown('pruned')}")
     print(f"verified {'yes' if result.verified else 'NO'}")
+    for name, written in result.files.items():
+        print(f"{name:<8} {written}")
     print(f"time     {result.seconds:.0f} s ({stages})")
     print(f"folder   {folder}")
     return 0

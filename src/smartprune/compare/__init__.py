@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import text
+from ..config import BUDGETS, asked
 from ..errors import SmartpruneError
 from ..fields import Fields
 from ..files import parse_json, read_capped
@@ -25,7 +26,7 @@ from ..tasks import TASKS
 
 LARGEST_FILE = 1 << 20
 # what differs between runs of one table, and what only says where and how fast a run was
-APART = ("task", "task_settings", "model", "method", "settings", "block", "sparsity", "macs", "seed")
+APART = ("task", "task_settings", "model", "method", "settings", "block", *BUDGETS, "seed")
 ASIDE = ("out", "dense", "device", "threads", "compile", "graph", "checkpoint_seconds", "parallel", "tensorboard", "onnx")
 # settings that change nothing at this value, and settings that only go with another one
 NEUTRAL = {
@@ -65,8 +66,7 @@ class Entry:
     @property
     def share(self) -> tuple[str, float]:
         """``("sparsity", 0.9)`` or ``("macs", 0.5)``."""
-        kind = "macs" if self.config.get("macs") is not None else "sparsity"
-        return kind, float(self.config[kind])
+        return asked(self.config)
 
 
 @dataclass(frozen=True)
@@ -97,6 +97,7 @@ class Row:
             "block": first.config["block"],
             "sparsity": first.config.get("sparsity"),
             "macs": first.config.get("macs"),
+            **({"cycles": first.config["cycles"]} if first.config.get("cycles") is not None else {}),
             "protocol": protocol(first.config),
             "metric": first.metric,
             "unit": "share",
@@ -228,8 +229,7 @@ def read_entry(folder: Path) -> Entry:
     for name in ("task_settings", "settings"):
         config.inner(name)
     config.integer("seed")
-    budget = "macs" if config.data.get("macs") is not None else "sparsity"
-    _number(config, budget)
+    _number(config, asked(config.data)[0])
     if not result.boolean("verified"):
         raise SmartpruneError(f"{RESULT}: the model is not what its receipt says")
     for name in ("dense", "pruned"):
@@ -276,6 +276,8 @@ def protocol(config: Mapping[str, Any]) -> str:
     rest = {name: value for name, value in config.items() if name not in (*APART, *ASIDE)}
     epochs = [rest.pop(name, "?") for name in ("dense_epochs", "search_epochs", "finetune_epochs")]
     parts = ["{} dense + {} search + {} fine-tuning epochs".format(*epochs)]
+    if config.get("cycles") is None:
+        rest.pop("npu", None)
     if "poly" not in (rest.get("schedule"), rest.get("search_schedule")):
         rest.pop("poly_power", None)
     idle = {name for name, value in NEUTRAL.items() if name in rest and rest[name] == value}

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 RESULT, CONFIG, README = "result.json", "config.json", "README.md"
 NEEDED = ("model", "data", "method", "block", "sparsity", "protocol", "metric", "values", "mean", "std", "n")
-COLUMNS = ("model", "data", "block", "sparsity", "macs", "protocol", "metric")  # what may tell columns apart
+COLUMNS = ("model", "data", "block", "sparsity", "macs", "cycles", "protocol", "metric")  # what may tell columns apart
 LARGEST_FILE = 64 << 20
 NOT_YET = "not recorded yet"
 
@@ -132,7 +132,7 @@ def _cell(row: Mapping[str, Any], with_n: bool) -> str:
 
 def _common(rows: Sequence[Mapping[str, Any]], counts: set[Any]) -> str:
     parts = []
-    for name in ("data", "model", "block", "sparsity", "macs", "protocol"):
+    for name in ("data", "model", "block", "sparsity", "macs", "cycles", "protocol"):
         values = {json.dumps(row.get(name)): row.get(name) for row in rows}
         value = next(iter(values.values()))
         if len(values) == 1 and value not in (None, "", "-"):

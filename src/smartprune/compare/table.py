@@ -85,6 +85,7 @@ def comparison_csv(found: Comparison) -> str:
                 "settings": json.dumps(config["settings"]),
                 "sparsity": config.get("sparsity"),
                 "macs": config.get("macs"),
+                "cycles": config.get("cycles"),
                 "seed": config["seed"],
                 "metric": entry.metric,
                 "pruned": entry.pruned,

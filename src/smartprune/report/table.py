@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -112,8 +113,9 @@ class Report:
             )
             for row in self.layers
         ]
+        about = f", blocks of {self.block}"
         lines = [
-            f"{self.where}, blocks of {self.block}",
+            text.shorten(text.printable(self.where), WIDTH - len(about)) + about,
             "",
             *text.table(("layer", "weight", "kept/blocks", "kept", "sparsity"), rows, "<<><>", WIDTH, (0, 1)),
         ]
@@ -150,10 +152,12 @@ class Report:
             panels = avg_pool2d(panels[:, None], share, ceil_mode=True, count_include_pad=False)[:, 0]
         drawn = [_draw(panel, shades) for panel in panels]
         names = [_position(i, kernel) for i in range(len(drawn))]
-        lines = [
-            f"{row.name}: {row.blocks.kept:,} of {row.blocks.total:,} blocks of {self.block} kept; "
-            f"{shades[-1]} kept, {shades[0]} zero" + (f", {share}x{share} blocks a character" if share > 1 else "")
-        ]
+        lines = textwrap.wrap(
+            f"{text.printable(row.name)}: {row.blocks.kept:,} of {row.blocks.total:,} blocks of {self.block} kept; "
+            f"{shades[-1]} kept, {shades[0]} zero",
+            WIDTH,
+        )
+        lines += [f"{share}x{share} blocks a character"] if share > 1 else []
         across = kernel[-1] if kernel and kernel[-1] * (len(drawn[0][0]) + 2) <= WIDTH + 2 else 1
         for first in range(0, len(drawn), across):
             group, titles = drawn[first : first + across], names[first : first + across]

@@ -10,15 +10,16 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from ..config import Config, configure
+from ..config import BUDGETS, Config, configure
 from ..errors import SmartpruneError
 from ..files import parse_json, read_capped
 
 LARGEST_FILE = 1 << 20
 # settings that the dense stage does not depend on; what is not named here it may depend on
 AFTER_DENSE = (
-    "method", "settings", "block", "sparsity", "macs", "floor", "include", "skip", "dense", "search_epochs",
-    "finetune_epochs", "search_lr", "finetune_lr", "score_lr", "search_schedule", "schedule_over",
+    "method", "settings", "block", *BUDGETS, "npu", "onnx", "floor", "include", "skip", "dense", "search_epochs",
+    "finetune_epochs", "search_lr", "finetune_lr", "score_lr", "search_schedule", "schedule_over", "distill",
+    "distill_temperature", "tensorboard",
     "checkpoint_seconds", "out",
 )  # fmt: skip
 
@@ -73,11 +74,12 @@ def _cell(grid: Grid, method: str, sparsity: float | None, seed: int) -> Cell:
     own = dict(grid.settings.get(method, {}))
     given = {**grid.options, "method": method, "settings": own, "seed": seed}
     if sparsity is not None:
-        given |= {"sparsity": sparsity, "macs": None}
+        given |= {**dict.fromkeys(BUDGETS), "sparsity": sparsity}
     if given.get("dense"):
         given["dense"] = str(given["dense"]).replace("{seed}", str(seed))
-    config = configure(given)
-    share = f"{config.sparsity:g}" if config.sparsity is not None else f"macs{config.macs:g}"
+    config = configure({"onnx": "off", **given})
+    kind, number = config.asked
+    share = f"{kind if kind != 'sparsity' else ''}{number:g}"
     special = [f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}" for name, value in own.items()]
     parts = [config.task, config.model, method, *special, config.block.replace("*", "all"), share, f"s{seed}"]
     name = re.sub(r"[^\w.=+-]", "_", "-".join(parts))
