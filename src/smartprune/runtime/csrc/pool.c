@@ -1,0 +1,149 @@
+/* A pool of threads and the run of a program on it.
+
+   Threads that find no work spin for some tens of microseconds, the time from one layer to the next, and then sleep; an
+   idle pool takes no time from others. A thread that sleeps when work comes is woken, but nobody waits for it: it joins
+   if it arrives while the operation is still open. */
+#define _GNU_SOURCE
+#include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "runtime.h"
+
+#define SPINS 1000
+#define OPEN (1ull << 31)
+
+#if defined(__x86_64__) || defined(__i386__)
+#define PAUSE() __builtin_ia32_pause()
+#else
+#define PAUSE() sched_yield()
+#endif
+
+typedef struct {
+  int threads; /* that were started, not counting the caller */
+  pid_t process;
+  pthread_t *handles;
+  _Atomic uint64_t state; /* number of the operation << 32 | open << 31 | threads at work */
+  _Atomic int next, sleepers, stop;
+  const Op *op;
+  const External *external;
+  pthread_mutex_t lock;
+  pthread_cond_t wake;
+} Pool;
+
+static void take(Pool *pool) {
+  const Op *op = pool->op;
+  for (int item; (item = atomic_fetch_add_explicit(&pool->next, 1, memory_order_relaxed)) < op->items;)
+    sp_work(op, item, pool->external);
+}
+
+static void *worker(void *argument) {
+  Pool *pool = argument;
+  uint32_t seen = 0;
+  for (int spins = 0;;) {
+    uint64_t state = atomic_load_explicit(&pool->state, memory_order_acquire);
+    if (atomic_load_explicit(&pool->stop, memory_order_relaxed)) return 0;
+    if ((state & OPEN) && (uint32_t)(state >> 32) != seen) {
+      if (!atomic_compare_exchange_weak(&pool->state, &state, state + 1)) continue;
+      seen = (uint32_t)(state >> 32);
+      take(pool);
+      atomic_fetch_sub_explicit(&pool->state, 1, memory_order_release);
+      spins = 0;
+    } else if (++spins < SPINS) {
+      PAUSE();
+    } else {
+      pthread_mutex_lock(&pool->lock);
+      atomic_fetch_add(&pool->sleepers, 1);
+      for (;;) {
+        state = atomic_load(&pool->state);
+        if (atomic_load(&pool->stop) || ((state & OPEN) && (uint32_t)(state >> 32) != seen)) break;
+        pthread_cond_wait(&pool->wake, &pool->lock);
+      }
+      atomic_fetch_sub(&pool->sleepers, 1);
+      pthread_mutex_unlock(&pool->lock);
+      spins = 0;
+    }
+  }
+}
+
+static void share(Pool *pool, const Op *op, const External *external) {
+  pool->op = op;
+  pool->external = external;
+  atomic_store_explicit(&pool->next, 0, memory_order_relaxed);
+  const uint64_t number = (atomic_load(&pool->state) >> 32) + 1;
+  atomic_store(&pool->state, (number & 0xffffffffu) << 32 | OPEN);
+  if (atomic_load(&pool->sleepers)) {
+    pthread_mutex_lock(&pool->lock);
+    pthread_cond_broadcast(&pool->wake);
+    pthread_mutex_unlock(&pool->lock);
+  }
+  take(pool);
+  atomic_fetch_and(&pool->state, ~OPEN);
+  for (int spins = 0; atomic_load_explicit(&pool->state, memory_order_acquire) & 0xffff; spins++) {
+    if (spins < SPINS) PAUSE();
+    else sched_yield();
+  }
+}
+
+Pool *sp_pool_new(int threads) {
+  Pool *pool = calloc(1, sizeof *pool);
+  if (!pool) return 0;
+  pool->handles = calloc((size_t)(threads > 1 ? threads : 1), sizeof *pool->handles);
+  pool->process = getpid();
+  if (!pool->handles || pthread_mutex_init(&pool->lock, 0) || pthread_cond_init(&pool->wake, 0)) return 0;
+  for (int i = 0; i < threads - 1; i++) {
+    if (pthread_create(&pool->handles[i], 0, worker, pool)) break; /* fewer threads are slower, not wrong */
+    pool->threads++;
+  }
+  return pool;
+}
+
+void sp_pool_free(Pool *pool) {
+  if (pool->process != getpid()) return; /* a fork has the memory but not the threads */
+  pthread_mutex_lock(&pool->lock);
+  atomic_store(&pool->stop, 1);
+  pthread_cond_broadcast(&pool->wake);
+  pthread_mutex_unlock(&pool->lock);
+  for (int i = 0; i < pool->threads; i++) pthread_join(pool->handles[i], 0);
+  free(pool->handles);
+  free(pool);
+}
+
+static double clock_now(void) {
+  struct timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+/* Runs the program once. ``light[i]`` says that operation i is too small to be shared. With ``seconds``, writes how
+   long every operation took. */
+void sp_run(Pool *pool, const Op *ops, int count, const uint8_t *light, const External *external, double *seconds) {
+  const int alone = pool->threads == 0 || pool->process != getpid();
+  double before = seconds ? clock_now() : 0.0;
+  for (int i = 0; i < count; i++) {
+    if (alone || light[i] || ops[i].items < 2)
+      for (int item = 0; item < ops[i].items; item++) sp_work(&ops[i], item, external);
+    else
+      share(pool, &ops[i], external);
+    if (seconds) {
+      const double now = clock_now();
+      seconds[i] = now - before;
+      before = now;
+    }
+  }
+}
+
+int sp_op_size(void) { return (int)sizeof(Op); }
+int sp_has_bytes(void) { return BYTES; }
+int sp_most_pixels(void) {
+#if defined(__AVX512F__)
+  return 16;
+#elif defined(__AVX2__)
+  return 12;
+#else
+  return 6;
+#endif
+}

@@ -1,0 +1,219 @@
+"""The C half of the runtime: compiled once per machine with the system's compiler, kept in a cache, loaded by ctypes."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from ..errors import SmartpruneError
+
+SOURCES = Path(__file__).parent / "csrc"
+FLAGS = (
+    "-O3",
+    "-fno-tree-slp-vectorize",
+    "-std=gnu11",
+    "-fPIC",
+    "-ffp-contract=fast",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-Wno-psabi",
+)
+_AVX2 = ("-mavx2", "-mfma")
+_AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512")
+ISAS: dict[str, tuple[str, ...]] = {  # in the order in which csrc/probe.c numbers them
+    "portable": (),
+    "avx2": _AVX2,
+    "avx512": _AVX512,
+    "avx512vnni": (*_AVX512, "-mavx512vnni"),
+}
+_KINDS = ("import", "export", "conv", "depthwise", "max_pool", "average_pool", "mean")  # these and the next as in runtime.h
+_POINTWISE = ("unary", "affine", "add", "multiply", "copy", "shift", "upsample", "bilinear")
+KIND = {name: i for i, name in enumerate((*_KINDS, *_POINTWISE))}
+FLOAT32, QUANTUM = 0, 1
+ACTIVATION = {name: i for i, name in enumerate(("clamp", "silu", "sigmoid", "hardswish", "hardsigmoid", "leaky", "gelu"))}
+ADDING = {"none": 0, "before": 1, "after": 2}
+
+
+class Tensor(ctypes.Structure):
+    """An activation, as runtime.h has it."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("image", "plane", "row")),
+        *((name, ctypes.c_int32) for name in ("images", "blocks", "height", "width", "channels", "type")),
+        ("scale", ctypes.c_float),
+        ("zero", ctypes.c_float),
+    )
+
+
+class Op(ctypes.Structure):
+    """An operation, as runtime.h has it."""
+
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in ("kind", "activation", "adding", "items")),
+        *((name, ctypes.c_float) for name in ("low", "high", "slope")),
+        ("inner", ctypes.c_int32),
+        *((name, Tensor) for name in ("x", "y", "z")),
+        *((name, ctypes.c_int32) for name in ("groups", "groups_per_item", "chunks", "lanes")),
+        *((name, ctypes.c_void_p) for name in ("start", "offset", "weight", "bias", "scale", "begin", "run", "chunk", "in_", "out", "side")),
+        *((name, ctypes.c_int32) for name in ("kh", "kw", "sh", "sw", "ph", "pw", "dh", "dw", "include", "port")),
+    )
+
+
+class External(ctypes.Structure):
+    """A tensor of the caller, as runtime.h has it."""
+
+    _fields_ = (("data", ctypes.c_void_p), *((name, ctypes.c_int64) for name in ("image", "channel", "row", "column")))
+
+
+@dataclass(frozen=True)
+class Library:
+    """The compiled kernels for one instruction set."""
+
+    isa: str
+    code: ctypes.CDLL
+
+    @property
+    def lanes(self) -> tuple[int, ...]:
+        """How many output channels a kernel may hold in a register."""
+        return (16, 8) if self.isa.startswith("avx512") else (8,)
+
+    @property
+    def pixels(self) -> int:
+        """The most pixels of a tile."""
+        return int(self.code.sp_most_pixels())
+
+    @property
+    def quantum_bytes(self) -> int:
+        """Bytes of a quantized activation: one where four products are one instruction, else two."""
+        return 1 if self.code.sp_has_bytes() else 2
+
+
+def compiler() -> str:
+    """The C compiler: what $CC names, or the first of cc, gcc and clang."""
+    asked = os.environ.get("CC", "").split()
+    for name in asked[:1] or ("cc", "gcc", "clang"):
+        if found := shutil.which(name):
+            return found
+    given = f"CC={asked[0]} is not a program" if asked else "none of cc, gcc and clang is installed"
+    raise SmartpruneError(
+        f"accelerate: a C compiler is needed once to build the kernels for this machine, and {given}; install gcc or clang "
+        'or set CC, or pass backend="reference" for a slow run in torch'
+    )
+
+
+def load(int8: bool = False, isa: str | None = None) -> Library:
+    """The library for this machine; ``isa`` or $SMARTPRUNE_ISA forces a lesser instruction set."""
+    if sys.byteorder != "little" or os.name != "posix":
+        raise SmartpruneError(
+            f"accelerate: the kernels are written for little-endian Linux and macOS, and this is {sys.platform}; "
+            'pass backend="reference" for a slow run in torch'
+        )
+    wanted = isa or os.environ.get("SMARTPRUNE_ISA") or None
+    names = list(ISAS)
+    best = _best()
+    if wanted is None:
+        wanted = names[best]
+    if wanted not in ISAS:
+        raise SmartpruneError(f"SMARTPRUNE_ISA={wanted!r} is not one of {', '.join(ISAS)}")
+    if names.index(wanted) > best:
+        raise SmartpruneError(f"SMARTPRUNE_ISA={wanted!r} is more than this machine has: {names[best]}")
+    return _load(wanted, int8)
+
+
+@cache
+def _best() -> int:
+    probe = _open("probe", [("probe.c", ())], ())
+    return int(probe.sp_isa())
+
+
+@cache
+def _load(isa: str, int8: bool) -> Library:
+    widths = (16, 8) if isa.startswith("avx512") else (8,)
+    units: list[tuple[str, tuple[str, ...]]] = [
+        ("conv.c", (f"-DWIDTH={width}", f"-DQUANT={quant}")) for quant in ((1, 0) if int8 else (0,)) for width in widths
+    ]
+    units += [("ops.c", ()), ("pool.c", ())]
+    code = _open(f"{isa}{'-int8' if int8 else ''}", units, (*ISAS[isa], f"-DWITH_INT8={int(int8)}"))
+    code.sp_pool_new.restype = ctypes.c_void_p
+    code.sp_pool_new.argtypes = (ctypes.c_int,)
+    code.sp_pool_free.argtypes = (ctypes.c_void_p,)
+    code.sp_pool_free.restype = None
+    code.sp_run.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
+    code.sp_run.restype = None
+    if code.sp_op_size() != ctypes.sizeof(Op):
+        raise SmartpruneError(f"{isa}: the kernels and native.py disagree on an operation's layout; reinstall smartprune")
+    return Library(isa, code)
+
+
+def _open(name: str, units: list[tuple[str, tuple[str, ...]]], flags: tuple[str, ...]) -> ctypes.CDLL:
+    """Loads the library that these units make, compiling it if the cache has none."""
+    cc = compiler()
+    version = subprocess.run([cc, "--version"], capture_output=True, check=False).stdout
+    digest = hashlib.sha256(b"\0".join([cc.encode(), version, repr((FLAGS, flags, units)).encode()]))
+    for source in sorted(SOURCES.iterdir()):
+        if source.suffix in (".c", ".h"):
+            digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    target = cache_folder() / f"runtime-{name}-{digest.hexdigest()[:20]}.so"
+    if target.exists():
+        try:
+            return ctypes.CDLL(str(target))
+        except OSError:  # cut off by a full disk, or from another system: made anew below
+            pass
+    _compile(cc, units, flags, target)
+    return ctypes.CDLL(str(target))
+
+
+def _compile(cc: str, units: list[tuple[str, tuple[str, ...]]], flags: tuple[str, ...], target: Path) -> None:
+    """Compiles all units side by side and links them; the library takes its name only when complete, so that two
+    processes may do this at once."""
+    with tempfile.TemporaryDirectory(prefix="smartprune-cc-") as folder:
+        jobs = []
+        objects = []
+        for i, (source, own) in enumerate(units):
+            objects.append(f"{folder}/{i}.o")
+            command = [cc, *FLAGS, *flags, *own, "-c", str(SOURCES / source), "-o", objects[-1]]
+            jobs.append((command, subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)))
+        failed: tuple[list[str], bytes] | None = None
+        for command, job in jobs:
+            told = job.communicate()[1]
+            if job.returncode and failed is None:
+                failed = command, told
+        part = target.with_name(f"{target.name}.{os.getpid()}.part")
+        if failed is None:
+            link = [cc, "-shared", "-o", str(part), *objects, "-lm", "-lpthread"]
+            done = subprocess.run(link, capture_output=True, check=False)
+            failed = (link, done.stderr) if done.returncode else None
+        if failed is not None:
+            part.unlink(missing_ok=True)
+            first = next(iter(failed[1].decode(errors="replace").strip().splitlines()), "no message")
+            raise SmartpruneError(
+                f"accelerate: the C compiler failed ({first}); the command was: {' '.join(failed[0])}; set CC to gcc 9 or clang 11 "
+                'or newer, or pass backend="reference" for a slow run in torch'
+            )
+        os.replace(part, target)
+
+
+@cache
+def cache_folder() -> Path:
+    """Where compiled kernels are kept: $SMARTPRUNE_CACHE, else ~/.cache/smartprune; a private temporary folder if that
+    cannot be written, or if others could write it, for what lies there is run."""
+    asked = os.environ.get("SMARTPRUNE_CACHE")
+    try:
+        folder = Path(asked) if asked else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "smartprune"
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        held = folder.stat()
+        if held.st_uid == os.getuid() and not held.st_mode & (stat.S_IWOTH | stat.S_IWGRP) and os.access(folder, os.W_OK | os.X_OK):
+            return folder
+    except (OSError, RuntimeError):  # RuntimeError: there is no home
+        pass
+    return Path(tempfile.mkdtemp(prefix="smartprune-cache-"))

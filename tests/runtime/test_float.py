@@ -1,0 +1,271 @@
+"""float32: every operation, every tile and every model against torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import smartprune as sp
+from smartprune.models import MODELS
+from smartprune.runtime.module import Accelerated
+from zeros import agree, pruned
+from zoo import conv1d_net, mobilenet_block, plain_cnn, transformer_block, unet
+
+SIZES = {"resnet18": 32, "mobilenetv2": 32, "googlenet": 32, "densenet": 32, "bisenetv2": 64, "yolov5m": 64, "resnet50": 64}
+FEW = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@torch.no_grad()
+def check(model: nn.Module, *inputs: Tensor, threads: int = 1, native: bool = True) -> Accelerated:
+    fast = sp.accelerate(model.eval(), threads=threads)
+    agree(fast(*inputs), model(*inputs))
+    assert isinstance(fast, Accelerated)
+    if native:  # nothing was left to torch
+        assert len(fast.plan(*inputs).parts) == 1
+    return fast
+
+
+@st.composite
+def convolutions(draw: st.DrawFn) -> tuple[nn.Module, Tensor]:
+    inputs, outputs = (draw(st.sampled_from([1, 3, 8, 16, 17, 20, 40])) for _ in range(2))
+    kernel = draw(st.sampled_from([1, 3, 5, 7, (3, 1), (2, 4)]))
+    stride, dilation = draw(st.sampled_from([1, 2, 3, (2, 1)])), draw(st.sampled_from([1, 1, 2]))
+    padding = draw(st.sampled_from([0, 1, 3, (2, 0)]))
+    if stride == 1 and draw(st.booleans()):
+        padding = "same"
+    size = draw(st.tuples(st.integers(13, 20), st.integers(13, 40)))
+    block = draw(st.sampled_from([(16, 8), (8, 8), (16, 16), (8, 4), (4, 4), (1, 8), (16, 1), (1, 1), (16, 8, 3, 3)]))
+    sparsity = draw(st.sampled_from([0.0, 0.5, 0.9, 1.0]))
+    torch.manual_seed(draw(st.integers(0, 99)))
+    conv = nn.Conv2d(inputs, outputs, kernel, stride, padding, dilation, bias=draw(st.booleans()))
+    after = draw(st.sampled_from([nn.Identity, nn.ReLU, nn.SiLU, nn.ReLU6, nn.Hardswish, nn.GELU]))()
+    x = torch.randn(draw(st.sampled_from([1, 1, 2, 9])), inputs, *size)
+    if draw(st.booleans()):
+        x = x.contiguous(memory_format=torch.channels_last)
+    return pruned(nn.Sequential(conv, nn.BatchNorm2d(outputs), after), sparsity, block), x
+
+
+@FEW
+@given(convolutions(), st.sampled_from([1, 2]))
+def test_convolutions(case: tuple[nn.Module, Tensor], threads: int) -> None:
+    check(*case, threads=threads)
+
+
+@pytest.mark.parametrize("stride", [1, 2, 3])
+@pytest.mark.parametrize("outputs", [16, 8])  # vectors of 16 and of 8
+def test_every_tile(stride: int, outputs: int) -> None:
+    """All widths of a map, so all widths of a tile; heights and batches that leave rows over."""
+    conv = pruned(nn.Conv2d(8, outputs, 3, stride, 1), 0.3, (8, 8))
+    fast = sp.accelerate(conv, threads=1)
+    with torch.no_grad():
+        for width in (*range(1, 19), 31, 33, 56, 100):
+            for batch, height in ((1, 7), (3, 5)):
+                x = torch.randn(batch, 8, height, width)
+                agree(fast(x), conv(x))
+
+
+@FEW
+@given(
+    st.sampled_from([1, 3, 16, 17, 70, 260]),
+    st.sampled_from([1, 10, 33, 128]),
+    st.sampled_from([(1,), (2,), (9,), (2, 7), (2, 3, 4)]),
+)
+def test_linear(inputs: int, outputs: int, lead: tuple[int, ...]) -> None:
+    check(pruned(nn.Sequential(nn.Linear(inputs, outputs), nn.ReLU()), 0.5), torch.randn(*lead, inputs))
+
+
+def test_input_of_any_strides() -> None:
+    model = pruned(nn.Sequential(nn.Conv2d(20, 24, 3, padding=1), nn.ReLU()), 0.5)
+    big = torch.randn(3, 40, 18, 22)
+    for x in (
+        big[:, ::2],
+        big[:, :20, ::2, 1::2],
+        big[:1, 5:25].transpose(2, 3),
+        big[:, :20].expand(3, 20, 18, 22),
+        big[:, :20].double(),
+    ):
+        fast = sp.accelerate(model, threads=1)
+        agree(fast(x), model(x.float()))
+
+
+class Branches(nn.Module):
+    """Additions before and after an activation, of a value used twice, of itself, of one value per channel."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.a = nn.Conv2d(channels, channels, 3, padding=1)
+        self.b = nn.Conv2d(channels, channels, 1)
+        self.c = nn.Conv2d(channels, channels, 3, padding=2, dilation=2)
+        self.norm = nn.BatchNorm2d(channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.a(x) + self.b(x))
+        y = y + F.relu(self.b(y))
+        y = self.c(y) + y
+        z = F.silu(self.a(y)) + x
+        z = z + self.c(z).mean((2, 3), keepdim=True)
+        w = self.b(z)
+        w = w + w
+        return self.norm(w) * torch.sigmoid(self.a(w)) + 2.0 * z + 1.0
+
+
+class Joined(nn.Module):
+    """Concatenations that lie at the borders of blocks and others that do not, of values used elsewhere too."""
+
+    def __init__(self, first: int, second: int) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(6, first, 3, padding=1), nn.Conv2d(6, second, 1)
+        self.c = nn.Conv2d(first + second + 6, 12, 3, padding=1)
+        self.d = nn.Conv2d(12 + first + first, 5, 5, padding=2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        a, b = F.relu(self.a(x)), self.b(x)
+        c = self.c(torch.cat([a, b, x], 1))
+        return self.d(torch.cat([c, a, a], dim=1)), F.max_pool2d(a, 3, 1, 1)
+
+
+class Pools(nn.Module):
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [
+            F.max_pool2d(x, 3, 2, padding=1),
+            F.max_pool2d(x, 2, ceil_mode=True),
+            F.max_pool2d(x, (3, 2), (1, 2), dilation=(2, 1)),
+            F.avg_pool2d(x, 3, 2, padding=1),
+            F.avg_pool2d(x, 3, 2, padding=1, count_include_pad=False),
+            F.avg_pool2d(x, 3, 2, padding=1, ceil_mode=True),
+            F.avg_pool2d(x, 2, divisor_override=3),
+            F.adaptive_avg_pool2d(x, 1),
+            F.adaptive_avg_pool2d(x, (3, 4)),
+            x.mean((2, 3)),
+            F.interpolate(x, scale_factor=2),
+            F.interpolate(x, scale_factor=(3, 1)),
+            F.interpolate(x, scale_factor=2, mode="bilinear", align_corners=False),
+            F.interpolate(x, size=(7, 31), mode="bilinear", align_corners=True),
+            F.interpolate(x, size=(20, 5), mode="bilinear"),
+            F.interpolate(x, scale_factor=1.7, mode="bilinear"),
+        ]
+
+
+class Pointwise(nn.Module):
+    def forward(self, x: Tensor) -> list[Tensor]:
+        large = x * 40.0
+        return [
+            F.relu(x),
+            F.relu6(large),
+            F.hardtanh(large, -3.0, 2.0),
+            x.clamp(min=-0.5),
+            torch.clamp(x, max=0.25),
+            F.silu(large),
+            torch.sigmoid(large),
+            F.hardswish(large),
+            F.hardsigmoid(large),
+            F.leaky_relu(x, 0.2),
+            F.gelu(x),
+            x + large,
+            x * large,
+            x + 1,
+            F.dropout(x, 0.5, training=False) * x,
+        ]
+
+
+@pytest.mark.parametrize("channels", [16, 20, 3])
+@pytest.mark.parametrize("module", [Pools, Pointwise])
+def test_operations(module: type[nn.Module], channels: int) -> None:
+    fast = check(module(), torch.randn(2, channels, 9, 12))
+    agree(fast(torch.randn(1, channels, 18, 4)), module()(torch.randn(1, channels, 18, 4)), 1e9)  # another shape runs
+
+
+@pytest.mark.parametrize("channels", [16, 20, 5])
+def test_additions(channels: int) -> None:
+    check(pruned(Branches(channels), 0.3, (8, 4)), torch.randn(2, channels, 9, 10))
+
+
+@pytest.mark.parametrize(("first", "second"), [(16, 32), (16, 20), (5, 16), (7, 9)])
+def test_concatenations(first: int, second: int) -> None:
+    check(pruned(Joined(first, second), 0.3, (8, 4)), torch.randn(2, 6, 11, 9))
+
+
+@pytest.mark.parametrize("stride", [1, 2, 3])
+@pytest.mark.parametrize(("kernel", "dilation"), [(3, 1), (3, 2), (5, 1), (1, 1)])
+def test_depthwise(stride: int, kernel: int, dilation: int) -> None:
+    for channels in (16, 20):
+        conv = nn.Conv2d(channels, channels, kernel, stride, kernel // 2 * dilation, dilation, groups=channels)
+        for activation in (nn.ReLU6(), nn.SiLU()):
+            check(nn.Sequential(conv, nn.BatchNorm2d(channels), activation), torch.randn(2, channels, 11, 13))
+
+
+def test_grouped_convolutions() -> None:
+    check(nn.Conv2d(24, 36, 3, padding=1, groups=4), torch.randn(2, 24, 7, 9))
+    check(nn.Conv2d(16, 96, 3, padding=1, groups=16), torch.randn(2, 16, 7, 9))
+
+
+@pytest.mark.parametrize("name", sorted(SIZES))
+def test_models(name: str) -> None:
+    model, x = pruned(MODELS[name](), 0.9), torch.randn(2, 3, SIZES[name], SIZES[name])
+    fast = check(model, x, native=name != "yolov5m")
+    assert len(fast.plan(x).programs) == 1
+
+
+@pytest.mark.parametrize("make", [plain_cnn, mobilenet_block, transformer_block, unet, conv1d_net])
+def test_what_is_not_native_runs_in_torch(make: Callable[[], tuple[nn.Module, Tensor]]) -> None:
+    model, x = make()
+    check(pruned(model, 0.5), x, native=False)
+
+
+def test_values_changed_in_place() -> None:
+    class InPlace(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.relu = nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(inplace=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.conv(x)
+            z = self.relu(y)
+            z = self.conv(z) + y  # the rectified one
+            z += y
+            return z
+
+    check(InPlace(), torch.randn(1, 8, 6, 6))
+
+
+def test_what_cannot_be_traced_keeps_its_code() -> None:
+    class Dynamic(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Conv2d(8, 16, 3, padding=1), nn.Linear(16, 4)
+            self.again = self.a
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.a(x) if float(x.sum()) > 0 else self.again(-x)
+            return self.b(y.mean((2, 3)))
+
+    model = pruned(Dynamic(), 0.4)
+    fast = sp.accelerate(model, threads=1)
+    for x in (torch.rand(2, 8, 5, 5), -torch.rand(2, 8, 5, 5)):
+        agree(fast(x), model(x))
+    assert isinstance(fast.a, Accelerated)
+    assert fast.a is fast.again
+
+
+def test_several_inputs_and_nested_outputs() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Conv2d(4, 8, 3)
+
+        def forward(self, x: Tensor, y: Tensor, factor: float = 2.0) -> dict[str, object]:
+            return {"sum": self.a(x) + self.a(y), "both": (self.a(y), factor), "x": x}
+
+    model, x, y = Two(), torch.randn(1, 4, 6, 6), torch.randn(1, 4, 6, 6)
+    fast = sp.accelerate(model, threads=1)
+    ours, theirs = fast(x, y=y), model(x, y)
+    agree(ours["sum"], theirs["sum"])
+    agree(ours["both"][0], theirs["both"][0])
+    assert ours["both"][1] == 2.0
+    assert ours["x"] is x

@@ -1,0 +1,239 @@
+"""GPU layers: in the interpreter of Triton where there is no GPU (in a child process), else on the GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import smartprune
+from smartprune import SmartpruneError
+from smartprune.runtime import gpu
+from smartprune.runtime.gpu import Dense, Kept, Sparse, Tile, on_gpu
+from smartprune.runtime.lower import NOTHING, Activation, Step
+from smartprune.runtime.module import Options
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+FLOAT = Options("float32", 1, False)
+
+needs_interpreter = pytest.mark.skipif(not (HAS_TRITON and INTERPRETED), reason="runs in the interpreted child process")
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available() or INTERPRETED, reason="needs a CUDA device")
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
+@pytest.mark.skipif(INTERPRETED, reason="this is the child process")
+def test_layers_in_the_interpreter() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__, "-m", "not gpu"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment["PYTHONPATH"] = str(Path(smartprune.__file__).parents[1])
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "passed" in done.stdout
+
+
+@pytest.fixture(autouse=True)
+def _loaded_loop_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter of Triton 3.6 cannot loop up to a number that was loaded, with NumPy of today; 3.7 does this."""
+    if not (HAS_TRITON and INTERPRETED):
+        return
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor: object, scope: object) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+
+
+def pruned(weight: Tensor, keep: float, block: tuple[int, int] = (16, 8)) -> Tensor:
+    """The weight with blocks removed at random."""
+    out, channels = weight.shape[:2]
+    mask = (torch.rand(-(-out // block[0]), -(-channels // block[1]), *weight.shape[2:]) < keep).to(weight.dtype)
+    return weight * mask.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)[:out, :channels]
+
+
+def step(weight: Tensor, bias: Tensor, adding: str, activation: Activation, **window: int) -> Step:
+    kh, kw = weight.shape[2:]
+    window = {"kh": kh, "kw": kw, "sh": 1, "sw": 1, "ph": 0, "pw": 0, "dh": 1, "dw": 1} | window
+    return Step("conv", None, [], weight=weight.numpy(), bias=bias.numpy(), activation=activation, adding=adding, window=window)  # type: ignore[arg-type]
+
+
+def test_table_holds_every_kept_block_once() -> None:
+    torch.manual_seed(0)
+    weight = pruned(torch.randn(40, 20, 3, 2), 0.3)
+    weight[16:32] = 0  # a row without blocks still has a step
+    kept = Kept(weight)
+    for size in (1, 2, 4):
+        for group in (1, 2, 3):
+            begins, finished, place, column, values = kept.table(size, group)
+            again = torch.zeros(48, 24, 3, 2)
+            row = 0
+            for s in range(len(finished)):
+                for k in range(s * size, s * size + size):
+                    if place[k] >= 0:
+                        y, z = int(place[k]) // 2, int(place[k]) % 2
+                        again[row * 16 : row * 16 + 16, column[k] * 8 : column[k] * 8 + 8, y, z] += values[k].T
+                    else:
+                        assert not values[k].any()
+                if finished[s] >= 0:
+                    assert finished[s] == row
+                    assert row % group != group - 1 or s + 1 in begins.tolist()
+                    row += 1
+            assert row == kept.rows
+            assert torch.equal(again[:40, :20], weight)
+            assert len(place) == (int(begins[-1]) + 2) * size == len(values)
+
+
+CASES = [  # out, in, kernel, stride, padding, dilation, height, width
+    (32, 16, (3, 3), 1, 1, 1, 9, 7),
+    (20, 24, (3, 3), 2, 1, 1, 8, 8),
+    (16, 20, (1, 1), 1, 0, 1, 5, 5),
+    (40, 16, (5, 5), 2, 2, 2, 13, 12),
+    (33, 9, (3, 1), 1, 0, 1, 6, 6),
+    (16, 3, (7, 7), 3, 3, 1, 11, 10),
+]
+
+
+ENDS = [
+    ("none", NOTHING),
+    ("before", Activation("clamp", 0.0)),
+    ("after", Activation("silu")),
+    ("before", Activation("clamp", 0.0, 6.0)),
+    ("after", Activation("gelu")),
+    ("none", Activation("leaky", slope=0.1)),
+]
+
+
+@needs_interpreter
+@pytest.mark.parametrize(("case", "adding", "activation"), [(case, *end) for case, end in zip(CASES, ENDS, strict=True)])
+def test_sparse_layer(case: tuple[int, int, tuple[int, int], int, int, int, int, int], adding: str, activation: Activation) -> None:
+    out, channels, kernel, stride, padding, dilation, height, width = case
+    torch.manual_seed(out)
+    weight, bias = pruned(torch.randn(out, channels, *kernel), 0.4), torch.randn(out)
+    weight[16:32] = 0
+    x = torch.randn(3, channels, height, width)
+    plain = F.conv2d(x, weight, bias, stride, padding, dilation)
+    other = torch.randn_like(plain)
+    window = {"sh": stride, "sw": stride, "ph": padding, "pw": padding, "dh": dilation, "dw": dilation}
+    made = step(weight, bias, adding, activation, **window)
+    named = {"silu": F.silu, "gelu": F.gelu, "leaky": lambda v: F.leaky_relu(v, 0.1)}
+    act = named.get(activation.name, lambda v: v.clamp(activation.low, activation.high))
+    expected = {"none": lambda: act(plain), "before": lambda: act(plain + other), "after": lambda: act(plain) + other}[adding]()
+    given = (x,) if adding == "none" else (x, other)
+    assert torch.allclose(Dense(made, plain.shape, torch.float32)(*given), expected, atol=1e-4)
+    for tile in (Tile(16, 2, 1, 1), Tile(32, 4, 1, 2)):
+        layer = Sparse(made, plain.shape, torch.float32, tile)
+        assert torch.allclose(layer(*given), expected, atol=1e-4)
+
+
+@needs_interpreter
+def test_linear_on_rows_and_half_precision() -> None:
+    torch.manual_seed(1)
+    weight, bias, x = pruned(torch.randn(24, 40, 1, 1), 0.5), torch.randn(24), torch.randn(2, 5, 40)
+    made = step(weight, bias, "none", NOTHING)
+    made.rows = True
+    expected = F.linear(x, weight[:, :, 0, 0], bias)
+    assert torch.allclose(Sparse(made, (2, 5, 24), torch.float32, Tile(16, 2, 1, 1))(x), expected, atol=1e-4)
+    half = Sparse(made, (2, 5, 24), torch.float16, Tile(16, 2, 1, 1))(x.half())
+    assert half.dtype == torch.float16
+    assert torch.allclose(half.float(), expected, atol=0.05)
+
+
+class Net(nn.Module):
+    """Layers of every kind that is treated in its own way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.c1, self.b1 = nn.Conv2d(3, 20, 3, padding=1), nn.BatchNorm2d(20)
+        self.c2, self.b2 = nn.Conv2d(20, 20, 3, padding=1, bias=False), nn.BatchNorm2d(20)
+        self.depthwise, self.c3 = nn.Conv2d(20, 20, 3, 2, 1, groups=20), nn.Conv2d(20, 24, 1)
+        self.c4, self.act = nn.Conv2d(24, 24, 5, 2, 4, dilation=2), nn.SiLU()
+        self.grouped, self.same = nn.Conv2d(24, 24, 3, padding=1, groups=4), nn.Conv2d(24, 32, (3, 1), padding="same")
+        self.fc, self.fc2 = nn.Linear(32, 24), nn.Linear(24, 7)
+        self.register_buffer("shift", torch.randn(7))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = torch.relu(self.b1(self.c1(x)))
+        x = torch.relu(self.b2(self.c2(x)) + x)
+        x = self.c3(F.relu6(self.depthwise(x)))
+        x = self.act(self.c4(x))
+        features = self.same(self.grouped(x) + x)
+        return self.fc2(F.gelu(self.fc(features.mean((2, 3))))) + self.shift, features
+
+
+def network() -> Net:
+    torch.manual_seed(2)
+    net = Net().eval()
+    for module in net.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.running_mean.normal_()
+            module.running_var.uniform_(0.5, 2)
+            nn.init.uniform_(module.weight, 0.5, 2)
+        elif isinstance(module, nn.Linear) or (isinstance(module, nn.Conv2d) and module.groups == 1):
+            module.weight.data = pruned(module.weight.data, 0.5)
+    return net
+
+
+@needs_interpreter
+def test_whole_network() -> None:
+    net, x = network(), torch.randn(3, 3, 9, 11)
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    fast = on_gpu(net, [(x,)], FLOAT, device="cpu")
+    kinds = [type(module).__name__ for module in fast.children()]
+    assert kinds.count("Sparse") == 7
+    assert kinds.count("Dense") == 1
+    assert not any(isinstance(module, nn.BatchNorm2d) for module in fast.modules())
+    for size in ((3, 3, 9, 11), (1, 3, 14, 8)):
+        x = torch.randn(size)
+        for ours, theirs in zip(fast(x), net(x), strict=True):
+            assert torch.allclose(ours, theirs, atol=1e-4)
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+
+
+def test_what_a_gpu_needs_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = network()
+    with pytest.raises(SmartpruneError, match="needs example="):
+        on_gpu(net, [], FLOAT)
+    with pytest.raises(SmartpruneError, match="dtype='int8' on a GPU; it is one of float32, bfloat16, float16"):
+        on_gpu(net, [(torch.zeros(1, 3, 8, 8),)], Options("int8", 1, False))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SmartpruneError, match="finds no CUDA device"):
+        on_gpu(net, [(torch.zeros(1, 3, 8, 8),)], FLOAT)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_gpu_whole_network(dtype: str) -> None:
+    net, x = network().cuda(), torch.randn(8, 3, 40, 44, device="cuda")
+    fast = on_gpu(net, [(x,)], Options(dtype, 1, False))
+    for ours, theirs in zip(fast(x), net(x), strict=True):
+        assert float((ours.float() - theirs).detach().abs().max()) < gpu.CLOSE[gpu.DTYPES[dtype]] * float(
+            theirs.detach().abs().max()
+        )
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("case", CASES)
+def test_gpu_every_tile(case: tuple[int, int, tuple[int, int], int, int, int, int, int]) -> None:
+    out, channels, kernel, stride, padding, dilation, height, width = case
+    torch.manual_seed(out)
+    weight, bias, x = pruned(torch.randn(out, channels, *kernel), 0.4), torch.randn(out), torch.randn(70, channels, height, width)
+    plain = F.conv2d(x, weight, bias, stride, padding, dilation)
+    window = {"sh": stride, "sw": stride, "ph": padding, "pw": padding, "dh": dilation, "dw": dilation}
+    made = step(weight, bias, "none", Activation("clamp", 0.0), **window)
+    for tile in gpu.TILES:
+        layer = Sparse(made, plain.shape, torch.bfloat16, tile).cuda()
+        got = layer(x.cuda().bfloat16()).float().cpu()
+        assert float((got - plain.relu()).abs().max()) < 0.03 * float(plain.max())

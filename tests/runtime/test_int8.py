@@ -1,0 +1,176 @@
+"""int8: whole numbers against a plain computation in whole numbers, and networks against their float32 selves."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import smartprune as sp
+from smartprune.models import MODELS
+from zeros import pruned
+
+FEW = settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+class Two(nn.Module):
+    """A convolution with what follows it, and one that reads the result, so that the first result is stored in int8."""
+
+    def __init__(self, conv: nn.Conv2d, relu: bool, adding: str) -> None:
+        super().__init__()
+        self.conv, self.relu, self.adding = conv, relu, adding
+        self.side = nn.Conv2d(conv.in_channels, conv.out_channels, 1, conv.stride)
+        self.last = nn.Conv2d(conv.out_channels, 8, 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        side = self.side(x)
+        y = self.conv(x)
+        if self.adding == "before":
+            y = y + side
+        if self.relu:
+            y = F.relu(y)
+        if self.adding == "after":
+            y = y + side
+        return y, side, self.last(y) + self.last(side)
+
+
+class Grid:
+    """The 256 numbers that a tensor with this range can have."""
+
+    def __init__(self, values: Tensor) -> None:
+        low, high = min(float(values.min()), 0.0), max(float(values.max()), 0.0)
+        self.scale = float(np.float32((high - low) / 255)) or 1.0
+        self.zero = int(np.clip(np.rint(-low / self.scale), 0, 255))
+
+    def whole(self, values: Tensor) -> np.ndarray:
+        return np.rint(values.numpy().astype(np.float64) / self.scale + self.zero).astype(np.int64)
+
+
+def convolved(q: np.ndarray, zero: int, conv: nn.Conv2d) -> tuple[np.ndarray, np.ndarray]:
+    """Exact sums of whole numbers by an independent convolution in float64, and the scale of every channel."""
+    w = conv.weight.detach().numpy()
+    largest = np.abs(w.reshape(len(w), -1)).max(1)
+    scale = np.where(largest > 0, largest / np.float32(127), 1.0).astype(np.float32)
+    whole = np.rint(w / scale[:, None, None, None])
+    assert np.abs(whole).max() <= 127
+    x = torch.from_numpy((q - zero).astype(np.float64))
+    sums = F.conv2d(x, torch.from_numpy(whole.astype(np.float64)), None, conv.stride, conv.padding, conv.dilation)
+    return np.rint(sums.numpy()), scale.astype(np.float64)
+
+
+@FEW
+@given(
+    st.sampled_from([3, 16, 17, 24, 40]),
+    st.sampled_from([1, 16, 20, 33]),
+    st.sampled_from([1, 3, 5]),
+    st.sampled_from([1, 2, 3]),
+    st.sampled_from(["none", "before", "after"]),
+    st.booleans(),
+    st.sampled_from([(16, 8), (8, 8), (4, 4), (16, 1)]),
+    st.sampled_from([0.0, 0.5, 1.0]),
+    st.sampled_from([1, 3]),
+)
+def test_whole_numbers(
+    inputs: int,
+    outputs: int,
+    kernel: int,
+    stride: int,
+    adding: str,
+    relu: bool,
+    block: tuple[int, int],
+    sparsity: float,
+    batch: int,
+) -> None:
+    torch.manual_seed(inputs + outputs)
+    conv = nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2)
+    model = Two(conv, relu, adding).eval()
+    pruned(model.conv, sparsity, block)
+    x = (torch.randint(0, 256, (batch, inputs, 9, 14)) - 128) / 32  # numbers that int8 has exactly
+    x[0, 0, 0, :2] = torch.tensor([-4.0, 127 / 32])
+    with torch.no_grad():
+        y, side, _ = model(x)
+        fast = sp.accelerate(model, dtype="int8", example=x, threads=1)
+        got_y, got_side, _ = fast(x)
+    grid_x, grid_y, grid_side = Grid(x), Grid(y), Grid(side)
+    q = np.clip(grid_x.whole(x), 0, 255)
+    sums, scale = convolved(q, grid_x.zero, conv)
+    real = sums * (grid_x.scale * scale)[None, :, None, None] + conv.bias.detach().numpy()[None, :, None, None]
+    q_side = grid_side.whole(got_side)
+    if adding == "before":
+        real = real + (q_side - grid_side.zero) * grid_side.scale
+    if relu:
+        real = np.maximum(real, 0)
+    if adding == "after":
+        real = real + (q_side - grid_side.zero) * grid_side.scale
+    steps = real / grid_y.scale + grid_y.zero
+    expected = np.clip(np.rint(steps), 0, 255)
+    got = grid_y.whole(got_y)
+    close_to_a_tie = np.abs(steps - np.floor(steps) - 0.5) < 1e-3  # the kernel rounds in float32, this in float64
+    assert (got == expected)[~close_to_a_tie].all()
+    assert (np.abs(got - expected) <= 1).all()
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("activation", [nn.ReLU6, nn.SiLU, nn.Hardswish])
+def test_one_layer_lies_within_its_steps(stride: int, activation: type[nn.Module]) -> None:
+    """Depthwise, other activations, pools, concatenations and all that is between convolutions."""
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.act = nn.Conv2d(3, 20, 3, padding=1), activation()
+            self.depthwise = nn.Conv2d(20, 20, 3, stride, 1, groups=20)
+            self.last = nn.Conv2d(45, 10, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.act(self.first(x))
+            y = self.act(self.depthwise(y))
+            y = torch.cat([y, F.max_pool2d(y, 3, 1, 1), F.avg_pool2d(y, 3, 1, 1)[:, :5] * 1.0], 1)
+            y = F.interpolate(y, scale_factor=2) * torch.sigmoid(y.mean((2, 3), keepdim=True))
+            return self.last(y)
+
+    model, x = Mixed().eval(), torch.randn(2, 3, 12, 10)
+    with torch.no_grad():
+        theirs, ours = model(x), sp.accelerate(model, dtype="int8", example=x, threads=1)(x)
+    assert float((ours - theirs).norm() / theirs.norm()) < 0.03
+
+
+@pytest.mark.parametrize("name", ["resnet18", "mobilenetv2", "googlenet", "densenet", "bisenetv2", "yolov5m"])
+def test_models(name: str) -> None:
+    side = 64 if name in ("bisenetv2", "yolov5m") else 32
+    model = pruned(MODELS[name](), 0.8)
+    examples = [torch.randn(2, 3, side, side) for _ in range(3)]
+    fast = sp.accelerate(model, (16, 8), dtype="int8", example=examples, threads=1)
+    with torch.no_grad():
+        ours, theirs = fast(examples[1]), model(examples[1])
+    for a, b in zip(ours, theirs, strict=True) if isinstance(theirs, tuple) else [(ours, theirs)]:
+        assert float((a - b).norm() / (b - b.mean()).norm()) < 0.06
+
+
+def test_threads_do_not_change_a_number() -> None:
+    model, x = pruned(MODELS["resnet18"](), 0.9), torch.randn(3, 3, 32, 32)
+    for dtype in ("float32", "int8"):
+        one, two = (sp.accelerate(model, dtype=dtype, example=x, threads=n) for n in (1, 2))
+        assert torch.equal(one(x), two(x))
+
+
+def test_values_beyond_the_example_end_at_its_range() -> None:
+    model = nn.Sequential(nn.Conv2d(8, 8, 1), nn.ReLU(), nn.Conv2d(8, 8, 1)).eval()
+    x = torch.randn(1, 8, 4, 4)
+    fast = sp.accelerate(model, dtype="int8", example=x, threads=1)
+    clipped = x.clamp(float(x.min()), float(x.max()))
+    big = x * 1000
+    with torch.no_grad():
+        assert torch.equal(fast(big), fast(big.clamp(float(x.min()) * 1.5, float(x.max()) * 1.5)))
+        assert torch.allclose(fast(clipped), model(clipped), atol=0.05)
+
+
+def test_needs_an_example() -> None:
+    with pytest.raises(sp.SmartpruneError, match="example"):
+        sp.accelerate(nn.Conv2d(3, 3, 1), dtype="int8")
+    with pytest.raises(sp.SmartpruneError, match="finite"):
+        sp.accelerate(nn.Conv2d(3, 3, 1), dtype="int8", example=torch.full((1, 3, 4, 4), torch.inf))

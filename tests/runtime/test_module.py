@@ -1,0 +1,163 @@
+"""The accelerated model as an object: copies, pickles, threads, shapes, misuse."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import smartprune as sp
+from smartprune.models import resnet
+from smartprune.runtime.module import Accelerated
+from zeros import agree, pruned
+from zoo import plain_cnn
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    return pruned(resnet.resnet8(in_channels=3), 0.7)
+
+
+def test_the_model_is_not_touched(model: nn.Module) -> None:
+    model.train()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    x = torch.randn(1, 3, 8, 8)
+    fast = sp.accelerate(model)
+    first = fast(x)
+    assert model.training
+    assert all(p.requires_grad for p in model.parameters())
+    after = model.state_dict()
+    assert list(before) == list(after)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    for p in model.parameters():
+        p.data.zero_()
+    assert torch.equal(fast(x), first)  # nor does it see later changes
+    assert not fast.training
+    assert not fast.train().training
+    assert not fast(x.requires_grad_()).requires_grad
+
+
+def test_new_shapes_make_new_plans(model: nn.Module) -> None:
+    fast = sp.accelerate(model, example=torch.randn(2, 3, 8, 8))
+    assert isinstance(fast, Accelerated)
+    with torch.no_grad():
+        for shape in ((1, 3, 8, 8), (2, 3, 8, 8), (1, 3, 12, 20), (5, 3, 9, 7), (1, 3, 8, 8)):
+            x = torch.randn(shape)
+            agree(fast(x), model(x))
+    assert len(fast._plans) == 4
+
+
+def test_memory_is_reused(model: nn.Module) -> None:
+    """Margins stay zero and nothing of an earlier input remains."""
+    fast = sp.accelerate(model)
+    x = torch.randn(1, 3, 16, 16)
+    first = fast(x)
+    fast(torch.full_like(x, 1e6))
+    assert torch.equal(fast(x), first)
+
+
+def test_copies_and_pickles(model: nn.Module) -> None:
+    x = torch.randn(1, 3, 8, 8)
+    for dtype in ("float32", "int8"):
+        fast = sp.accelerate(model, dtype=dtype, example=x)
+        for other in (copy.deepcopy(fast), pickle.loads(pickle.dumps(fast))):
+            assert torch.equal(other(x), fast(x))
+    outer = nn.ModuleDict({"body": sp.accelerate(model)})
+    assert torch.equal(copy.deepcopy(outer)["body"](x), outer["body"](x))
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_calls_from_many_threads_take_turns(model: nn.Module, threads: int) -> None:
+    fast = sp.accelerate(model, threads=threads)
+    inputs = [torch.randn(1, 3, 8, 8 + i % 3) for i in range(24)]
+    with torch.no_grad():
+        expected = [model(x) for x in inputs]
+    with ThreadPoolExecutor(4) as pool:
+        for ours, theirs in zip(pool.map(fast, inputs), expected, strict=True):
+            agree(ours, theirs)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_process_has_no_threads_and_runs_alone(model: nn.Module) -> None:
+    fast = sp.accelerate(model, threads=3)
+    x = torch.randn(4, 3, 32, 32)
+    expected = fast(x)
+    child = os.fork()
+    if child == 0:  # no exception may leave this branch
+        try:
+            os._exit(0 if torch.equal(fast(x), expected) else 3)
+        finally:
+            os._exit(4)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_half_precision_and_other_devices(model: nn.Module) -> None:
+    x = torch.randn(1, 3, 8, 8)
+    fast = sp.accelerate(copy.deepcopy(model).bfloat16())
+    assert fast(x.bfloat16()).dtype == torch.float32
+    with pytest.raises(sp.SmartpruneError, match="runs on the CPU"):
+        fast(x.to("meta"))
+
+
+def test_a_model_with_state_is_noticed() -> None:
+    class Stateful(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 8, 1)
+            self.calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return self.conv(x) * self.calls
+
+    with pytest.raises(sp.SmartpruneError, match="from the model's own"):
+        sp.accelerate(Stateful(), example=torch.randn(1, 3, 4, 4))
+
+
+def test_misuse() -> None:
+    model, x = plain_cnn()
+    for kwargs, words in (
+        ({"dtype": "float16"}, "dtype='float16' is not one of float32, int8"),
+        ({"device": "tpu"}, "device='tpu' is not one of cpu, cuda"),
+        ({"backend": "fast"}, "backend='fast'"),
+        ({"threads": 0}, "threads=0 is not a number from 1"),
+        ({"threads": True}, "threads=True"),
+        ({"block": (16, 8)}, "no 16x8x1x1 block of this model is empty"),
+        ({"block": (0, 8)}, "positive int"),
+        ({"backend": "reference", "dtype": "int8", "example": x}, "knows float32 only"),
+    ):
+        with pytest.raises(sp.SmartpruneError, match=words):
+            sp.accelerate(model, **kwargs)  # type: ignore[arg-type]
+    with pytest.raises(sp.SmartpruneError, match="give a torch module"):
+        sp.accelerate("model.safetensors")  # type: ignore[arg-type]
+    fast = sp.accelerate(model)
+    with pytest.raises(sp.SmartpruneError, match="input 'input' is missing"):
+        fast()
+    with pytest.raises(sp.SmartpruneError, match="takes 1 inputs; 2 were given"):
+        fast(x, x)
+
+
+def test_a_model_that_is_still_masked() -> None:
+    model, _ = plain_cnn()
+    sp.attach(model, sp.Magnitude(), block=(4, 4), sparsity=0.5, steps=2)
+    with pytest.raises(sp.SmartpruneError, match="bake"):
+        sp.accelerate(model)
+
+
+def test_a_block_that_is_there_is_accepted() -> None:
+    model, x = plain_cnn()
+    agree(sp.accelerate(pruned(model, 0.5), "16x8")(x), model(x))
+
+
+def test_profile_names_every_operation(model: nn.Module) -> None:
+    fast = sp.accelerate(model)
+    x = torch.randn(1, 3, 8, 8)
+    assert isinstance(fast, Accelerated)
+    told = fast.plan(x).profile([x], 2)
+    assert len(told) == len(fast.plan(x).programs[0].names)
+    assert all(seconds >= 0 for _, seconds in told)
