@@ -218,6 +218,21 @@ def test_what_is_not_native_runs_in_torch(make: Callable[[], tuple[nn.Module, Te
     check(pruned(model, 0.5), x, native=False)
 
 
+def test_a_value_read_in_two_layouts() -> None:
+    """A linear layer takes the last axis for channels, a convolution the second."""
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.linear, self.last = nn.Conv2d(8, 8, 1), nn.Linear(12, 12), nn.Linear(12, 5)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            y = F.gelu(self.linear(x))
+            return self.conv(x) + y, self.last(y), self.last(self.conv(y))
+
+    check(Mixed(), torch.randn(2, 8, 7, 12), native=False)
+
+
 def test_values_changed_in_place() -> None:
     class InPlace(nn.Module):
         def __init__(self) -> None:

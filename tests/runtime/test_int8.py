@@ -139,6 +139,14 @@ def test_one_layer_lies_within_its_steps(stride: int, activation: type[nn.Module
     assert float((ours - theirs).norm() / theirs.norm()) < 0.03
 
 
+@pytest.mark.parametrize("lead", [(5,), (2, 7)])
+def test_linear_layers(lead: tuple[int, ...]) -> None:
+    model, x = pruned(nn.Sequential(nn.Linear(40, 50), nn.GELU(), nn.Linear(50, 20)), 0.3), torch.randn(*lead, 40)
+    with torch.no_grad():
+        theirs, ours = model(x), sp.accelerate(model, dtype="int8", example=x, threads=1)(x)
+    assert float((ours - theirs).norm() / theirs.norm()) < 0.02
+
+
 @pytest.mark.parametrize("name", ["resnet18", "mobilenetv2", "googlenet", "densenet", "bisenetv2", "yolov5m"])
 def test_models(name: str) -> None:
     side = 64 if name in ("bisenetv2", "yolov5m") else 32

@@ -82,6 +82,17 @@ def test_calls_from_many_threads_take_turns(model: nn.Module, threads: int) -> N
             agree(ours, theirs)
 
 
+def test_models_that_share_threads_take_turns() -> None:
+    models = [pruned(resnet.resnet8(in_channels=3, width=w), 0.5) for w in (16, 24)]
+    fast = [sp.accelerate(model, threads=2) for model in models]
+    x = torch.randn(4, 3, 16, 16)
+    with torch.no_grad():
+        expected = [model(x) for model in models]
+    with ThreadPoolExecutor(4) as pool:
+        for number, ours in enumerate(pool.map(lambda i: fast[i % 2](x), range(40))):
+            agree(ours, expected[number % 2])
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_process_has_no_threads_and_runs_alone(model: nn.Module) -> None:
     fast = sp.accelerate(model, threads=3)

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from ..errors import SmartpruneError
+from .bench import bench_verb
 from .compare import compare_verb
 from .evaluate import eval_verb
 from .export import export_verb
@@ -31,6 +32,7 @@ VERBS: tuple[Callable[[Verbs], None], ...] = (
     pack_verb,
     unpack_verb,
     export_verb,
+    bench_verb,
     compare_verb,
     sweep_verb,
     watch_verb,

@@ -54,7 +54,7 @@ def run_export(args: argparse.Namespace) -> int:
         if args.calibration and not args.int8:
             raise SmartpruneError("--calibration is for --int8")
         if folder.is_dir():
-            model, example, receipt, task, config = _from_run(folder)
+            model, example, receipt, task, config = from_run(folder)
         else:
             model, _, example = find_model(args.model)
             receipt, task, config = None, None, None
@@ -67,10 +67,10 @@ def run_export(args: argparse.Namespace) -> int:
         if args.int8 and args.calibration is None and task is None:
             raise SmartpruneError("--int8 needs inputs for the range of activations: add --calibration FILE.npy")
     if args.weights:
-        _load(model, args.weights)
+        load_weights(model, args.weights)
     batches = None
     if args.int8:
-        batches = _array(args.calibration) if args.calibration else _training(task, model, config)  # type: ignore[arg-type]
+        batches = _array(args.calibration) if args.calibration else training_inputs(task, model, config)  # type: ignore[arg-type]
     found = export_onnx(
         model,
         args.out or folder / "model.onnx",
@@ -85,7 +85,7 @@ def run_export(args: argparse.Namespace) -> int:
     return 0
 
 
-def _from_run(folder: Path) -> tuple[nn.Module, Any, Any, Task, Config]:
+def from_run(folder: Path) -> tuple[nn.Module, Any, Any, Task, Config]:
     from .. import rundir
     from ..config import load, make_task
     from ..receipt import Receipt
@@ -96,12 +96,12 @@ def _from_run(folder: Path) -> tuple[nn.Module, Any, Any, Task, Config]:
     config = load(folder / rundir.CONFIG)
     task = make_task(config.task, config.task_settings)
     model = task.model(config.model)
-    _load(model, folder / rundir.MODEL)
+    load_weights(model, folder / rundir.MODEL)
     receipt = folder / rundir.RECEIPT
     return model, task.example(), Receipt.load(receipt) if receipt.exists() else None, task, config
 
 
-def _load(model: nn.Module, path: str | Path) -> None:
+def load_weights(model: nn.Module, path: str | Path) -> None:
     from ..pack import load_into
     from ..source import read_source
 
@@ -125,7 +125,7 @@ class _Taken(Exception):  # noqa: N818 (no error: it ends a forward pass whose i
     pass
 
 
-def _training(task: Task, model: nn.Module, config: Config) -> list[Any]:
+def training_inputs(task: Task, model: nn.Module, config: Config) -> list[Any]:
     """What the model is given in its first batches of training. Only the task knows what a batch is, so the model itself
     takes note of its inputs."""
     import torch

@@ -3,6 +3,7 @@ that is faster than the dense ones; measured layer by layer when the model is bu
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -220,8 +221,11 @@ def on_gpu(model: nn.Module, inputs: Sequence[tuple[Any, ...]], options: Options
         raise SmartpruneError(f"accelerate: dtype={options.dtype!r} on a GPU; it is one of {', '.join(DTYPES)}")
     if not inputs:
         raise SmartpruneError("accelerate: a GPU needs example=, an input of the size to come: layers are timed with it")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise SmartpruneError("accelerate: device='cuda', but torch finds no CUDA device here; use device='cpu'")
+    if device.startswith("cuda"):
+        if not torch.cuda.is_available():
+            raise SmartpruneError(f"accelerate: device={device!r}, but torch finds no CUDA device here; use device='cpu'")
+        if importlib.util.find_spec("triton") is None:
+            raise SmartpruneError(f"accelerate: device={device!r} needs Triton, which comes with torch for CUDA")
     dtype, own = DTYPES[options.dtype], copied(model).to(device)
     values = [v.to(device) if isinstance(v, Tensor) else v for v in inputs[0]]
     try:

@@ -86,7 +86,10 @@ def lower(traced: fx.GraphModule, shapes: Mapping[fx.Node, Shape]) -> dict[fx.No
         if step.rows:
             context.rows.add(node)
         out[node] = step
-    return out
+    maps = {source for step in out.values() if not step.rows for source in step.inputs}
+    maps |= {node for node, step in out.items() if not step.rows}
+    # a value has one layout: what others read or make as a map is not read as rows
+    return {node: step for node, step in out.items() if not (step.rows and maps.intersection(step.inputs))}
 
 
 def _step(context: Context, node: fx.Node) -> Step | None:

@@ -50,10 +50,10 @@ class Accelerated(nn.Module):
         self._packed: dict[Any, Any] = {}
         self._lock = threading.Lock()
         self._library: native.Library | None = None
-        self._pool = 0
+        self._pool, self._pool_lock = 0, threading.Lock()
         if not options.reference:
             self._library = native.load(options.dtype == "int8")
-            self._pool = pool(self._library, options.threads)
+            self._pool, self._pool_lock = pool(self._library, options.threads)
         super().train(False)
 
     def train(self, mode: bool = True) -> Accelerated:
@@ -73,8 +73,8 @@ class Accelerated(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with torch.no_grad():
             values = self._bind(args, kwargs)
-            key = tuple(tuple(v.shape) if isinstance(v, Tensor) else v for v in values)
-            with self._lock:
+            key = shape_key(values)
+            with self._lock, self._pool_lock:
                 plan = self._plans.get(key)
                 if plan is None:
                     plan = self._plans[key] = self._plan(values)
@@ -83,7 +83,7 @@ class Accelerated(nn.Module):
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan for these inputs, made if there is none yet."""
         self(*args, **kwargs)
-        return self._plans[tuple(tuple(v.shape) if isinstance(v, Tensor) else v for v in self._bind(args, kwargs))]
+        return self._plans[shape_key(self._bind(args, kwargs))]
 
     def _bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         out = []
@@ -297,18 +297,24 @@ def _segment(run: list[fx.Node], steps: Mapping[fx.Node, Step]) -> Segment:
     return inputs, outputs, [steps[node] for node in run]
 
 
-_POOLS: dict[tuple[str, int, int], int] = {}
+_POOLS: dict[tuple[str, int, int], tuple[int, threading.Lock]] = {}
 
 
-def pool(library: native.Library, threads: int) -> int:
-    """The threads of a library, shared by all models of this process; a forked process has its own."""
+def pool(library: native.Library, threads: int) -> tuple[int, threading.Lock]:
+    """The threads of a library and the lock for using them. All models of this process share them, so that ten models do
+    not start ten pools; a forked process starts its own. A single thread is nothing to share."""
     key = (library.code._name, threads, os.getpid())
     if key not in _POOLS:
         made = library.code.sp_pool_new(threads)
         if not made:
             raise SmartpruneError("accelerate: no memory for a pool of threads")
-        _POOLS[key] = made
-    return _POOLS[key]
+        _POOLS[key] = made, threading.Lock()
+    return _POOLS[key] if threads > 1 else (_POOLS[key][0], threading.Lock())
+
+
+def shape_key(values: Sequence[Any]) -> tuple[Any, ...]:
+    """What a plan depends on: shapes of tensors, and everything else by what it prints."""
+    return tuple(v.shape if isinstance(v, Tensor) else repr(v) for v in values)
 
 
 def layered(model: nn.Module, options: Options) -> nn.Module:

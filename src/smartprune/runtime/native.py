@@ -19,7 +19,6 @@ from ..errors import SmartpruneError
 SOURCES = Path(__file__).parent / "csrc"
 FLAGS = (
     "-O3",
-    "-fno-tree-slp-vectorize",
     "-std=gnu11",
     "-fPIC",
     "-ffp-contract=fast",
@@ -64,7 +63,10 @@ class Op(ctypes.Structure):
         ("inner", ctypes.c_int32),
         *((name, Tensor) for name in ("x", "y", "z")),
         *((name, ctypes.c_int32) for name in ("groups", "groups_per_item", "chunks", "lanes")),
-        *((name, ctypes.c_void_p) for name in ("start", "offset", "weight", "bias", "scale", "begin", "run", "chunk", "in_", "out", "side")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("start", "offset", "weight", "bias", "scale", "begin", "run", "chunk", "in_", "out", "side")
+        ),
         *((name, ctypes.c_int32) for name in ("kh", "kw", "sh", "sw", "ph", "pw", "dh", "dw", "include", "port")),
     )
 
@@ -132,22 +134,20 @@ def load(int8: bool = False, isa: str | None = None) -> Library:
 
 @cache
 def _best() -> int:
-    probe = _open("probe", [("probe.c", ())], ())
+    probe = _open("probe", [Unit("probe.c", ())])
     return int(probe.sp_isa())
 
 
 @cache
 def _load(isa: str, int8: bool) -> Library:
     widths = (16, 8) if isa.startswith("avx512") else (8,)
-    units: list[tuple[str, tuple[str, ...]]] = [
-        ("conv.c", (f"-DWIDTH={width}", f"-DQUANT={quant}")) for quant in ((1, 0) if int8 else (0,)) for width in widths
-    ]
-    units += [("ops.c", ()), ("pool.c", ())]
-    code = _open(f"{isa}{'-int8' if int8 else ''}", units, (*ISAS[isa], f"-DWITH_INT8={int(int8)}"))
+    units = [Unit("conv.c", (*ISAS[isa], f"-DWIDTH={width}", "-DQUANT=0")) for width in widths]
+    if int8:
+        units += [Unit("conv.c", (*ISAS[isa], f"-DWIDTH={width}", "-DQUANT=1")) for width in widths]
+    units += [Unit("ops.c", (*ISAS[isa], f"-DWITH_INT8={int(int8)}")), Unit("pool.c", ISAS[isa])]
+    code = _open(f"{isa}{'-int8' if int8 else ''}", units)
     code.sp_pool_new.restype = ctypes.c_void_p
     code.sp_pool_new.argtypes = (ctypes.c_int,)
-    code.sp_pool_free.argtypes = (ctypes.c_void_p,)
-    code.sp_pool_free.restype = None
     code.sp_run.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
     code.sp_run.restype = None
     if code.sp_op_size() != ctypes.sizeof(Op):
@@ -155,52 +155,74 @@ def _load(isa: str, int8: bool) -> Library:
     return Library(isa, code)
 
 
-def _open(name: str, units: list[tuple[str, tuple[str, ...]]], flags: tuple[str, ...]) -> ctypes.CDLL:
-    """Loads the library that these units make, compiling it if the cache has none."""
+@dataclass(frozen=True)
+class Unit:
+    """A source and the flags that it is compiled with."""
+
+    source: str
+    flags: tuple[str, ...]
+
+    def key(self, cc: str) -> str:
+        """Changes with the source, the compiler and the flags."""
+        parts = [
+            cc,
+            _version(cc),
+            repr((FLAGS, self.flags)),
+            (SOURCES / self.source).read_text(),
+            (SOURCES / "runtime.h").read_text(),
+        ]
+        return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
+
+
+@cache
+def _version(cc: str) -> str:
+    return subprocess.run([cc, "--version"], capture_output=True, check=False).stdout.decode(errors="replace")
+
+
+def _open(name: str, units: list[Unit]) -> ctypes.CDLL:
+    """Loads the library that these units make, compiling what the cache does not have."""
     cc = compiler()
-    version = subprocess.run([cc, "--version"], capture_output=True, check=False).stdout
-    digest = hashlib.sha256(b"\0".join([cc.encode(), version, repr((FLAGS, flags, units)).encode()]))
-    for source in sorted(SOURCES.iterdir()):
-        if source.suffix in (".c", ".h"):
-            digest.update(source.name.encode() + b"\0" + source.read_bytes())
-    target = cache_folder() / f"runtime-{name}-{digest.hexdigest()[:20]}.so"
+    keys = [unit.key(cc) for unit in units]
+    folder = cache_folder()
+    target = folder / f"runtime-{name}-{hashlib.sha256(''.join(keys).encode()).hexdigest()[:20]}.so"
     if target.exists():
         try:
             return ctypes.CDLL(str(target))
         except OSError:  # cut off by a full disk, or from another system: made anew below
             pass
-    _compile(cc, units, flags, target)
+    objects = [folder / f"{unit.source}-{key}.o" for unit, key in zip(units, keys, strict=True)]
+    _run([[cc, *FLAGS, *unit.flags, "-c", str(SOURCES / unit.source), "-o", OUT] for unit in units], objects)
+    _run([[cc, "-shared", "-o", OUT, *map(str, objects), "-lm", "-lpthread"]], [target], again=True)
     return ctypes.CDLL(str(target))
 
 
-def _compile(cc: str, units: list[tuple[str, tuple[str, ...]]], flags: tuple[str, ...], target: Path) -> None:
-    """Compiles all units side by side and links them; the library takes its name only when complete, so that two
-    processes may do this at once."""
-    with tempfile.TemporaryDirectory(prefix="smartprune-cc-") as folder:
-        jobs = []
-        objects = []
-        for i, (source, own) in enumerate(units):
-            objects.append(f"{folder}/{i}.o")
-            command = [cc, *FLAGS, *flags, *own, "-c", str(SOURCES / source), "-o", objects[-1]]
-            jobs.append((command, subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)))
-        failed: tuple[list[str], bytes] | None = None
-        for command, job in jobs:
-            told = job.communicate()[1]
-            if job.returncode and failed is None:
-                failed = command, told
-        part = target.with_name(f"{target.name}.{os.getpid()}.part")
-        if failed is None:
-            link = [cc, "-shared", "-o", str(part), *objects, "-lm", "-lpthread"]
-            done = subprocess.run(link, capture_output=True, check=False)
-            failed = (link, done.stderr) if done.returncode else None
-        if failed is not None:
+OUT = "{out}"  # stands for the file that a command writes
+
+
+def _run(commands: list[list[str]], targets: list[Path], again: bool = False) -> None:
+    """Runs commands side by side, those whose file is not there yet. A file takes its name only when complete, so that
+    two processes may do this at once."""
+    jobs = []
+    for command, target in zip(commands, targets, strict=True):
+        if again or not target.exists():
+            part = target.with_name(f"{target.name}.{os.getpid()}.part")
+            words = [str(part) if word == OUT else word for word in command]
+            jobs.append((words, part, target, subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)))
+    failed: tuple[list[str], str] | None = None
+    for words, part, target, job in jobs:
+        told = job.communicate()[1].decode(errors="replace")
+        if job.returncode == 0:
+            os.replace(part, target)
+        else:
             part.unlink(missing_ok=True)
-            first = next(iter(failed[1].decode(errors="replace").strip().splitlines()), "no message")
-            raise SmartpruneError(
-                f"accelerate: the C compiler failed ({first}); the command was: {' '.join(failed[0])}; set CC to gcc 9 or clang 11 "
-                'or newer, or pass backend="reference" for a slow run in torch'
-            )
-        os.replace(part, target)
+            failed = failed or (words, told)
+    if failed is not None:
+        lines = failed[1].strip().splitlines() or ["no message"]
+        first = next((line for line in lines if "error" in line), lines[0])
+        raise SmartpruneError(
+            f"accelerate: the C compiler failed ({first}); the command was: {' '.join(failed[0])}; set CC to gcc 9 or clang 11 "
+            'or newer, or pass backend="reference" for a slow run in torch'
+        )
 
 
 @cache

@@ -233,7 +233,14 @@ class Program:
         return int(array.ctypes.data)
 
     def _add(
-        self, kind: str, name: str, x: Value | None = None, y: Value | None = None, z: Value | None = None, **more: Any
+        self,
+        kind: str,
+        name: str,
+        x: Value | None = None,
+        y: Value | None = None,
+        z: Value | None = None,
+        work: int = 0,
+        **more: Any,
     ) -> None:
         op = native.Op(kind=native.KIND[kind], low=-math.inf, high=math.inf)
         for key, value in (("x", x), ("y", y), ("z", z)):
@@ -244,8 +251,8 @@ class Program:
         op.items = main.images * main.blocks
         for key, value in more.items():
             setattr(op, key, value)
-        work = main.images * main.blocks * main.height * main.width
-        self._light.append(more.get("work", work * max(1, more.get("kh", 1) * more.get("kw", 1))) < LIGHT)
+        work = work or main.images * main.blocks * main.height * main.width * max(1, op.kh * op.kw)
+        self._light.append(work < LIGHT)
         self._ops.append(op)
         self.names.append(f"{kind} {name}")
 

@@ -72,9 +72,13 @@ INLINE vec from_quanta(const quantum *q) {
 }
 
 /* The type is given apart from the tensor, so that a loop compiled for one type does not ask again. */
-INLINE vec load_as(int type, const Tensor *t, int64_t at) {
+INLINE vec raw(int type, const Tensor *t, int64_t at) {
   if (type == FLOAT32) return *(const vec_u *)((const float *)t->data + at);
-  return (from_quanta((const quantum *)t->data + at) - t->zero) * t->scale;
+  return from_quanta((const quantum *)t->data + at);
+}
+
+INLINE vec load_as(int type, const Tensor *t, int64_t at) {
+  return type == FLOAT32 ? raw(FLOAT32, t, at) : (raw(QUANTUM, t, at) - t->zero) * t->scale;
 }
 
 INLINE void save_as(int type, const Tensor *t, int64_t at, vec v) {
@@ -264,19 +268,20 @@ static void conv(const Op *op, int item) {
    as weights, so that the sums are exact, and scales afterwards; its zero point is in the bias. KW and SW are 0 where
    they are not known. */
 INLINE void depthwise_tile(const Op *op, int item, int h, int w, const int TW, const int SW, const int KW, const int TYPE) {
-  const Tensor *x = &op->x, *y = &op->y;
+  const Tensor X = op->x, Y = op->y, *x = &X, *y = &Y; /* copies: stores cannot change them */
+  const float low = op->low, high = op->high;
+  const int simple = op->activation == CLAMP && TYPE == y->type;
   const int step = SW ? SW : op->sw, kw = KW ? KW : op->kw, apart = KW ? 1 : op->dw;
   const int channel = item % y->blocks * LANES;
   const float *weight = (const float *)op->weight + (int64_t)channel * op->kh * kw;
   const int64_t in = origin(x, item) + (int64_t)(h * op->sh - op->ph) * x->row + (int64_t)(w * op->sw - op->pw) * LANES;
   vec sum[8];
   UNROLL for (int p = 0; p < TW; p++) sum[p] = (vec){0};
-#define PIXEL(c) (TYPE == FLOAT32 ? *(const vec_u *)((const float *)x->data + at + (c) * LANES) : from_quanta((const quantum *)x->data + at + (c) * LANES))
   for (int i = 0; i < op->kh; i++) {
     const int64_t at = in + (int64_t)i * op->dh * x->row;
-    if (SW == 1 && KW == 3) { /* a pixel is read once for the three that it counts in */
+    if (SW == 1 && KW == 3 && TYPE == QUANTUM) { /* a pixel is converted once for the three that it counts in */
       vec pixel[10];
-      UNROLL for (int c = 0; c < TW + 2; c++) pixel[c] = PIXEL(c);
+      UNROLL for (int c = 0; c < TW + 2; c++) pixel[c] = raw(TYPE, x, at + c * LANES);
       UNROLL for (int j = 0; j < 3; j++, weight += LANES) {
         const vec k = *(const vec_u *)weight;
         UNROLL for (int p = 0; p < TW; p++) sum[p] += k * pixel[j + p];
@@ -284,17 +289,19 @@ INLINE void depthwise_tile(const Op *op, int item, int h, int w, const int TW, c
     } else {
       UNROLL for (int j = 0; j < kw; j++, weight += LANES) {
         const vec k = *(const vec_u *)weight;
-        UNROLL for (int p = 0; p < TW; p++) sum[p] += k * PIXEL((int64_t)j * apart + p * step);
+        UNROLL for (int p = 0; p < TW; p++) sum[p] += k * raw(TYPE, x, at + ((int64_t)j * apart + p * step) * LANES);
       }
     }
   }
   const vec bias = *(const vec_u *)(op->bias + channel);
+  vec scale = all(1.0f);
+  if (TYPE == QUANTUM) scale = *(const vec_u *)(op->scale + channel);
   const int64_t out = origin(y, item) + h * y->row + (int64_t)w * LANES;
-  UNROLL for (int p = 0; p < TW; p++) {
-    vec v = TYPE == FLOAT32 ? sum[p] + bias : sum[p] * *(const vec_u *)(op->scale + channel) + bias;
-    v = op->activation == CLAMP ? clamp(v, op->low, op->high) : activated(op, v);
-    save(y, out + p * LANES, v);
-  }
+  if (simple)
+    UNROLL for (int p = 0; p < TW; p++)
+        save_as(TYPE, y, out + p * LANES, clamp(TYPE == FLOAT32 ? sum[p] + bias : sum[p] * scale + bias, low, high));
+  else
+    for (int p = 0; p < TW; p++) save(y, out + p * LANES, activated(op, sum[p] * scale + bias));
 }
 
 INLINE void depthwise_typed(const Op *op, int item, const int TYPE) {

@@ -27,7 +27,7 @@ typedef struct {
   pid_t process;
   pthread_t *handles;
   _Atomic uint64_t state; /* number of the operation << 32 | open << 31 | threads at work */
-  _Atomic int next, sleepers, stop;
+  _Atomic int next, sleepers;
   const Op *op;
   const External *external;
   pthread_mutex_t lock;
@@ -45,7 +45,6 @@ static void *worker(void *argument) {
   uint32_t seen = 0;
   for (int spins = 0;;) {
     uint64_t state = atomic_load_explicit(&pool->state, memory_order_acquire);
-    if (atomic_load_explicit(&pool->stop, memory_order_relaxed)) return 0;
     if ((state & OPEN) && (uint32_t)(state >> 32) != seen) {
       if (!atomic_compare_exchange_weak(&pool->state, &state, state + 1)) continue;
       seen = (uint32_t)(state >> 32);
@@ -59,7 +58,7 @@ static void *worker(void *argument) {
       atomic_fetch_add(&pool->sleepers, 1);
       for (;;) {
         state = atomic_load(&pool->state);
-        if (atomic_load(&pool->stop) || ((state & OPEN) && (uint32_t)(state >> 32) != seen)) break;
+        if ((state & OPEN) && (uint32_t)(state >> 32) != seen) break;
         pthread_cond_wait(&pool->wake, &pool->lock);
       }
       atomic_fetch_sub(&pool->sleepers, 1);
@@ -67,6 +66,7 @@ static void *worker(void *argument) {
       spins = 0;
     }
   }
+  return 0;
 }
 
 static void share(Pool *pool, const Op *op, const External *external) {
@@ -99,17 +99,6 @@ Pool *sp_pool_new(int threads) {
     pool->threads++;
   }
   return pool;
-}
-
-void sp_pool_free(Pool *pool) {
-  if (pool->process != getpid()) return; /* a fork has the memory but not the threads */
-  pthread_mutex_lock(&pool->lock);
-  atomic_store(&pool->stop, 1);
-  pthread_cond_broadcast(&pool->wake);
-  pthread_mutex_unlock(&pool->lock);
-  for (int i = 0; i < pool->threads; i++) pthread_join(pool->handles[i], 0);
-  free(pool->handles);
-  free(pool);
 }
 
 static double clock_now(void) {

@@ -1,0 +1,90 @@
+"""``smartprune bench``: a pruned model in every engine that is installed, side by side."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from ..errors import SmartpruneError
+from .export import from_run, load_weights, training_inputs
+from .look import find_model, sample
+from .verb import Verbs, add_verb, arguments
+
+
+def bench_verb(verbs: Verbs) -> None:
+    parser = add_verb(
+        verbs,
+        "bench",
+        "time a pruned model in torch, onnxruntime and smartprune's own runtime, side by side",
+        "  smartprune bench runs/mine\n"
+        "  smartprune bench resnet18 --weights model.safetensors --input 3x32x32 --batch 1 8 --plot speed.svg\n\n"
+        "Every engine has a process of its own; outputs are compared before anything is timed.",
+    )
+    parser.add_argument("model", help="a run folder, a network by name, or MODULE:FUNCTION that returns a torch.nn.Module")
+    parser.add_argument("--weights", metavar="FILE", help="weights to load into the model: any file that verify reads")
+    parser.add_argument("--input", metavar="SHAPE", help="shape of one sample, such as 3x32x32 (default: the task's)")
+    parser.add_argument("--block", help="block to count, output x input channels (default: the receipt's, or 16x8)")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8], metavar="N", help="batch sizes (default: 1 8)")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads of every engine (default: 1)")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of every engine (default: 3)")
+    parser.add_argument("--seconds", type=float, default=0.3, help="of every turn (default: 0.3)")
+    parser.add_argument("--engines", nargs="+", default=[], metavar="NAME", help="only these, such as torch smartprune")
+    parser.add_argument("--no-layers", action="store_true", help="the whole network only")
+    parser.add_argument("--plot", metavar="FILE", help="draw the times: .svg, or .png with Pillow")
+    parser.add_argument("--out", metavar="FILE", help="write the figures as JSON (default: bench.json in a run folder)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run_bench)
+
+
+def run_bench(args: argparse.Namespace) -> int:
+    import torch
+
+    from ..engines import CPU, GPU, bench
+    from ..files import write_whole
+
+    folder = Path(args.model)
+    inputs: list[torch.Tensor] = []
+    with arguments(args):
+        for name in ("threads", "rounds"):
+            if getattr(args, name) < 1:
+                raise SmartpruneError(f"--{name} {getattr(args, name)} should be at least 1")
+        if min(args.batch) < 1 or not args.seconds > 0:
+            raise SmartpruneError("--batch and --seconds should be above 0")
+        if args.plot and Path(args.plot).suffix not in (".svg", ".png"):
+            raise SmartpruneError(f"--plot {args.plot} should end in .svg or .png")
+        if folder.is_dir():
+            model, example, receipt, task, config = from_run(folder)
+            block = str(receipt.block) if receipt is not None else config.block
+            inputs = [one[0] for one in training_inputs(task, model, config)]
+        else:
+            model, block, example = find_model(args.model)
+        example = sample(args.input) if args.input else example
+        if example is None:
+            raise SmartpruneError("the shape of one sample is not known: add --input, such as --input 3x32x32")
+        if unknown := set(args.engines) - {*CPU, *GPU}:
+            raise SmartpruneError(f"--engines {unknown.pop()!r} is not known; there are: {', '.join((*CPU, *GPU))}")
+    if args.weights:
+        load_weights(model, args.weights)
+    found = bench(
+        model,
+        inputs[0][:1] if inputs else example,
+        name=args.model,
+        block=args.block or block,
+        batches=sorted(set(args.batch)),
+        threads=args.threads,
+        rounds=args.rounds,
+        seconds=args.seconds,
+        layers=not args.no_layers,
+        calibration=inputs,
+        only=args.engines,
+        tell=lambda words: print(words, file=sys.stderr),
+    )
+    out = args.out or (folder / "bench.json" if folder.is_dir() else None)
+    if out is not None:
+        write_whole(Path(out), (json.dumps(found.to_json(), indent=2) + "\n").encode())
+    if args.plot:
+        found.save(args.plot)
+    print(json.dumps(found.to_json(), indent=2) if args.json else found)
+    return 0
