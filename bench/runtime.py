@@ -1,14 +1,14 @@
 """How much faster is a pruned network when its zero blocks are skipped, against the fastest dense engine at hand?
 
 python bench/runtime.py [--models resnet18 ...] [--sparsity 0.5 0.7 0.9 0.95 0.97] [--batch 1 8] [--threads 1] [--rounds 5]
-                        [--model-file FILE.safetensors] [--quick] [--out FILE.json]
+                        [--profile 0.5 | --model-file FILE.safetensors] [--quick] [--out FILE.json]
 
 Every engine lives in a process of its own, and all but the one being timed are stopped, so that no pool of threads
 disturbs another. They take turns in rounds; a round's time is the least of its calls, and a speed-up compares times of
 one round. The dense baseline is the fastest of torch (both memory layouts), onnxruntime and OpenVINO, as far as
 installed, in float32 and, for int8, of the last two. Every engine's output is compared with torch's in the same run.
 
-Cases are whole networks, and chains of four equal layers, which show layer kinds. The zeros of a network: unless a file
+Cases are whole networks, and chains of eight equal layers, which show layer kinds. The zeros of a network: unless a file
 brings learned ones, a layer of n blocks keeps a share proportional to n ** -0.5, random blocks, so that small layers
 stay denser, as learned masks have it. Chains are pruned uniformly.
 """
@@ -53,6 +53,7 @@ CHAINS = {  # channels, kernel, side of the map; two numbers of channels take tu
     "1x1 64-256 @56": (64, 256, 1, 56),
 }
 STAGES = ("3x3 64 @32", "3x3 128 @16", "3x3 256 @8", "3x3 512 @4")  # of ResNet18: their times are also added up
+DEPTH = 8  # layers of a chain
 DENSE = ("torch NCHW", "torch NHWC", "onnxruntime", "openvino")
 DENSE_INT8 = ("onnxruntime int8", "openvino int8")
 OURS = ("smartprune", "smartprune int8")
@@ -63,13 +64,13 @@ Run = Callable[[], Any]
 # ---- what is run
 
 
-def build(case: str, sparsity: float, file: str | None) -> nn.Module:
+def build(case: str, sparsity: float, file: str | None, profile: float = 0.5) -> nn.Module:
     """The network or chain, with its zeros and with batch norms that have seen data."""
     torch.manual_seed(0)
     if case in CHAINS:
         a, b, kernel, _ = CHAINS[case]
         layers: list[nn.Module] = []
-        for i in range(4):
+        for i in range(DEPTH):
             layers += [nn.Conv2d(*((a, b) if i % 2 == 0 else (b, a)), kernel, padding=kernel // 2), nn.ReLU()]
         model: nn.Module = nn.Sequential(*layers)
     else:
@@ -79,7 +80,7 @@ def build(case: str, sparsity: float, file: str | None) -> nn.Module:
 
         model.load_state_dict(load_file(file))
         return model.eval()
-    prune(model, sparsity, uniform=case in CHAINS)
+    prune(model, sparsity, 0.0 if case in CHAINS else profile)
     norms = [m for m in model.modules() if isinstance(m, nn.BatchNorm2d)]
     if norms:
         for norm in norms:
@@ -90,24 +91,29 @@ def build(case: str, sparsity: float, file: str | None) -> nn.Module:
     return model.eval()
 
 
-def prune(model: nn.Module, sparsity: float, uniform: bool) -> None:
-    plan = smartprune.plan(model, block=BLOCK, sparsity=sparsity) if not uniform else None
-    names = (
-        [row.name for row in plan.layers] if plan is not None else [n for n, m in model.named_modules() if isinstance(m, nn.Conv2d)]
-    )
-    weights = [model.get_submodule(name).weight for name in names]
-    grids = [smartprune.Block(*BLOCK).grid(tuple(w.shape)) for w in weights]  # type: ignore[arg-type,union-attr]
-    total = sum(grid.n for grid in grids)
+def prunable(model: nn.Module) -> list[tuple[Tensor, Any]]:
+    """The weights that the planner would prune, and their grids; of a chain, all."""
+    if isinstance(model, nn.Sequential):
+        names = [name for name, module in model.named_modules() if isinstance(module, nn.Conv2d)]
+    else:
+        names = [layer.name for layer in smartprune.plan(model, block=BLOCK, sparsity=0.5).layers]
+    weights: list[Tensor] = [model.get_submodule(name).weight for name in names]  # type: ignore[misc]
+    return [(weight, smartprune.Block(*BLOCK).grid(tuple(weight.shape))) for weight in weights]
+
+
+def prune(model: nn.Module, sparsity: float, profile: float) -> None:
+    """Zeroes random blocks; a layer of n blocks keeps a share proportional to n ** -profile."""
+    layers = prunable(model)
+    total = sum(grid.n for _, grid in layers)
     low, high = 0.0, 1e9
-    for _ in range(100):  # the factor of the profile that keeps as many blocks as asked
+    for _ in range(100):  # the factor that keeps as many blocks as asked
         factor = (low + high) / 2
-        kept = sum(grid.n * min(1.0, factor * (1.0 if uniform else grid.n**-0.5)) for grid in grids)
+        kept = sum(grid.n * min(1.0, factor * grid.n**-profile) for _, grid in layers)
         low, high = (factor, high) if kept < (1 - sparsity) * total else (low, factor)
-    for weight, grid in zip(weights, grids, strict=True):
-        share = min(1.0, low * (1.0 if uniform else grid.n**-0.5))
+    for weight, grid in layers:
         chosen = torch.zeros(grid.n)
-        chosen[torch.randperm(grid.n)[: max(1, round(share * grid.n))]] = 1.0
-        weight.data *= grid.expand(chosen)  # type: ignore[union-attr,operator]
+        chosen[torch.randperm(grid.n)[: max(1, round(min(1.0, low * grid.n**-profile) * grid.n))]] = 1.0
+        weight.data *= grid.expand(chosen)
 
 
 def shape(case: str) -> tuple[int, int, int]:
@@ -116,16 +122,30 @@ def shape(case: str) -> tuple[int, int, int]:
     return 3, SIDES[case], SIDES[case]
 
 
+def kept_macs(model: nn.Module, x: Tensor) -> float:
+    """The share of all multiplications whose weight is not in a zero block: what even a perfect engine must do."""
+    sums = [0.0, 0.0]
+
+    def count(module: nn.Module, _: Any, out: Tensor) -> None:
+        weight: Tensor = module.weight  # type: ignore[assignment]
+        grid = smartprune.Block(*BLOCK).grid(tuple(weight.shape), int(getattr(module, "groups", 1)))
+        kept = grid.expand((grid.sum(weight.detach().abs()) > 0).float())
+        places = out.numel() / weight.shape[0]
+        sums[0] += float(kept.sum()) * places
+        sums[1] += weight.numel() * places
+
+    hooks = [m.register_forward_hook(count) for m in model.modules() if isinstance(m, (nn.Conv2d, nn.Linear))]
+    with torch.no_grad():
+        model(x[:1])
+    for hook in hooks:
+        hook.remove()
+    return sums[0] / sums[1]
+
+
 def zero_share(model: nn.Module) -> float:
     """The share of blocks that are zero, over the layers that the planner would prune."""
-    found = smartprune.plan(model, block=BLOCK, sparsity=0.5).layers if not isinstance(model, nn.Sequential) else None
-    names = [row.name for row in found] if found is not None else [n for n, m in model.named_modules() if isinstance(m, nn.Conv2d)]
-    zero = total = 0
-    for name in names:
-        weight: Tensor = model.get_submodule(name).weight  # type: ignore[assignment]
-        sums = smartprune.Block(*BLOCK).grid(tuple(weight.shape)).sum(weight.detach().abs())
-        zero, total = zero + int((sums == 0).sum()), total + len(sums)
-    return zero / total
+    sums = torch.cat([grid.sum(weight.detach().abs()) for weight, grid in prunable(model)])
+    return float((sums == 0).double().mean())
 
 
 # ---- engines: each gives a function that runs once and returns the outputs
@@ -209,16 +229,16 @@ def worker(spec: dict[str, Any]) -> None:
     torch.manual_seed(2)
     x = torch.randn(spec["batch"], *shape(spec["case"]))
     runs: dict[str, Run] = {}
-    told: dict[str, Any] = {"errors": {}, "zero": {}}
+    told: dict[str, Any] = {"errors": {}, "zero": {}, "macs": {}}
     for sparsity in spec["sparsities"]:
-        model = build(spec["case"], sparsity, spec["file"])
+        model = build(spec["case"], sparsity, spec["file"], spec["profile"])
         if spec["engine"] == "export":
             export(model, x, Path(spec["folder"]), spec["int8"])
             continue
         key = str(sparsity)
         runs[key] = engine(spec["engine"], model, x, spec["threads"], Path(spec["folder"]))
         told["errors"][key] = error(spec["engine"], runs[key], model, x)
-        told["zero"][key] = zero_share(model)
+        told["zero"][key], told["macs"][key] = zero_share(model), kept_macs(model, x)
     print(json.dumps(told), flush=True)
     for line in sys.stdin:
         key, seconds = line.split()
@@ -283,6 +303,7 @@ def measure(case: str, batch: int, args: argparse.Namespace) -> tuple[dict[str, 
     told: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         common = {"case": case, "batch": batch, "threads": args.threads, "file": args.model_file, "folder": folder}
+        common["profile"] = args.profile
         names = [name for name in (*DENSE, *DENSE_INT8, *OURS) if name in args.engines]
         first = args.sparsity[:1]
         if any(name.startswith(("onnxruntime", "openvino")) for name in names):
@@ -297,7 +318,7 @@ def measure(case: str, batch: int, args: argparse.Namespace) -> tuple[dict[str, 
             for sparsity in args.sparsity if ours else first:
                 label = f"{name} {sparsity}" if ours else name
                 workers.append((process, str(sparsity), label))
-                told[label] = {"error": process.told["errors"][str(sparsity)], "zero": process.told["zero"][str(sparsity)]}
+                told[label] = {what: process.told[what][str(sparsity)] for what in ("errors", "zero", "macs")}
         for turn in range(args.rounds):
             shift = turn % len(workers)
             for process, key, label in workers[shift:] + workers[:shift]:
@@ -324,11 +345,11 @@ def rows_of(case: str, batch: int, args: argparse.Namespace) -> list[dict[str, A
         asked = {"asked": float(f"0.{sparsity}")} if sparsity else {}
         median = statistics.median(t["median"] for t in times[label])
         out.append(
-            row(case, batch, name, share, "ms", values, least=min(values), median=median, error=told[label]["error"], **asked)
+            row(case, batch, name, share, "ms", values, least=min(values), median=median, error=told[label]["errors"], **asked)
         )
     print(f"\n{case}, batch {batch}, {args.threads} threads: least ms of {args.rounds} rounds")
     for label, values in best.items():
-        print(f"  {label:24s} {min(values):9.4f}  error {told[label]['error']:.1e}")
+        print(f"  {label:24s} {min(values):9.4f}  error {told[label]['errors']:.1e}")
     for ours, rivals in ((OURS[0], DENSE), (OURS[1], DENSE_INT8), (OURS[1], DENSE)):
         there = [name for name in rivals if name in best]
         if ours not in args.engines or not there:
@@ -339,12 +360,11 @@ def rows_of(case: str, batch: int, args: argparse.Namespace) -> list[dict[str, A
             ratios = [a / b for a, b in zip(best[rival], best[label], strict=True)]
             zero = told[label]["zero"]
             top = min(best[rival]) / min(best[label])
-            ideal = 1 / (1 - zero) if zero < 1 else float("inf")
-            more = {"to": rival, "of_least": top, "ideal": ideal, "efficiency": top / ideal, "asked": sparsity}
+            by_blocks, by_macs = 1 / (1 - zero), 1 / told[label]["macs"]
+            more = {"to": rival, "of_least": top, "ideal_blocks": by_blocks, "ideal_macs": by_macs, "asked": sparsity}
             out.append(row(case, batch, ours, round(zero, 6), "times faster", ratios, **more))
-            print(
-                f"  {ours:16s} {zero:6.1%} zero: {top:6.2f} times as fast as {rival}; ideal {ideal:5.1f}, share {top / ideal:.2f}"
-            )
+            ideals = f"1 / kept: blocks {by_blocks:.1f}, MACs {by_macs:.1f}"
+            print(f"  {ours:16s} {zero:6.1%} zero: {top:6.2f} times as fast as {rival} ({ideals})", flush=True)
     return out
 
 
@@ -362,7 +382,7 @@ def stage_rows(rows: list[dict[str, Any]], batch: int, args: argparse.Namespace)
                     break
                 mine, theirs = mine + fast[0], theirs + min(dense)
             else:
-                more = {"to": "fastest dense per stage", "ideal": 1 / (1 - sparsity), "asked": sparsity}
+                more = {"to": "fastest dense per stage", "ideal_blocks": 1 / (1 - sparsity), "asked": sparsity}
                 out.append(row("ResNet18 stages, added up", batch, ours, sparsity, "times faster", [theirs / mine], **more))
                 print(f"ResNet18 stages added up, batch {batch}, {ours} {sparsity}: {theirs / mine:.2f}")
     return out
@@ -385,6 +405,9 @@ def main() -> None:
     parser.add_argument("--engines", nargs="+", default=None, help=f"of {', '.join((*DENSE, *DENSE_INT8, *OURS))}")
     parser.add_argument("--rounds", type=int, default=None)
     parser.add_argument("--seconds", type=float, default=None, help="of timing per engine and round")
+    parser.add_argument(
+        "--profile", type=float, default=0.5, help="a layer of n blocks keeps a share ~ n ** -profile; 0: all the same"
+    )
     parser.add_argument("--model-file", help="a baked model of --models, with learned zeros (safetensors)")
     parser.add_argument("--quick", action="store_true", help="ResNet18 and one chain, few rounds")
     parser.add_argument("--out", type=Path)
@@ -411,7 +434,9 @@ def main() -> None:
         rows += stage_rows(rows, batch, args)
     if args.out is not None:
         zeros = (
-            "learned, from a file" if args.model_file else "random blocks; networks: kept share of a layer of n blocks ~ n ** -0.5"
+            "learned, from a file"
+            if args.model_file
+            else f"random blocks; networks: kept share of a layer of n blocks ~ n ** -{args.profile}"
         )
         versions = {"torch": torch.__version__, "python": platform.python_version(), "smartprune": smartprune.__version__}
         for package in ("onnxruntime", "openvino"):
@@ -422,7 +447,7 @@ def main() -> None:
             "block": list(BLOCK),
             "zeros": zeros,
             "sides": SIDES,
-            "chains": "four layers with ReLU, called as one network",
+            "chains": f"{DEPTH} layers with ReLU, called as one network",
             "device": processor(),
             "threads": args.threads,
             "rounds": args.rounds,
