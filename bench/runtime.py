@@ -217,6 +217,7 @@ def error(name: str, run: Run, model: nn.Module, x: Tensor) -> float:
         else:
             worst = max(worst, float((a - b).abs().max() / b.abs().max()))
     if not worst <= (CLOSE_INT8 if name.endswith("int8") else CLOSE):
+        print(json.dumps({"failed": f"the output is off by {worst:.3g}"}), flush=True)
         raise SystemExit(f"{name}: the output is off by {worst:.3g}")
     return worst
 
@@ -266,7 +267,8 @@ class Process:
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
         line = self._read()
         self.told: dict[str, Any] = json.loads(line)
-        self._pause()
+        if "failed" not in self.told:
+            self._pause()
 
     def _read(self) -> str:
         assert self.process.stdout is not None
@@ -314,6 +316,11 @@ def measure(case: str, batch: int, args: argparse.Namespace) -> tuple[dict[str, 
         for name in names:
             ours = name in OURS
             process = Process({**common, "engine": name, "sparsities": args.sparsity if ours else first})
+            if "failed" in process.told:  # a wrong engine is not a rival
+                args.left_out.append(f"{name}, {case}, batch {batch}: {process.told['failed']}")
+                if ours:
+                    raise SystemExit(args.left_out[-1])
+                continue
             processes.append(process)
             for sparsity in args.sparsity if ours else first:
                 label = f"{name} {sparsity}" if ours else name
@@ -427,6 +434,7 @@ def main() -> None:
     if args.model_file is not None:
         args.sparsity = args.sparsity[:1]  # the file brings its own zeros
     args.engines = [n for n in args.engines or (*DENSE, *DENSE_INT8, *OURS) if installed(n)]
+    args.left_out = []
     rows: list[dict[str, Any]] = []
     for batch in args.batch:
         for case in cases:
@@ -452,6 +460,7 @@ def main() -> None:
             "threads": args.threads,
             "rounds": args.rounds,
             "versions": versions,
+            "left_out": args.left_out,
             "rows": rows,
         }
         args.out.write_text(json.dumps(told, indent=1) + "\n")

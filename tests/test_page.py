@@ -353,3 +353,19 @@ def test_a_weight_of_halves_and_of_linear_layers_alone() -> None:
     weight = view.layers[0]
     assert weight.norms.dtype == np.float32
     assert np.isfinite(weight.norms).all()
+
+
+def test_speed_is_shown_where_it_was_measured(tmp_path: Path) -> None:
+    rows = [("torch", 4.0), ("onnxruntime", 2.0), ("smartprune", 0.5), ("onnxruntime int8", 0.9), ("smartprune int8", 0.25)]
+    timings = [{"engine": name, "batch": 1, "ms": ms, "failed": None} for name, ms in rows]
+    timings += [{"engine": "openvino", "batch": 1, "ms": 0.1, "failed": "off"}, {"engine": "torch", "batch": 8, "ms": 0.01}, 7]
+    (tmp_path / "bench.json").write_text(json.dumps({"timings": timings}))
+    assert read_story(tmp_path).times() == dict(rows)
+    for damaged in (
+        "[]",
+        "{",
+        json.dumps({"timings": {"a": 1}}),
+        json.dumps({"timings": [{"engine": "torch", "batch": 1, "ms": "x"}]}),
+    ):
+        (tmp_path / "bench.json").write_text(damaged)
+        assert read_story(tmp_path).times() == {}

@@ -43,6 +43,7 @@ def run_bench(args: argparse.Namespace) -> int:
 
     from ..engines import CPU, GPU, bench
     from ..files import write_whole
+    from ..runpage import write_run_page
 
     folder = Path(args.model)
     inputs: list[torch.Tensor] = []
@@ -84,6 +85,8 @@ def run_bench(args: argparse.Namespace) -> int:
     out = args.out or (folder / "bench.json" if folder.is_dir() else None)
     if out is not None:
         write_whole(Path(out), (json.dumps(found.to_json(), indent=2) + "\n").encode())
+    if folder.is_dir() and args.out is None:
+        write_run_page(folder, own=True)  # it shows the speed
     if args.plot:
         found.save(args.plot)
     print(json.dumps(found.to_json(), indent=2) if args.json else found)

@@ -113,10 +113,10 @@ def _tiles(view: View) -> list[tuple[str, str, str]]:
         below = f"{blocks.kept:,} of {blocks.total:,} blocks of {view.report.block} are not zero; nothing says what was asked"
     out.append(("Blocks removed", _share(blocks.removed, blocks.total), below))
     if story is not None and story.result is not None:
-        dense, pruned = story.figure("dense"), story.figure("pruned")
+        before, pruned = story.figure("dense"), story.figure("pruned")
         value = "not scored" if pruned is None else f"{100 * pruned:.2f} %"
-        below = "test split" if dense is None else f"test split; dense {100 * dense:.2f} %"
-        below += "" if dense is None or pruned is None else f", {_points(pruned - dense)}"
+        below = "test split" if before is None else f"test split; dense {100 * before:.2f} %"
+        below += "" if before is None or pruned is None else f", {_points(pruned - before)}"
         out.append(((story.measure or "Metric").capitalize(), value, below))
     if receipt is not None and receipt.model_macs is not None:
         macs = receipt.model_macs
@@ -130,6 +130,13 @@ def _tiles(view: View) -> list[tuple[str, str, str]]:
         whole, left = found.dense.latency, found.latency
         below = f"{left:,} of {whole:,}, estimated for {_npu(found)}; {found.mac_speedup:.1f}\u00d7 by MACs alone"
         out.append(("Cycles on an NPU", f"{found.speedup:.1f}\u00d7 fewer", below))
+    times = {} if story is None else story.times()
+    dense = {name: ms for name, ms in times.items() if not name.startswith("smartprune") and not name.endswith(("int8", "bf16"))}
+    if dense and "smartprune" in times:
+        rival = min(dense, key=dense.__getitem__)
+        below = f"{times['smartprune']:.3g} ms against {dense[rival]:.3g} ms in {rival}, batch 1"
+        below += f"; int8 {times['smartprune int8']:.3g} ms" if "smartprune int8" in times else ""
+        out.append(("Speed on this CPU", f"{dense[rival] / times['smartprune']:.1f}\u00d7", below))
     return out
 
 

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from ..errors import SmartpruneError
 from ..files import parse_json, read_capped
 
-CONFIG, METRICS, RESULT, SCORES = "config.json", "metrics.jsonl", "result.json", "scores.safetensors"
+CONFIG, METRICS, RESULT, SCORES, BENCH = "config.json", "metrics.jsonl", "result.json", "scores.safetensors", "bench.json"
 STAGES = ("dense", "search", "finetune")
 STAGE_NAMES = {"dense": "dense", "search": "search", "finetune": "fine-tuning"}
 SAMPLE = 64  # blocks whose mask is followed over time
@@ -35,6 +35,17 @@ class Story:
     config: Mapping[str, Any] = field(default_factory=dict)
     result: Mapping[str, Any] | None = None
     rows: tuple[Row, ...] = ()
+    bench: Mapping[str, Any] | None = None  # what ``smartprune bench`` wrote
+
+    def times(self, batch: int = 1) -> dict[str, float]:
+        """Milliseconds by engine, for one batch size; nothing where nothing was measured."""
+        rows = self.bench.get("timings") if self.bench is not None else None
+        out = {}
+        for row in rows if isinstance(rows, list) else []:
+            ms = number(row.get("ms")) if isinstance(row, dict) else None
+            if ms is not None and ms > 0 and row.get("batch") == batch and row.get("failed") is None:
+                out[str(row.get("engine"))] = ms
+        return out
 
     @property
     def measure(self) -> str | None:
@@ -79,7 +90,8 @@ def sampled(n: int) -> list[int]:
 def read_story(folder: str | Path) -> Story:
     """Whatever a run folder says about its run."""
     folder = Path(folder)
-    return Story(folder, _read(folder / CONFIG) or {}, _read(folder / RESULT), tuple(read_rows(folder / METRICS)))
+    rows = tuple(read_rows(folder / METRICS))
+    return Story(folder, _read(folder / CONFIG) or {}, _read(folder / RESULT), rows, _read(folder / BENCH))
 
 
 def read_rows(path: Path) -> list[Row]:
