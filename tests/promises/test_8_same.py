@@ -1,5 +1,6 @@
-"""Promise 8: masked, baked and packed forms of a model agree bit for bit, ONNX to float rounding, int8 to its own."""
+"""Promise 8: masked, baked and packed forms agree bit for bit, accelerated and ONNX to float rounding, int8 to its own."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,25 @@ def test_packing_twice_gives_the_same_file(case: Case, tmp_path: Path) -> None:
     sp.pack(fresh, tmp_path / "b", receipt=receipt)
     sp.pack(tmp_path / "a", tmp_path / "c")
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes() == (tmp_path / "c").read_bytes()
+
+
+needs_compiler = pytest.mark.skipif(not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="no C compiler")
+
+
+@needs_compiler
+def test_accelerated_agrees_to_float_rounding(case: Case) -> None:
+    masked, _ = trained(case)
+    fast = sp.accelerate(case.model)
+    assert (fast(case.x) - masked).abs().max() <= 1e-5 * masked.abs().max()
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ["plain_cnn", "resnet18"])
+def test_accelerated_int8_agrees_to_its_own_rounding(name: str) -> None:
+    case = Case(name)
+    masked, _ = trained(case)
+    fast = sp.accelerate(case.model, dtype="int8", example=[case.x, torch.randn_like(case.x)])
+    assert (fast(case.x) - masked).square().mean().sqrt() <= 0.1 * masked.square().mean().sqrt()
 
 
 def onnx_of(case: Case, path: Path, int8: bool) -> tuple[torch.Tensor, torch.Tensor, sp.Receipt]:
