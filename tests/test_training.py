@@ -6,6 +6,7 @@ Each is compared with a slow loop or a closed form; and a run that uses all of t
 from __future__ import annotations
 
 import copy
+import importlib.util
 import math
 import re
 import shutil
@@ -465,6 +466,13 @@ def test_tensorboard_has_every_row_once(tmp_path: Path) -> None:
     assert [step for step, _ in found["accuracy"]] == [7, 14, 35]  # none in the search
     assert [step for step, _ in found["tau"]] == [21, 28]
     assert {"lr", "seconds", "undecided"} <= set(found)
+    if importlib.util.find_spec("PIL") is not None:
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        pictures = EventAccumulator(str(out / "tensorboard"), size_guidance={"images": 0}).Reload()
+        assert {"layers", "scores"} <= set(pictures.Tags()["images"])
+        (event,) = pictures.Images("layers")
+        assert (event.step, event.encoded_image_string[:4]) == (35, b"\x89PNG")
 
 
 def test_missing_tensorboard_is_said_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

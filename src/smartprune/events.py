@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from .errors import SmartpruneError
+from .report.figures import figures
+from .report.view import look
 
 FOLDER = "tensorboard"  # in the run folder
 PLACE = ("stage", "epoch", "step")  # of a row, and no measurement
@@ -40,6 +45,17 @@ class Events:
         for name, value in row.items():
             if name not in PLACE and isinstance(value, (int, float)):
                 self.writer.add_scalar(name, value, step)
+        self.writer.flush()
+
+    def draw(self, folder: Path, step: int) -> None:
+        """The figures of the run's page, as pictures; nothing where Pillow is not installed."""
+        try:
+            from PIL import Image
+        except ImportError:
+            return
+        for figure in figures(look(folder)):
+            with Image.open(io.BytesIO(figure.drawing.png())) as picture:
+                self.writer.add_image(figure.key, np.asarray(picture.convert("RGB")), step, dataformats="HWC")
         self.writer.flush()
 
     def close(self) -> None:

@@ -283,8 +283,6 @@ def _write_down(run: Run, receipt: Receipt, pruned: float | None) -> Result:
     if not found.ok:
         raise SmartpruneError(f"{folder / rundir.MODEL} is not what its receipt says:\n{found}")
     files = deliver(folder, config, run.task, receipt)
-    if run.events is not None:
-        run.events.close()
     seconds = run.tell_time()
     result = Result(
         folder=str(folder),
@@ -303,6 +301,9 @@ def _write_down(run: Run, receipt: Receipt, pruned: float | None) -> Result:
     )
     rundir.write_json(folder / rundir.RESULT, asdict(result))
     write_run_page(folder, own=True)
+    if run.events is not None:
+        run.events.draw(folder, sum(map(run.steps, STAGES)))
+        run.events.close()
     return result
 
 
