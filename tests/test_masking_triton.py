@@ -1,11 +1,5 @@
 """The fused multiply: in the interpreter of Triton where there is no GPU (in a child process), else on the GPU."""
 
-import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,14 +7,13 @@ from torch import Tensor, nn
 import products
 import smartprune
 import zoo
+from interpreted import INTERPRETED, loaded_loop_bounds, needs_interpreter, needs_triton, on_gpu, run_interpreted  # noqa: F401 (a fixture)
 from smartprune import guard, masking_tables
 from smartprune import masking as module
 from smartprune.errors import SmartpruneError
 from smartprune.masking import Masking
 from smartprune.telemetry import Telemetry
 
-HAS_TRITON = importlib.util.find_spec("triton") is not None
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 SMALL: list[products.Shape] = [
     ((9, 10, 3, 3), 1, False),
     ((5, 13), 1, False),
@@ -29,36 +22,10 @@ SMALL: list[products.Shape] = [
     ((6, 16, 1, 1), 1, False),
 ]
 
-needs_interpreter = pytest.mark.skipif(not (HAS_TRITON and INTERPRETED), reason="runs in the interpreted child process")
-on_gpu = pytest.mark.skipif(not torch.cuda.is_available() or INTERPRETED, reason="needs a CUDA device")
 
-
-@pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
-@pytest.mark.skipif(INTERPRETED, reason="this is the child process")
+@needs_triton
 def test_kernels_in_the_interpreter() -> None:
-    # The interpreter is chosen when triton is imported, hence a process of its own.
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__, "-m", "not gpu"]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    environment["PYTHONPATH"] = str(Path(module.__file__).parents[1])
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert "passed" in done.stdout
-
-
-@pytest.fixture(autouse=True)
-def _loaded_loop_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter of Triton 3.6 cannot loop up to a number that was loaded, with NumPy of today; 3.7 does this."""
-    if not (HAS_TRITON and INTERPRETED):
-        return
-    from triton.runtime import interpreter
-
-    patch = interpreter._patch_lang_tensor
-
-    def patched(tensor: object, scope: object) -> None:
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))  # type: ignore[attr-defined]
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+    run_interpreted(__file__)
 
 
 @pytest.fixture

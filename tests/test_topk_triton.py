@@ -1,49 +1,32 @@
 """The CUDA kernels: in the interpreter of Triton where there is no GPU (in a child process), else on the GPU."""
 
-import importlib.util
 import math
-import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from interpreted import environment, loaded_loop_bounds, needs_interpreter, needs_triton, on_gpu, run_interpreted  # noqa: F401 (a fixture)
 from smartprune import topk
 from smartprune.errors import SmartpruneError
 from smartprune.topk import check_device, soft_topk
 
-HAS_TRITON = importlib.util.find_spec("triton") is not None
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 TAUS = (10.0, 1e-3, 1e-7)
 
-needs_interpreter = pytest.mark.skipif(not (HAS_TRITON and INTERPRETED), reason="runs in the interpreted child process")
-on_gpu = pytest.mark.skipif(not torch.cuda.is_available() or INTERPRETED, reason="needs a CUDA device")
 
-
-@pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
-@pytest.mark.skipif(INTERPRETED, reason="this is the child process")
+@needs_triton
 def test_kernels_in_the_interpreter() -> None:
-    # The interpreter is chosen when triton is imported, hence a process of its own.
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__, "-m", "not gpu"]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    environment["PYTHONPATH"] = str(Path(topk.__file__).parents[1])
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert "passed" in done.stdout
+    run_interpreted(__file__)
 
 
-@pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
-@pytest.mark.skipif(INTERPRETED, reason="launches nothing")
+@needs_triton
 def test_second_launch_goes_straight_to_the_launcher() -> None:
     # A driver that only notes what it is given would stay in the caches of triton, hence a process of its own.
     code = "import test_topk_triton; test_topk_triton.launch_twice()"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    environment["PYTHONPATH"] = os.pathsep.join((str(Path(topk.__file__).parents[1]), str(Path(__file__).parent)))
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
 

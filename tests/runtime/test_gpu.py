@@ -2,57 +2,25 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import smartprune
+from interpreted import loaded_loop_bounds, needs_interpreter, needs_triton, run_interpreted  # noqa: F401 (a fixture)
+from interpreted import on_gpu as on_gpu_machine
 from smartprune import SmartpruneError
 from smartprune.runtime import gpu
 from smartprune.runtime.gpu import Dense, Kept, Sparse, Tile, on_gpu
 from smartprune.runtime.lower import NOTHING, Activation, Step
 from smartprune.runtime.module import Options
 
-HAS_TRITON = importlib.util.find_spec("triton") is not None
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 FLOAT = Options("float32", 1, False)
 
-needs_interpreter = pytest.mark.skipif(not (HAS_TRITON and INTERPRETED), reason="runs in the interpreted child process")
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available() or INTERPRETED, reason="needs a CUDA device")
 
-
-@pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
-@pytest.mark.skipif(INTERPRETED, reason="this is the child process")
+@needs_triton
 def test_layers_in_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__, "-m", "not gpu"]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    environment["PYTHONPATH"] = str(Path(smartprune.__file__).parents[1])
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert "passed" in done.stdout
-
-
-@pytest.fixture(autouse=True)
-def _loaded_loop_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter of Triton 3.6 cannot loop up to a number that was loaded, with NumPy of today; 3.7 does this."""
-    if not (HAS_TRITON and INTERPRETED):
-        return
-    from triton.runtime import interpreter
-
-    patch = interpreter._patch_lang_tensor
-
-    def patched(tensor: object, scope: object) -> None:
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))  # type: ignore[attr-defined]
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+    run_interpreted(__file__)
 
 
 def pruned(weight: Tensor, keep: float, block: tuple[int, int] = (16, 8)) -> Tensor:
@@ -212,7 +180,7 @@ def test_what_a_gpu_needs_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.gpu
-@needs_gpu
+@on_gpu_machine
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_gpu_whole_network(dtype: str) -> None:
     net, x = network().cuda(), torch.randn(8, 3, 40, 44, device="cuda")
@@ -224,7 +192,7 @@ def test_gpu_whole_network(dtype: str) -> None:
 
 
 @pytest.mark.gpu
-@needs_gpu
+@on_gpu_machine
 @pytest.mark.parametrize("case", CASES)
 def test_gpu_every_tile(case: tuple[int, int, tuple[int, int], int, int, int, int, int]) -> None:
     out, channels, kernel, stride, padding, dilation, height, width = case
