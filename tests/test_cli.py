@@ -50,7 +50,9 @@ def test_results_on_stdout_progress_on_stderr(work: Path) -> None:
     assert "\x1b" not in errors
 
 
-@pytest.mark.parametrize("verb", ["train", "plan", "report", "verify", "eval", "pack", "unpack", "export", "bench", "compare", "sweep", "watch"])
+@pytest.mark.parametrize(
+    "verb", ["train", "plan", "report", "verify", "eval", "pack", "unpack", "export", "bench", "compare", "sweep", "watch"]
+)
 def test_help_has_an_example(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(verb, "--help") == 0
     assert f"example:\n  smartprune {verb}" in capsys.readouterr().out

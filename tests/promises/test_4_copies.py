@@ -10,8 +10,8 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 import smartprune as sp
-from smartprune.masking import Masking
 from conftest import Case, removed_elements
+from smartprune.masking import Masking
 
 
 @pytest.mark.parametrize("stage", ["search", "frozen"])
