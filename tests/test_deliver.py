@@ -22,7 +22,8 @@ needs_onnx = pytest.mark.skipif(bool(REAL()), reason=f"not installed: {', '.join
 def test_a_run_leaves_a_packed_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deliver, "missing", lambda: ["onnxscript"])
     result = train(small(tmp_path / "run", onnx="auto"))
-    assert list(result.files) == ["packed"]
+    assert list(result.files) == ["packed", "page"]
+    assert (tmp_path / "run" / "report.html").exists()
     plain = load_file(tmp_path / "run" / "model.safetensors")
     again = sp.unpack(tmp_path / "run" / deliver.PACKED)
     assert plain.keys() == again.keys()

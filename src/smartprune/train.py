@@ -31,7 +31,7 @@ from .progress import Tick
 from .pruner import WHOLE, bake
 from .receipt import Receipt
 from .run import STAGES, Run, averaged, enter, prune, put_away, settled, start
-from .runpage import write_run_page
+from .runpage import PAGE, write_run_page
 from .step import require_finite, steps_of_epoch, take_step
 from .tasks import Data
 from .traces import mask_sample, save_scores
@@ -282,7 +282,7 @@ def _write_down(run: Run, receipt: Receipt, pruned: float | None) -> Result:
     found = verify(folder / rundir.MODEL, receipt=folder / rundir.RECEIPT)
     if not found.ok:
         raise SmartpruneError(f"{folder / rundir.MODEL} is not what its receipt says:\n{found}")
-    files = deliver(folder, config, run.task, receipt)
+    files = {**deliver(folder, config, run.task, receipt), "page": f"{PAGE}, for a browser"}
     seconds = run.tell_time()
     result = Result(
         folder=str(folder),
