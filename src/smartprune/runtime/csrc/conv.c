@@ -30,6 +30,7 @@
 #endif
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 16")
+#define AHEAD 48 /* vectors of weights between what is asked for and what is used */
 
 typedef float vfloat __attribute__((vector_size(4 * WIDTH)));
 typedef float vfloat_u __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
@@ -199,7 +200,7 @@ INLINE void tiles(const int TH, const int TW, const int STRIDE, const Op *op, in
   const int P = TH * TW;
   const int SPLIT = P <= 2 ? 4 : P <= 4 ? 2 : 1; /* few pixels: more sums, to hide the latency of an addition */
   const int first = op->start[group], entries = op->start[group + 1] - first;
-  const int inner = op->inner;
+  const int inner = op->inner, once = count == 1; /* weights that are read once come from far away */
   const int32_t *const offsets = op->offset + first;
   const accumulator *const weights = (const accumulator *)op->weight + (int64_t)first * inner;
   for (int t = 0; t < count; t++, segment += TH) {
@@ -223,6 +224,7 @@ INLINE void tiles(const int TH, const int TW, const int STRIDE, const Op *op, in
     if (inner == USUAL)
       for (int e = 0; e < entries; e++) {
         int64_t at = offsets[e];
+        if (once) UNROLL for (int i = 0; i < USUAL; i++) __builtin_prefetch(weight + AHEAD + i);
         STEP(USUAL)
       }
     else if (inner % 3 == 0) /* an image of three channels */
