@@ -2,11 +2,12 @@
 # make test    sets everything up and runs the tests
 # make check   formatter, linter, type checker and tests: what a change must pass
 #
-# TORCH picks the PyTorch to install (make demo TORCH='torch==2.11.0'); leave it empty to use the one your Python already has.
+# JOBS is how many processes run the tests. TORCH picks the PyTorch to install (make demo TORCH='torch==2.11.0'); leave it empty to use the one your Python already has.
 
 PYTHON ?= python3
 VENV   ?= .venv
 TORCH  ?= torch==2.13.0
+JOBS   ?= 2
 BIN    := $(VENV)/bin
 RUN    := OMP_NUM_THREADS=1 $(BIN)/python -m
 
@@ -16,7 +17,7 @@ demo: $(VENV)/.ready
 	$(BIN)/smartprune train
 
 test: $(VENV)/.ready
-	$(RUN) pytest
+	$(RUN) pytest -n $(JOBS) --dist loadfile
 
 check: lint test
 
