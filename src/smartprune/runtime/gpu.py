@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -85,7 +86,7 @@ class Kept:
         return torch.tensor([*begins[:-1:group], begins[-1]]), finished, place, column, weights
 
 
-class Layer(nn.Module):
+class Layer(nn.Module, ABC):
     """A convolution or linear layer with what follows it: an activation, and an addition before or after that."""
 
     weight: Tensor
@@ -115,8 +116,9 @@ class Layer(nn.Module):
         out = self.compute(x, other)
         return out.reshape(*shape[:-1], -1) if self.rows else out.flatten(1) if self.flat else out
 
+    @abstractmethod
     def compute(self, x: Tensor, other: Tensor | None) -> Tensor:
-        raise NotImplementedError
+        """The layer on a map of pixels, [images, channels, height, width]."""
 
 
 class Dense(Layer):
