@@ -2,8 +2,8 @@
 
 A program computes a tile of output pixels for some rows of output blocks, one after the other. It walks over a row's kept
 blocks, STEP of them at a time. A block stands for DEEP input channels at one kernel position, so what it reads are DEEP
-neighbours in memory for every pixel (channels-last): 2 DEEP bytes for DEEP * WIDE multiply-adds. From the L2 cache that is
-some 40 TFLOP/s on an H200, whatever the pipelining; hence plain loads instead of asynchronous copies, which pass by the L1
+neighbours in memory for every pixel (channels-last): 2 DEEP bytes for DEEP * WIDE multiply-adds. From the L2 cache that was
+some 40 TFLOP/s on an H200, whatever pipelining was tried; hence plain loads instead of asynchronous copies, which pass by the L1
 cache, and several rows in one program, which find their pixels there. The loads of the next step are under way while one
 is multiplied.
 """
