@@ -57,7 +57,7 @@ DEPTH = 8  # layers of a chain
 DENSE = ("torch NCHW", "torch NHWC", "onnxruntime", "openvino")
 DENSE_INT8 = ("onnxruntime int8", "openvino int8")
 OURS = ("smartprune", "smartprune int8")
-CLOSE, CLOSE_INT8 = 1e-3, 1.0  # of the largest output; of the RMS output, which random deep networks blow up: see the rows
+CLOSE, CLOSE_INT8, RIVAL_INT8 = 1e-3, 0.5, 1.0  # of the largest output; of the RMS output: of ours, of others; see the rows
 Run = Callable[[], Any]
 
 
@@ -219,7 +219,8 @@ def error(name: str, run: Run, model: nn.Module, x: Tensor) -> float:
             worst = max(worst, float((a - b).norm() / (b - b.mean()).norm()))
         else:
             worst = max(worst, float((a - b).abs().max() / b.abs().max()))
-    if not worst <= (CLOSE_INT8 if name.endswith("int8") else CLOSE):
+    allowed = CLOSE if not name.endswith("int8") else CLOSE_INT8 if name in OURS else RIVAL_INT8
+    if not worst <= allowed:
         print(json.dumps({"failed": f"the output is off by {worst:.3g}"}), flush=True)
         raise SystemExit(f"{name}: the output is off by {worst:.3g}")
     return worst
@@ -233,14 +234,18 @@ def worker(spec: dict[str, Any]) -> None:
     torch.manual_seed(2)
     x = torch.randn(spec["batch"], *shape(spec["case"]))
     runs: dict[str, Run] = {}
-    told: dict[str, Any] = {"errors": {}, "zero": {}, "macs": {}}
+    told: dict[str, Any] = {"errors": {}, "zero": {}, "macs": {}, "refused": {}}
     for sparsity in spec["sparsities"]:
         model = build(spec["case"], sparsity, spec["file"], spec["profile"])
         if spec["engine"] == "export":
             export(model, x, Path(spec["folder"]), spec["int8"])
             continue
         key = str(sparsity)
-        runs[key] = engine(spec["engine"], model, x, spec["threads"], Path(spec["folder"]))
+        try:
+            runs[key] = engine(spec["engine"], model, x, spec["threads"], Path(spec["folder"]))
+        except smartprune.SmartpruneError as refusal:  # int8 that is too coarse for this network
+            told["refused"][key] = str(refusal)
+            continue
         told["errors"][key] = error(spec["engine"], runs[key], model, x)
         told["zero"][key], told["macs"][key] = zero_share(model), kept_macs(model, x)
     print(json.dumps(told), flush=True)
@@ -328,6 +333,10 @@ def measure(case: str, batch: int, args: argparse.Namespace) -> tuple[dict[str, 
                 processes.append(process)
                 for sparsity in args.sparsity if ours else first:
                     label = f"{name} {sparsity}" if ours else name
+                    if str(sparsity) in process.told["refused"]:
+                        args.left_out.append(f"{label}, {case}, batch {batch}: {process.told['refused'][str(sparsity)]}")
+                        print(args.left_out[-1])
+                        continue
                     workers.append((process, str(sparsity), label))
                     told[label] = {what: process.told[what][str(sparsity)] for what in ("errors", "zero", "macs")}
             for turn in range(args.rounds):
@@ -369,6 +378,8 @@ def rows_of(case: str, batch: int, args: argparse.Namespace) -> list[dict[str, A
         rival = min(there, key=lambda name: min(best[name]))
         for sparsity in args.sparsity:
             label = f"{ours} {sparsity}"
+            if label not in best:  # refused
+                continue
             ratios = [a / b for a, b in zip(best[rival], best[label], strict=True)]
             zero = told[label]["zero"]
             top = min(best[rival]) / min(best[label])
