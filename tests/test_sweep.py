@@ -9,8 +9,10 @@ import shlex
 import signal
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +21,18 @@ import pytest
 from jobs import FLAGS, SMALL, assert_same_run, command, environment, small
 from smartprune import SmartpruneError
 from smartprune.cli import main
+from smartprune.compare import key
+from smartprune.config import make_task
+from smartprune.run import prune
 from smartprune.sweep import Sweep, noted
 from smartprune.sweep.board import Board, Line, State
-from smartprune.sweep.grid import Grid, dense_config, dense_name, lay_out, read_grids
+from smartprune.sweep.grid import Cell, Grid, dense_config, dense_name, lay_out, read_grids
 from smartprune.sweep.job import Job, jobs_at_once
 from smartprune.sweep.job import environment as job_environment
+from smartprune.sweep.recorded import recorded
 from smartprune.train import train
 
+RECORDS = Path(__file__).parent.parent / "records"
 OPTIONS = {name: value for name, value in SMALL.items() if name != "sparsity"}
 CELL = "digits-resnet8-{}-4x2-{}-s{}"
 
@@ -44,6 +51,22 @@ def starts(out: Path, name: str) -> list[str]:
     """The commands that were started for a run."""
     log = (out / "logs" / f"{name}.log").read_text()
     return [line for line in log.splitlines() if line.startswith("$ ")]
+
+
+def finish(out: Path, cell: Cell, pruned: float = 1.0, **config: Any) -> None:
+    """A run folder as a finished run leaves it; a machine may have decided some of its configuration."""
+    folder = cell.folder(out)
+    folder.mkdir(parents=True)
+    result = {"measure": "accuracy", "dense": 1.0, "pruned": pruned, "verified": True, "seconds": 100.0, "stage_seconds": {}}
+    result |= {"folder": "", "task": "digits", "model": "resnet8", "method": cell.config.method, "versions": {"torch": "2"}}
+    (folder / "config.json").write_text(json.dumps(asdict(cell.config) | config))
+    (folder / "result.json").write_text(json.dumps(result))
+
+
+def record(folder: Path, runs: Path, capsys: pytest.CaptureFixture[str]) -> Path:
+    assert main(["compare", str(runs), "--record", str(folder), "--note", "made up"]) == 0
+    capsys.readouterr()
+    return folder
 
 
 def wait_for(there: Callable[[], bool], process: subprocess.Popen[str], seconds: float = 60) -> None:
@@ -69,9 +92,44 @@ def test_settings_belong_to_a_method_and_to_the_name() -> None:
     assert other.name == CELL.format("magnitude", 0.5, 0)
     with pytest.raises(SmartpruneError, match="settings for pdp, which is not among the methods"):
         lay_out([grid(settings={"pdp": {}})])
-    with pytest.raises(SmartpruneError, match="comes twice with different options"):
+    with pytest.raises(SmartpruneError, match="comes twice with different options; give each of the two grids a label"):
         lay_out([grid(), grid(options={**OPTIONS, "search_epochs": 3})])
     assert len(lay_out([grid(), grid()])) == 2
+
+
+def test_labels_keep_grids_with_other_options_apart() -> None:
+    longer = {**OPTIONS, "search_epochs": 3, "block": "8x4"}
+    cells = lay_out([grid(), grid(label="long-3_a", options=longer), grid(label="b", settings={"smart": {"end": 0.01}})])
+    assert [cell.name for cell in cells[:3]] == [
+        "digits-resnet8-smart-4x2-0.5-s0", "digits-resnet8-magnitude-4x2-0.5-s0", "digits-resnet8-long-3_a-smart-8x4-0.5-s0"
+    ]  # fmt: skip
+    assert len({cell.name for cell in cells}) == 6
+    assert len({cell.dense for cell in cells}) == 1
+    wrong: list[Any] = ["", "a b", "a/b", "..", "ü", 3, ["a"]]
+    for label in wrong:
+        with pytest.raises(SmartpruneError, match="should be a word of letters, digits, - and _"):
+            grid(label=label)
+
+
+def test_one_dense_model_for_all_seeds(tmp_path: Path) -> None:
+    own, shared = lay_out([grid(seeds=(0, 1, 7))]), lay_out([grid(seeds=(0, 1, 7), dense_seed=7)])
+    assert len({cell.dense for cell in own}) == 3
+    assert {cell.dense for cell in shared} == {own[2].dense}
+    assert [cell.config for cell in shared] == [cell.config for cell in own]
+    assert {cell.dense_config(tmp_path).seed for cell in shared} == {7}
+    assert dense_name(shared[0].dense_config(tmp_path)) == own[2].dense
+    with pytest.raises(SmartpruneError, match="comes twice"):
+        lay_out([grid(dense_seed=0), grid(dense_seed=1)])
+    wrong: list[Any] = [-1, 2**32, 1.0, True, "0"]
+    for seed in wrong:
+        with pytest.raises(SmartpruneError, match=r"dense_seed .* should be an integer from 0"):
+            grid(dense_seed=seed)
+    with pytest.raises(SmartpruneError, match=r"dense_seed 0 and dense 'd\.safetensors': give one of the two"):
+        grid(dense_seed=0, options={**OPTIONS, "dense": "d.safetensors"})
+    finish(tmp_path, own[1], dense=f"/elsewhere/{own[1].dense}.safetensors")
+    Sweep(tmp_path, own)
+    with pytest.raises(SmartpruneError, match="began with the dense model digits-resnet8-s1, and digits-resnet8-s7 is asked for"):
+        Sweep(tmp_path, shared)
 
 
 def test_dense_models_are_shared_by_what_they_depend_on(tmp_path: Path) -> None:
@@ -99,7 +157,17 @@ def test_grid_files(tmp_path: Path) -> None:
     names = [cell.name for cell in lay_out([g.under({"batch": 64}, {"smart": {"end": 0.01}}) for g in read_grids(path)])]
     assert len(names) == 3
     assert "start=2-end=0.01" in names[0]
-    for text, message in (("[3]", "is a int"), ('{"method": []}', "unknown key 'method'"), ('{"seeds": 3}', "must be a list")):
+    (found,) = [g for g in read_grids(path) if g.methods == ("magnitude",)]
+    assert found.under({"task_settings": {"folder": "/data"}}, {}).options["task_settings"] == {"width": 4, "folder": "/data"}
+    for text, message in (
+        ("[3]", "is a int"),
+        ("[]", "holds no grid"),
+        ('{"method": []}', "unknown key 'method'"),
+        ('{"methods": [["smart"]]}', r"methods has \['smart'\]"),
+        ('{"seeds": 3}', "must be a list"),
+        ('[{"label": "a b"}]', r"grid.json: \[0\]: label 'a b' should be a word"),
+        ('{"dense_seed": "0"}', "grid.json: dense_seed '0' should be an integer"),
+    ):
         path.write_text(text)
         with pytest.raises(SmartpruneError, match=message):
             read_grids(path)
@@ -119,6 +187,11 @@ def test_grid_files(tmp_path: Path) -> None:
         (["--grid", "grid.json"], "--grid and --methods"),
         (["--macs", "0.5"], "--sparsities and --macs"),
         (["--sparsity", "0.5"], "unrecognized arguments: --sparsity"),
+        (["--label", "a b"], "label 'a b' should be a word"),
+        (["--dense-seed", "-1"], "dense_seed -1 should be an integer"),
+        (["--dense-seed", "0", "--dense", "d.safetensors"], "give one of the two"),
+        (["--recorded", "no/such/folder"], "no/such/folder is not a folder"),
+        (["--recorded", str(Path(__file__).parent)], "holds no record"),
     ],
 )
 def test_bad_arguments(more: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -138,22 +211,181 @@ def test_a_folder_with_another_run_is_refused(tmp_path: Path) -> None:
         Sweep(tmp_path, [cell])
 
 
+def test_grid_files_have_their_own_label(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for flag in (["--label", "a"], ["--dense-seed", "0"]):
+        with pytest.raises(SystemExit):
+            main(["sweep", "--grid", "grid.json", "--out", str(tmp_path / "out"), *flag])
+        assert f"--grid and {flag[0]}: the file has its own" in capsys.readouterr().err
+
+
+def test_what_is_recorded_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A record knows a run by what it is, not by its folder, its label, or where and how fast it was made."""
+    options = {**OPTIONS, "amp": "auto"}
+    (cell,) = lay_out([grid(methods=("smart",), options=options)])
+    finish(tmp_path / "runs", cell, amp="bf16", device="cuda", threads=7, dense="/elsewhere/d.safetensors")
+    held = [record(tmp_path / "records" / "one", tmp_path / "runs", capsys)]
+
+    def known(cells: list[Cell]) -> bool:
+        (name,) = [other.name for other in cells]
+        return recorded(held, cells) == {name}
+
+    def one(seed: int = 0, sparsity: float | None = 0.5, **changes: Any) -> list[Cell]:
+        told: dict[str, Any] = {"methods": ("smart",), "options": options, **changes}
+        return lay_out([grid(seeds=(seed,), sparsities=(sparsity,), **told)])
+
+    same: list[dict[str, Any]] = [{"amp": "bf16"}, {"device": "cpu"}, {"checkpoint_seconds": 1}, {"graph": "off"}]
+    for change in same:
+        assert known(one(label="other", options={**options, **change})), change
+    other: list[dict[str, Any]] = [{"amp": "off"}, {"lr": 0.2}, {"search_epochs": 3}, {"dense_epochs": 3}, {"block": "8x4"}]
+    other += [{"floor": 0.01}, {"skip": ["head"]}, {"ema": 0.9}, {"task_settings": {"width": 5}}]
+    for change in other:
+        assert not known(one(options={**options, **change})), change
+    assert not known(one(seed=1))
+    assert not known(one(sparsity=0.6))
+    assert not known(one(sparsity=None, options={**options, "macs": 0.5}))
+    assert not known(one(methods=("gradual",)))
+    assert not known(one(settings={"smart": {"ramp": "cubic"}}))
+    assert known(one(settings={"smart": {"ramp": "none"}}))
+    path = held[0] / "result.json"
+    told = json.loads(path.read_text())
+    assert told["rows"][0]["method"] == "smart"
+    told["rows"][0]["settings"]["ramp"] = "cubic"  # as if that was the default when the record was made
+    path.write_text(json.dumps(told))
+    assert not known(one())
+    assert known(one(settings={"smart": {"ramp": "cubic"}}))
+
+
+def test_the_list_and_a_sweep_with_nothing_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, runs = tmp_path / "out", tmp_path / "runs"
+    cells = lay_out([grid(methods=("smart", "magnitude", "gradual"), seeds=(0, 1), dense_seed=0)])
+    names = [cell.name for cell in cells]
+    finish(out, cells[0])
+    for cell in cells[:2]:
+        finish(runs, cell)
+    record(tmp_path / "records" / "one", runs, capsys)
+    for cell in cells[2:5]:
+        finish(runs, cell)
+    extra = tmp_path / "records" / "two"
+    extra.mkdir()
+    row: dict[str, Any] = {
+        "model": "m",
+        "data": "d",
+        "method": "topk",
+        "block": "-",
+        "sparsity": "-",
+        "protocol": "-",
+        "metric": "ms",
+    }
+    row |= {"values": [1.0], "mean": 1.0, "std": None, "n": 1}
+    (extra / "result.json").write_text(json.dumps({"rows": [row]}))  # a benchmark, which has no seeds
+    words = ["--methods", "smart,magnitude,gradual", "--seeds", "0,1", "--dense-seed", "0"]
+    words = [*arguments(out, *words), "--recorded", str(tmp_path / "records")]
+    before = sorted(out.rglob("*"))
+    assert main([*words, "--list"]) == 0
+    states = ["done", "recorded", *["missing"] * 4]
+    lines = [f"{state:<8}  {name}" for state, name in zip(states, names, strict=True)]
+    lines += ["", "dense models of the missing cells", f"missing   {cells[0].dense}  for 4 cells", ""]
+    assert capsys.readouterr().out.splitlines() == [*lines, "6 cells: 1 done, 1 recorded, 4 missing"]
+    assert sorted(out.rglob("*")) == before
+    (out / "dense").mkdir()
+    (out / "dense" / f"{cells[0].dense}.safetensors").touch()
+    assert main([*words, "--recorded", str(record(tmp_path / "more", runs, capsys)), "--list"]) == 0
+    told = capsys.readouterr().out
+    assert f"done      {cells[0].dense}  for 1 cell\n" in told
+    assert told.endswith("6 cells: 1 done, 4 recorded, 1 missing\n")
+    finish(runs, cells[5])
+    assert main([*words, "--recorded", str(record(tmp_path / "more", runs, capsys))]) == 0
+    assert capsys.readouterr().err == "6 of 6 cells are recorded already\n"
+    assert not (out / "logs").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seeds": [0]}, "rows[0]: seeds is a list of 1; it must be a list of 2 integers, one for each of the values"),
+        ({"seeds": ["0", "1"]}, "rows[0]: seeds is a list of 2; it must be a list of at most"),
+        ({"settings": None}, "rows[0]: settings is None; it must be a dictionary"),
+        ({"protocol": 3}, "rows[0]: protocol is 3; it must be a text"),
+        ({"sparsity": "0.5"}, "rows[0]: sparsity is '0.5'; it must be a number"),
+        ({"sparsity": None, "macs": None}, "rows[0]: sparsity is None; it must be a number"),
+        ({"mean": 0.3}, "rows[0]: mean is 0.3"),
+        (None, "not readable as JSON"),
+    ],
+)
+def test_a_damaged_record(change: dict[str, Any] | None, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for cell in lay_out([grid(methods=("smart",), seeds=(0, 1))]):
+        finish(tmp_path / "runs", cell)
+    path = record(tmp_path / "one", tmp_path / "runs", capsys) / "result.json"
+    told = json.loads(path.read_text())
+    told["rows"][0] |= change or {}
+    path.write_text(json.dumps(told)[: None if change else -9])
+    with pytest.raises(SystemExit) as stop:
+        main(arguments(tmp_path / "out", "--recorded", str(path.parent)))
+    assert stop.value.code == 2
+    said = capsys.readouterr().err
+    assert f"{path}: " in said
+    assert message in said
+
+
+@pytest.fixture(scope="module")
+def paper() -> list[Cell]:
+    return lay_out(read_grids(RECORDS / "paper.json"))
+
+
+def test_the_grid_of_the_paper(paper: list[Cell]) -> None:
+    count = Counter(
+        (c.config.task, c.config.model, c.config.block, c.config.search_epochs, c.config.finetune_epochs) for c in paper
+    )
+    assert count == {
+        ("cifar10", "resnet18", "16x8", 12, 48): 7 * 3 * 3 + 19 * 2,
+        ("cifar10", "resnet18", "16x8", 40, 160): 4,
+        ("cifar10", "resnet18", "8x8", 12, 48): 4,
+        ("cifar10", "resnet18", "16x16", 12, 48): 4,
+        ("cifar10", "resnet18", "16x8", 6, 54): 2,
+        ("cifar10", "resnet18", "16x8", 24, 36): 2,
+        ("cifar10", "densenet", "16x8", 12, 48): 4 * 2 * 2 + 2,
+        ("cifar10", "mobilenetv2", "16x8", 12, 48): 4 * 2 * 2,
+        ("cifar10", "googlenet", "16x8", 12, 48): 4,
+        ("voc07sub", "yolov5m", "16x8", 30, 100): 6,
+        ("bccd", "yolov5m", "16x8", 100, 200): 6,
+        ("camvid", "bisenetv2", "16x8", 60, 180): 6,
+        ("imagefolder", "resnet50", "16x8", 20, 60): 6,
+    }
+    methods = ("smart", "gradual", "acdc", "pdp", "awg", "pas", "magnitude")
+    assert [(c.config.method, c.config.sparsity, c.config.seed) for c in paper[:63]] == list(
+        product(methods, (0.97, 0.95, 0.93), (0, 1, 2))
+    )
+    assert len({cell.name for cell in paper}) == len({key(asdict(cell.config)) for cell in paper}) == len(paper)
+    assert len({cell.dense for cell in paper}) == 8  # one for each network on each task
+    assert all(cell.config.dense_epochs == 200 for cell in paper if cell.config.task == "cifar10")
+
+
+def test_every_cell_of_the_paper_can_be_attached(paper: list[Cell]) -> None:
+    """Settings that a method refuses, and budgets that cannot be met, would come up after the dense stage only."""
+    tried: set[str] = set()
+    for config in (cell.config for cell in paper if cell.config.task == "cifar10" and cell.config.seed == 0):
+        same = json.dumps([config.model, config.block, config.sparsity, config.method, config.settings])
+        if same not in tried:
+            task = make_task(config.task, config.task_settings)
+            assert prune(task.model(config.model), config, task, 390 * config.search_epochs).phase == "search"
+            tried.add(same)
+    assert len(tried) == 63
+
+
+def test_the_record_of_cifar10_counts_for_the_paper(paper: list[Cell]) -> None:
+    name = "cifar10-resnet18-short-gradual-16x8-0.97-s{}"
+    known = recorded([RECORDS], paper)
+    assert {name.format(0), name.format(1)} <= known
+    assert known < {cell.name for cell in paper}
+    first = replace(read_grids(RECORDS / "paper.json")[0], methods=("gradual",), sparsities=(0.97,), seeds=(0, 1))
+    elsewhere = lay_out([first.under({"task_settings": {"folder": "/data"}}, {})])
+    assert len(recorded([RECORDS / "cifar10-resnet18-short"], elsewhere)) == 2
+
+
 def test_no_time_for_another_run(tmp_path: Path) -> None:
     """One run is done and took longer than there is time: the next one is not started."""
     first, second = lay_out([grid()])
-    folder = first.folder(tmp_path)
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(asdict(first.config)))
-    result: dict[str, Any] = {
-        "folder": "",
-        "task": "digits",
-        "model": "resnet8",
-        "method": "smart",
-        "measure": "accuracy",
-        "dense": 1.0,
-    }
-    result |= {"pruned": 1.0, "verified": True, "seconds": 100.0, "stage_seconds": {}, "versions": {}}
-    (folder / "result.json").write_text(json.dumps(result))
+    finish(tmp_path, first)
     (tmp_path / "dense").mkdir()
     (tmp_path / "dense" / f"{first.dense}.safetensors").touch()
     sweep = Sweep(tmp_path, [first, second], minutes=1)
@@ -214,16 +446,22 @@ def test_killed_and_started_again(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_a_failed_run_stops_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The dense model is that of a run of its own; a damaged run is told at the end, with its log."""
+    """The dense model is that of a run of its own, here of another seed; a damaged run is told at the end, with its log.
+    What is recorded is not run."""
     out = tmp_path / "out"
     train(small(tmp_path / "plain", search_epochs=1))
-    smart, magnitude = lay_out([grid(options={**OPTIONS, "search_epochs": 1})])
+    methods = ("smart", "magnitude", "gradual")
+    smart, magnitude, gradual = lay_out([grid(methods=methods, seeds=(1,), options={**OPTIONS, "search_epochs": 1}, dense_seed=0)])
+    finish(tmp_path / "runs", gradual)
+    held = record(tmp_path / "held", tmp_path / "runs", capsys)
     folder = smart.folder(out)
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(asdict(smart.config) | {"out": str(folder)}))
     (folder / "checkpoint.pt").write_bytes(b"nonsense")
-    assert main(arguments(out, "--search-epochs", "1", "--jobs", "1")) == 1
+    more = ["--methods", ",".join(methods), "--seeds", "1", "--dense-seed", "0", "--recorded", str(held)]
+    assert main(arguments(out, "--search-epochs", "1", "--jobs", "1", *more)) == 1
     captured = capsys.readouterr()
+    assert "1 of 3 cells are recorded already" in captured.err
     assert f"{smart.name} failed with exit code 1; the end of {out / 'logs' / smart.name}.log:" in captured.err
     assert "checkpoint.pt is damaged" in captured.err
     assert "1 runs done, 1 failed; the same command goes on from here" in captured.err
@@ -231,6 +469,9 @@ def test_a_failed_run_stops_no_other(tmp_path: Path, capsys: pytest.CaptureFixtu
     dense = out / "dense" / f"{magnitude.dense}.safetensors"
     assert dense.read_bytes() == (tmp_path / "plain" / "dense.safetensors").read_bytes()
     assert list((out / "dense").iterdir()) == [dense]
+    told = json.loads((magnitude.folder(out) / "config.json").read_text())
+    assert (told["seed"], told["dense"]) == (1, str(dense))
+    assert not gradual.folder(out).exists()
 
 
 def test_stopped_at_the_limit_with_a_checkpoint(tmp_path: Path) -> None:

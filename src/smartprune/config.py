@@ -10,6 +10,7 @@ import math
 import types
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
@@ -184,7 +185,7 @@ def _filled(choices: Mapping[str, Any], kind: str, name: str, settings: Mapping[
     """One of the dictionary's dataclasses with these settings; names and types are checked against its fields."""
     if name not in choices:
         raise SmartpruneError(f"unknown {kind} {name!r}; there are: {', '.join(choices)}")
-    hints = get_type_hints(choices[name])
+    hints = _hints(choices[name])
     known = {f.name: hints[f.name] for f in fields(choices[name])}
     for setting, value in settings.items():
         if setting not in known:
@@ -194,9 +195,14 @@ def _filled(choices: Mapping[str, Any], kind: str, name: str, settings: Mapping[
     return choices[name](**settings)
 
 
+@cache
+def _hints(record: type) -> dict[str, Any]:
+    return get_type_hints(record)
+
+
 def _fitting(name: str, value: Any) -> Any:
     """The value of a field of Config, if it is of the field's type (a list from JSON may stand for a tuple)."""
-    hint = get_type_hints(Config)[name]
+    hint = _hints(Config)[name]
     if get_origin(hint) is tuple and isinstance(value, (list, tuple)):
         value = tuple(value)
     if not _fits(value, hint):

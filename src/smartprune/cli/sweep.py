@@ -29,19 +29,24 @@ def sweep_verb(verbs: Verbs) -> None:
         "  smartprune sweep --methods smart,gradual --sparsities 0.9,0.95 --seeds 0,1,2 --out runs/sweep\n"
         "  smartprune sweep --task cifar10 --data DIR --methods smart,gradual --seeds 0,1 --jobs 4 --minutes 25\n"
         "  smartprune sweep --methods smart,pdp --set smart.ramp=cubic --search-epochs 20 --out runs/ramp\n"
-        "  smartprune sweep --grid grid.json --out runs/grid\n\n"
+        "  smartprune sweep --grid grid.json --out runs/grid\n"
+        "  smartprune sweep --grid records/paper.json --recorded records --out runs/paper --list\n\n"
         "grid.json is an object, or a list of them, such as\n"
-        '  {"methods": ["smart"], "sparsities": [0.9], "seeds": [0, 1], "options": {"batch": 64},\n'
-        '   "settings": {"smart": {"ramp": "cubic"}}}\n\n'
+        '  {"label": "small", "methods": ["smart"], "sparsities": [0.9], "seeds": [0, 1], "dense_seed": 0,\n'
+        '   "options": {"batch": 64}, "settings": {"smart": {"ramp": "cubic"}}}\n\n'
         "The same command again goes on where it was stopped, by Ctrl-C, SIGTERM or kill -9: what is done is skipped,\n"
-        "what was interrupted is resumed. Dense models are trained once per seed and shared. Exit code 1: a run failed,\n"
-        "or some are missing because the sweep was stopped or --minutes ran out.",
+        "what was interrupted is resumed. Dense models are trained once per seed, or once for all seeds (dense_seed), and\n"
+        "shared. Exit code 1: a run failed, or some are missing because the sweep was stopped or --minutes ran out.",
     )
     parser.add_argument("--task", help="what to train on (default: digits)")
     parser.add_argument("--methods", metavar="LIST", help="methods by name, such as smart,gradual (default: smart)")
     parser.add_argument("--sparsities", metavar="LIST", help="shares of blocks to remove, such as 0.9,0.95")
     parser.add_argument("--seeds", metavar="LIST", help="seeds, such as 0,1,2 (default: 0)")
+    parser.add_argument("--dense-seed", type=int, metavar="N", help="all seeds start from the dense model of this one")
+    parser.add_argument("--label", metavar="WORD", help="a word for the names of these runs, such as short")
     parser.add_argument("--grid", metavar="FILE", help="the grid from a JSON file instead")
+    parser.add_argument("--recorded", action="append", metavar="DIR", help="leave out what is in this record, or in those in DIR")
+    parser.add_argument("--list", action="store_true", help="run nothing; print the cells: done, recorded or missing")
     parser.add_argument("--out", metavar="DIR", required=True, help="folder of the sweep; a run folder for each in it")
     parser.add_argument("--jobs", type=int, metavar="N", help="runs at once (default: CPU cores, or 1 on a GPU)")
     parser.add_argument("--minutes", type=float, metavar="M", help="stop after so long, with checkpoints")
@@ -57,6 +62,7 @@ def run_sweep(args: argparse.Namespace) -> int:
     from ..sweep import Sweep
     from ..sweep.board import Board
     from ..sweep.grid import lay_out
+    from ..sweep.recorded import listing, recorded
 
     with arguments(args):
         if args.jobs is not None and args.jobs < 1:
@@ -64,8 +70,16 @@ def run_sweep(args: argparse.Namespace) -> int:
         if args.minutes is not None and not args.minutes > 0:
             raise SmartpruneError(f"--minutes {args.minutes:g} should be above 0")
         cells = lay_out(_grids(args))
-        sweep = Sweep(Path(args.out), cells, args.jobs, args.minutes)
+        known = recorded([Path(folder) for folder in args.recorded or ()], cells)
+        sweep = Sweep(Path(args.out), [cell for cell in cells if cell.name not in known], args.jobs, args.minutes)
+    if args.list:
+        print(listing(sweep, cells, known))
+        return 0
     board = Board()
+    if args.recorded:
+        board.say(f"{len(known)} of {len(cells)} cells are recorded already")
+    if len(known) == len(cells):
+        return 0
     with stop_signals(board.say) as stop:
         try:
             outcome = sweep.run(board, stop, shlex.join(["smartprune", *args.words]))
@@ -87,17 +101,19 @@ def _grids(args: argparse.Namespace) -> list[Grid]:
         name, value = setting(rest)
         settings.setdefault(method, {})[name] = value
     if args.grid:
-        for name in ("methods", "sparsities", "seeds"):
+        for name in ("methods", "sparsities", "seeds", "dense_seed", "label"):
             if getattr(args, name) is not None:
-                raise SmartpruneError(f"--grid and --{name}: the file has its own {name}; give one of the two")
+                raise SmartpruneError(f"--grid and --{name.replace('_', '-')}: the file has its own; give one of the two")
         return [grid.under(given, settings) for grid in read_grids(Path(args.grid))]
     if args.sparsities and args.macs is not None:
         raise SmartpruneError("--sparsities and --macs: give one of the two")
     return [
         Grid(
+            label=args.label,
             methods=_listed("--methods", args.methods or "smart", str),
             sparsities=_listed("--sparsities", args.sparsities, float) if args.sparsities else (None,),
             seeds=_listed("--seeds", args.seeds or "0", int),
+            dense_seed=args.dense_seed,
             options=given,
             settings=settings,
         )

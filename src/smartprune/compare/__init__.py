@@ -34,6 +34,9 @@ NEUTRAL = {
     "deterministic": "off", "sync_bn": "off",
 }  # fmt: skip
 GOES_WITH = {"warmup_start": "warmup_epochs", "distill_temperature": "distill"}
+MOST_SEEDS, LONGEST = 10_000, 10_000  # of a row; letters of a text in it
+# task, model, block, protocol, method, budget, seed: two runs of which all this is the same are the same run
+Key = tuple[str, str, str, str, str, tuple[str, float], int]
 
 
 @dataclass(frozen=True)
@@ -51,13 +54,12 @@ class Entry:
     @property
     def data(self) -> str:
         """The task, with the settings that are not its own."""
-        kept = {name: value for name, value in self.config["task_settings"].items() if name != "folder"}
-        return _with_settings(self.config["task"], TASKS, kept)
+        return _data(self.config)
 
     @property
     def method(self) -> str:
         """The method, with the settings that are not its defaults."""
-        return _with_settings(self.config["method"], METHODS, self.config["settings"])
+        return _method(self.config["method"], self.config["settings"])
 
     @property
     def group(self) -> tuple[str, str, str, str, str]:
@@ -158,7 +160,7 @@ def compare(paths: Sequence[str | Path]) -> Comparison:
     """Reads run folders, folders that hold some at any depth, and globs of both."""
     entries: list[Entry] = []
     left_out: list[tuple[Path, str]] = []
-    seen: dict[str, Path] = {}
+    seen: dict[Key, Path] = {}
     for folder, reason in _folders(paths):
         if reason is not None:
             left_out.append((folder, reason))
@@ -168,7 +170,7 @@ def compare(paths: Sequence[str | Path]) -> Comparison:
         except SmartpruneError as error:
             left_out.append((folder, str(error)))
             continue
-        same = json.dumps([entry.group, entry.method, entry.share, entry.config["seed"]])
+        same = key(entry.config)
         if same in seen:
             left_out.append((folder, f"the same settings and seed as {seen[same]}; counted once"))
             continue
@@ -254,6 +256,36 @@ def _number(found: Fields, name: str) -> float:
     return float(value)
 
 
+def key(config: Mapping[str, Any]) -> Key:
+    """What a run is, apart from where and how fast it was made."""
+    method = _method(config["method"], config["settings"])
+    return _data(config), config["model"], config["block"], protocol(config), method, asked(config), config["seed"]
+
+
+def row_keys(row: Mapping[str, Any], where: str) -> list[Key]:
+    """The runs in a row that :meth:`Row.to_json` made; none in a row that is not of training runs."""
+    if "seeds" not in row:
+        return []
+    told = Fields(dict(row), where)
+    data, model, block, line, method = (told.text(name, LONGEST) for name in ("data", "model", "block", "protocol", "method"))
+    # the name of the method was made with the defaults of its day; the settings have all of them
+    method = _method(method.partition("(")[0], told.inner("settings").data)
+    kind = next((name for name in BUDGETS if row.get(name) is not None), BUDGETS[0])
+    seeds = told.integers("seeds", 0, MOST_SEEDS)
+    if len(seeds) != row["n"]:
+        raise told.wrong("seeds", f"a list of {row['n']} integers, one for each of the values")
+    return [(data, model, block, line, method, (kind, _number(told, kind)), seed) for seed in seeds]
+
+
+def _data(config: Mapping[str, Any]) -> str:
+    kept = {name: value for name, value in config["task_settings"].items() if name != "folder"}
+    return _with_settings(config["task"], TASKS, kept)
+
+
+def _method(name: str, settings: Mapping[str, Any]) -> str:
+    return _with_settings(name, METHODS, settings)
+
+
 def _with_settings(name: str, choices: Mapping[str, Callable[..., Any]], settings: Mapping[str, Any]) -> str:
     """``smart``, or ``smart(ramp=cubic)`` where a setting is not the default."""
     usual: dict[str, Any] = {}
@@ -283,8 +315,8 @@ def protocol(config: Mapping[str, Any]) -> str:
     idle = {name for name, value in NEUTRAL.items() if name in rest and rest[name] == value}
     idle |= {name for name, other in GOES_WITH.items() if other in idle}
     for name, value in rest.items():
-        if name in idle or value is None or value == [] or value == "":
+        if name in idle or value in (None, "", [], ()):
             continue
-        shown = " ".join(value) if isinstance(value, list) else _plain(value)
+        shown = " ".join(value) if isinstance(value, (list, tuple)) else _plain(value)
         parts.append(shown if name == "optimizer" else f"{name.replace('_', ' ')} {shown}")
     return ", ".join(parts)

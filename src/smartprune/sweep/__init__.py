@@ -22,7 +22,7 @@ from ..files import parse_json, read_capped, write_whole
 from ..rundir import CONFIG, DENSE, METRICS, RESULT
 from ..train import Result
 from .board import Board, Line, State
-from .grid import Cell, dense_config
+from .grid import Cell
 from .job import Job, jobs_at_once
 
 POLL_SECONDS = 0.1
@@ -65,7 +65,7 @@ class Sweep:
         """Takes the cells to their end, or as far as time and signals allow."""
         self._prepare(command)
         until = None if self.minutes is None else time.monotonic() + 60 * self.minutes
-        for cell in filter(self._done, self.cells):
+        for cell in filter(self.done, self.cells):
             try:
                 self.took["run"].append(Result.load(cell.folder(self.out)).seconds)
             except SmartpruneError as error:
@@ -97,7 +97,7 @@ class Sweep:
         return self._outcome(why or ("time" if late else ""))
 
     def _outcome(self, why: str) -> Outcome:
-        done = [cell for cell in self.cells if self._done(cell) and cell.name not in self.failed]
+        done = [cell for cell in self.cells if self.done(cell) and cell.name not in self.failed]
         missing = [cell for cell in self.cells if cell not in done and cell.name not in self.failed]
         return Outcome(done, list(self.failed.values()), missing, why if missing else "")
 
@@ -115,7 +115,7 @@ class Sweep:
         for name in {cell.dense for cell in self.cells if cell.dense is not None}:
             self._harvest(name)
 
-    def _done(self, cell: Cell) -> bool:
+    def done(self, cell: Cell) -> bool:
         return (cell.folder(self.out) / RESULT).exists()
 
     def _require_same(self, cell: Cell) -> None:
@@ -132,15 +132,22 @@ class Sweep:
                 raise SmartpruneError(
                     f"{path} was made with {name}={stored[name]!r}, and {value!r} is asked for now; choose another --out"
                 )
+        if cell.dense is not None and stored["dense"] is not None:
+            # by network and seed: what else it depends on is compared above
+            began, wanted = (name.rpartition("-")[0] for name in (Path(stored["dense"]).stem, cell.dense))
+            if began != wanted:
+                raise SmartpruneError(
+                    f"{path} began with the dense model {began}, and {wanted} is asked for now; choose another --out"
+                )
 
     # which job is next
 
     def _next(self) -> tuple[str, Cell] | None:
         """The first cell that is missing and can be run, or the dense model that it waits for."""
         for cell in self.cells:
-            if self._done(cell) or cell.name in self.running or cell.name in self.failed:
+            if self.done(cell) or cell.name in self.running or cell.name in self.failed:
                 continue
-            if cell.dense is None or self._dense_path(cell.dense).exists():
+            if cell.dense is None or self.dense_path(cell.dense).exists():
                 return "run", cell
             if cell.dense not in self.running and cell.dense not in self.failed:
                 return "dense", cell
@@ -174,10 +181,10 @@ class Sweep:
         if (folder / CONFIG).exists():
             words = ["train", "--resume", "--out", str(folder)]
         else:
-            config = dense_config(cell.config, folder) if kind == "dense" else cell.config
+            config = cell.dense_config(folder) if kind == "dense" else cell.config
             told = asdict(config) | {"out": ""}
             if kind == "run" and cell.dense is not None:
-                told["dense"] = str(self._dense_path(cell.dense).absolute())
+                told["dense"] = str(self.dense_path(cell.dense).absolute())
             settings = self.out / LOGS / f"{name}.json"
             rundir.write_json(settings, told)
             words = ["train", "--config", str(settings), "--out", str(folder)]
@@ -212,15 +219,15 @@ class Sweep:
             self._report(board, job, f"FAILED with exit code {code}")
             if job.kind == "dense":
                 for cell in self.cells:
-                    if cell.dense == name and not self._done(cell):
+                    if cell.dense == name and not self.done(cell):
                         self.failed[cell.name] = Failure(cell.name, code, job.log, [f"its dense model {name} failed"])
 
     def _report(self, board: Board, job: Job, what: str) -> None:
-        done = sum(map(self._done, self.cells))
+        done = sum(map(self.done, self.cells))
         board.ended(f"{done:>{len(str(len(self.cells)))}}/{len(self.cells)}  {job.name}  {what}  {job.seconds:.0f} s")
 
     def _state(self) -> State:
-        done = sum(map(self._done, self.cells))
+        done = sum(map(self.done, self.cells))
         left = len(self.cells) - done - sum(cell.name in self.failed for cell in self.cells)
         known = self.took["run"]
         rest = statistics.median(known) * left / self.jobs if known else None
@@ -229,7 +236,7 @@ class Sweep:
 
     # dense models: trained in a hidden run folder, then kept as one file
 
-    def _dense_path(self, name: str) -> Path:
+    def dense_path(self, name: str) -> Path:
         return self.out / MODELS / f"{name}.safetensors"
 
     def _dense_work(self, name: str) -> Path:
@@ -237,7 +244,7 @@ class Sweep:
 
     def _harvest(self, name: str) -> bool:
         """Takes the dense model out of its run, which writes it whole at the end of the dense stage."""
-        path, made = self._dense_path(name), self._dense_work(name) / DENSE
+        path, made = self.dense_path(name), self._dense_work(name) / DENSE
         if not path.exists() and made.exists():
             write_whole(path, made.read_bytes())
         return path.exists()

@@ -26,18 +26,37 @@ AFTER_DENSE = (
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """Every method at every sparsity with every seed. A sparsity of None leaves it to the task, or to ``macs``."""
+    """Every method at every sparsity with every seed. A sparsity of None leaves it to the task, or to ``macs``.
 
+    ``label`` is part of the cells' names, so that grids with other options can stand beside this one. All seeds start
+    from the dense model of ``dense_seed``; with None, each from its own.
+    """
+
+    label: str | None = None
     methods: tuple[str, ...]
     sparsities: tuple[float | None, ...] = (None,)
     seeds: tuple[int, ...] = (0,)
+    dense_seed: int | None = None
     options: Mapping[str, Any]
     settings: Mapping[str, Mapping[str, Any]]
+
+    def __post_init__(self) -> None:
+        if self.label is not None and not (isinstance(self.label, str) and re.fullmatch(r"[A-Za-z0-9_-]+", self.label)):
+            raise SmartpruneError(f"label {self.label!r} should be a word of letters, digits, - and _, such as short")
+        if self.dense_seed is None:
+            return
+        if type(self.dense_seed) is not int or not 0 <= self.dense_seed < 2**32:
+            raise SmartpruneError(f"dense_seed {self.dense_seed!r} should be an integer from 0 to 2**32 - 1")
+        if self.options.get("dense"):
+            raise SmartpruneError(f"dense_seed {self.dense_seed} and dense {self.options['dense']!r}: give one of the two")
 
     def under(self, options: Mapping[str, Any], settings: Mapping[str, Mapping[str, Any]]) -> Grid:
         """The same, where these options and settings win."""
         merged = {name: {**self.settings.get(name, {}), **settings.get(name, {})} for name in {*self.settings, *settings}}
-        return replace(self, options={**self.options, **options}, settings=merged)
+        both, own = {**self.options, **options}, self.options.get("task_settings")
+        if isinstance(own, dict) and "task_settings" in options and both.get("task") == self.options.get("task"):
+            both["task_settings"] = {**own, **options["task_settings"]}
+        return replace(self, options=both, settings=merged)
 
 
 @dataclass(frozen=True)
@@ -47,9 +66,14 @@ class Cell:
     name: str
     config: Config
     dense: str | None
+    dense_seed: int
 
     def folder(self, out: Path) -> Path:
         return out / self.name
+
+    def dense_config(self, out: Path) -> Config:
+        """The run that makes its dense model."""
+        return dense_config(replace(self.config, seed=self.dense_seed), out)
 
 
 def lay_out(grids: Sequence[Grid]) -> list[Cell]:
@@ -64,9 +88,7 @@ def lay_out(grids: Sequence[Grid]) -> list[Cell]:
                 for seed in grid.seeds:
                     cell = _cell(grid, method, sparsity, seed)
                     if cells.setdefault(cell.name, cell) != cell:
-                        raise SmartpruneError(
-                            f"{cell.name} comes twice with different options; put the second one into a sweep of its own"
-                        )
+                        raise SmartpruneError(f"{cell.name} comes twice with different options; give each of the two grids a label")
     return list(cells.values())
 
 
@@ -81,9 +103,11 @@ def _cell(grid: Grid, method: str, sparsity: float | None, seed: int) -> Cell:
     kind, number = config.asked
     share = f"{kind if kind != 'sparsity' else ''}{number:g}"
     special = [f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}" for name, value in own.items()]
-    parts = [config.task, config.model, method, *special, config.block.replace("*", "all"), share, f"s{seed}"]
+    label = [grid.label] if grid.label is not None else []
+    parts = [config.task, config.model, *label, method, *special, config.block.replace("*", "all"), share, f"s{seed}"]
     name = re.sub(r"[^\w.=+-]", "_", "-".join(parts))
-    return Cell(name, config, None if config.dense else dense_name(config))
+    dense_seed = seed if grid.dense_seed is None else grid.dense_seed
+    return Cell(name, config, None if config.dense else dense_name(replace(config, seed=dense_seed)), dense_seed)
 
 
 def dense_name(config: Config) -> str:
@@ -102,6 +126,8 @@ def dense_config(config: Config, out: Path) -> Config:
 def read_grids(path: Path) -> list[Grid]:
     """Grids from a JSON file: an object, or a list of objects that are run one after the other."""
     data = parse_json(read_capped(path, LARGEST_FILE), str(path))
+    if data == []:
+        raise SmartpruneError(f"{path} holds no grid; a grid is an object with methods, sparsities, seeds")
     out = []
     for number, item in enumerate(data if isinstance(data, list) else [data]):
         where = f"{path}: [{number}]" if isinstance(data, list) else str(path)
@@ -115,6 +141,9 @@ def read_grids(path: Path) -> list[Grid]:
         for name, value in lists.items():
             if not isinstance(value, list) or not value:
                 raise SmartpruneError(f"{where}: {name} is {value!r}; it must be a list")
+        for method in lists["methods"]:
+            if not isinstance(method, str):
+                raise SmartpruneError(f"{where}: methods has {method!r}; it must be a list of names")
         options, settings = item.get("options", {}), item.get("settings", {})
         if not isinstance(options, dict) or not isinstance(settings, dict):
             raise SmartpruneError(f"{where}: options and settings must be objects")
@@ -124,6 +153,10 @@ def read_grids(path: Path) -> list[Grid]:
         for method, own in settings.items():
             if not isinstance(own, dict):
                 raise SmartpruneError(f"{where}: settings of {method} is {own!r}; it must be an object")
-        tuples = {name: tuple(value) for name, value in lists.items()}
-        out.append(Grid(options=options, settings=settings, **tuples))
+        told: dict[str, Any] = {name: tuple(value) for name, value in lists.items()}
+        told |= {name: item[name] for name in ("label", "dense_seed") if name in item}
+        try:
+            out.append(Grid(options=options, settings=settings, **told))
+        except SmartpruneError as error:
+            raise SmartpruneError(f"{where}: {error}") from None
     return out
