@@ -20,6 +20,7 @@ Patterns = Pattern | Sequence[Pattern]
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+SMALLEST_SHARE = 1e-12
 IMAGE_CHANNELS = 4  # a first convolution that reads at most this many channels is taken for the stem
 
 
@@ -292,6 +293,24 @@ class Blocks:
     def mean(self, function: Callable[[Tensor], Tensor]) -> Tensor:
         """Mean of ``function(weight)`` over every block's real elements, float32 [n]."""
         return self.sum(function) / self.sizes.to(self.device)
+
+    def share(self) -> Tensor:
+        """Logarithm of every block's share of its layer: its mean square over the sum of those that are not smaller, float32 [n].
+
+        The largest block of any layer has 0, so that among all layers no layer's best is far down; and the scale of a layer,
+        which a batch norm behind it hides from the loss, has no say (LAMP, Lee et al. 2021, on blocks). A layer of zeros
+        has the lowest value there is.
+        """
+        squares = self.mean(torch.square).double()
+        layer = self.layer.to(squares.device)
+        order = squares.argsort(descending=True, stable=True)
+        order = order[layer[order].argsort(stable=True)]  # by layer, and within it from the largest
+        running = squares[order].cumsum(0)
+        first = torch.tensor([item.start for item in self.layers], device=squares.device)
+        before = torch.where(first > 0, running[first - 1], 0.0)
+        larger = torch.empty_like(squares)
+        larger[order] = running - before[layer[order]]
+        return torch.where(squares > 0, squares / larger, 0.0).clamp(min=SMALLEST_SHARE).log().float()
 
     def squares(self) -> Tensor:
         """Sum of squared weights of every block, float32 [n]; gradients reach the weights."""

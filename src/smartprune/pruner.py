@@ -421,9 +421,10 @@ class Pruner:
         if self._watched is not None and _distributed():
             torch.distributed.all_reduce(self._watched.total)
         with torch.no_grad():
-            change = update(self.blocks, self._all_state(), Clock(self.count, self.steps))
+            now = self._all_state()
+            change = update(self.blocks, now, Clock(self.count, self.steps))
             for name, value in change.state.items():
-                self._state[name].copy_(value)  # in place: a captured graph reads these addresses
+                now[name].copy_(value)  # in place: a captured graph reads these addresses
             if change.multiply is not None:
                 self.masking.multiply_(change.multiply, self.blocks.weights)
         if change.forget:

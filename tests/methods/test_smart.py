@@ -1,6 +1,7 @@
 """SMART's own laws, against loops and finite differences."""
 
 import dataclasses
+import io
 import json
 import math
 
@@ -150,7 +151,12 @@ ABLATION = [
     sp.Smart(init="l1"),
     sp.Smart(train_weights=False),
     sp.Smart(ramp="cubic"),
+    sp.Smart(ramp="cubic", hold=0.5),
     sp.Smart(clip=0.1),
+    sp.Smart(init="share"),
+    sp.Smart(init="share", follow=True, reach=0.05, ramp="cubic", start=0.5),
+    sp.Smart(follow=True, reach=0.05, mask_type="binary_soft"),
+    sp.Smart(follow=True, init="ones"),
 ]
 
 
@@ -202,14 +208,117 @@ def test_binary_masks_are_hard_in_the_forward_pass() -> None:
         assert float(pruner.parameters()[0].grad.abs().sum()) > 0
 
 
-def test_ramp_of_the_budget() -> None:
+@pytest.mark.parametrize("hold", [0.0, 0.6])
+def test_ramp_of_the_budget(hold: float) -> None:
     model, _ = zoo.plain_cnn()
-    pruner = sp.attach(model, sp.Smart(ramp="cubic"), block=(4, 4), sparsity=0.75, steps=10)
+    pruner = sp.attach(model, sp.Smart(ramp="cubic", hold=hold), block=(4, 4), sparsity=0.75, steps=10)
     n, k = pruner.plan.n, pruner.plan.limit
     for progress in (0.0, 0.2, 0.5, 1.0):
         pruner.count = round(progress * pruner.steps)
         pruner._move()
-        assert float(pruner.mask.double().sum()) == pytest.approx(k + (n - k) * (1 - progress) ** 3, rel=1e-5)
+        done = min(1.0, progress / (1 - hold))
+        assert float(pruner.mask.double().sum()) == pytest.approx(k + (0.99 * n - k) * (1 - done) ** 3, rel=1e-5)
+
+
+def test_share_of_a_layer_against_a_loop() -> None:
+    model, _ = zoo.plain_cnn()
+    blocks = blocks_of(model)
+    got = sp.Smart(init="share").state(blocks)["scores"].tolist()
+    for layer, weight in zip(blocks.layers, blocks.weights, strict=True):
+        squares = slow_block_means(weight.detach().square(), (4, 4))
+        for own, value in zip(squares, got[layer.start : layer.stop], strict=True):
+            assert value == pytest.approx(math.log(own / sum(other for other in squares if other >= own)), abs=1e-4)
+        assert max(got[layer.start : layer.stop]) == 0.0  # the best of every layer
+
+
+def test_share_of_a_layer_ignores_its_scale_and_a_layer_of_zeros_comes_last() -> None:
+    model, _ = zoo.plain_cnn()
+    blocks = blocks_of(model)
+    before = blocks.share()
+    with torch.no_grad():
+        model[3].weight.mul_(1e3)
+    assert torch.allclose(blocks.share(), before, atol=1e-4)
+    with torch.no_grad():
+        model[3].weight.zero_()
+    after = blocks.share()
+    assert torch.isfinite(after).all()
+    assert float(after[: blocks.layers[0].n].max()) < float(after[blocks.layers[0].n :].min())
+
+
+@pytest.mark.parametrize("init", ["mean", "share"])
+def test_scores_that_follow_are_where_the_weights_are(init: str) -> None:
+    """With scores that do not learn, the rank after every step is what the weights alone say."""
+    model, x = zoo.plain_cnn()
+    pruner = sp.attach(model, sp.Smart(init=init, follow=True), block=(4, 4), sparsity=0.75, steps=9)
+    weights = [p for p in model.parameters() if p is not pruner.parameters()[0]]
+    optimizer = torch.optim.SGD([{"params": weights}, pruner.param_group(lr=0.0)], lr=0.5)
+    start = pruner.scores.clone()
+    for _ in range(5):
+        nn.functional.cross_entropy(model(x), torch.tensor([1, 2, 3, 4])).backward()
+        optimizer.step()
+        pruner.step()
+        optimizer.zero_grad()
+        now = blocks_of(model).share() if init == "share" else blocks_of(model).mean(torch.abs)
+        assert torch.allclose(pruner.scores, now, atol=1e-5)
+    assert float((pruner.scores - start).abs().max()) > 1e-3
+
+
+def test_no_step_takes_a_score_further_than_its_reach() -> None:
+    moves = {}
+    for reach in (None, 0.1):
+        torch.manual_seed(0)
+        model, x = zoo.plain_cnn()
+        pruner = sp.attach(model, sp.Smart(reach=reach), block=(4, 4), sparsity=0.75, steps=9)
+        optimizer = torch.optim.SGD(model.parameters(), lr=10.0, momentum=0.9)
+        nn.functional.cross_entropy(model(x), torch.tensor([1, 2, 3, 4])).backward()
+        before, tau = pruner.scores.clone(), pruner.tau
+        optimizer.step()
+        pruner.step()
+        moves[reach] = (pruner.scores - before) / tau
+    free, held = moves[None], moves[0.1]
+    assert float(free.abs().max()) > 0.2
+    assert torch.allclose(held, free.clamp(-0.1, 0.1), atol=1e-4)
+
+
+def test_scores_that_follow_and_are_held_resume_to_the_same_bits() -> None:
+    method = sp.Smart(init="share", follow=True, reach=0.05, ramp="cubic", start=0.5)
+    ends = []
+    for stop in (None, 4):
+        torch.manual_seed(0)
+        model, x = zoo.plain_cnn()
+        pruner = sp.attach(model, method, block=(4, 4), sparsity=0.75, steps=9)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(8):
+            if step == stop:
+                kept = (model.state_dict(), pruner.state_dict(), optimizer.state_dict())
+                kept = torch.load(_through_disk(kept), weights_only=True)
+                model, _ = zoo.plain_cnn()
+                pruner = sp.attach(model, method, block=(4, 4), sparsity=0.75, steps=9)
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+                for part, state in zip((model, pruner, optimizer), kept, strict=True):
+                    part.load_state_dict(state)
+            nn.functional.cross_entropy(model(x), torch.tensor([1, 2, 3, 4])).backward()
+            optimizer.step()
+            pruner.step()
+            optimizer.zero_grad()
+        ends.append((pruner.scores, pruner.mask, model[3].weight.detach().clone()))
+    for whole, resumed in zip(*ends, strict=True):
+        assert torch.equal(whole, resumed)
+
+
+def _through_disk(state: object) -> io.BytesIO:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return file
+
+
+@pytest.mark.parametrize("field", ["reach", "clip"])
+@pytest.mark.parametrize("value", [0, -1.0, "far", math.nan])
+def test_limits_must_be_positive(field: str, value: object) -> None:
+    model, _ = zoo.plain_cnn()
+    with pytest.raises(sp.SmartpruneError, match=rf"Smart: {field}=.* must be a positive"):
+        sp.attach(model, sp.Smart(**{field: value}), block=(4, 4), sparsity=0.75, steps=9)  # type: ignore[arg-type]
 
 
 def test_clipped_scores_gradient() -> None:

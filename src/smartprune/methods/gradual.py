@@ -23,9 +23,9 @@ from .method import Change, Clock, State, choose, within
 
 @dataclass(frozen=True)
 class Gradual:
-    """``ramp``: share of the search in which sparsity rises; ``updates``: how many times the mask is chosen anew (at most once
-    a step); ``norm``: mean (of |w| over a block's real elements) or l2; ``through``: removed weights go on training
-    on the gradient of the masked ones."""
+    """``ramp``: share of the search in which sparsity rises; ``updates``: how many times the mask is chosen anew (at most once a
+    step); ``norm``: mean (of |w| over a block's real elements), l2, or share (of its layer, see ``Blocks.share``); ``through``:
+    removed weights go on training on the gradient of the masked ones."""
 
     name: ClassVar[str] = "gradual"
 
@@ -36,7 +36,7 @@ class Gradual:
 
     def check(self, blocks: Blocks, steps: int) -> None:
         within("Gradual: ramp", self.ramp, 1e-6, 1)
-        choose("Gradual: norm", self.norm, ("mean", "l2"))
+        choose("Gradual: norm", self.norm, ("mean", "l2", "share"))
         if self.updates < 1:
             raise SmartpruneError(f"Gradual: updates={self.updates!r} must be at least 1")
 
@@ -58,4 +58,6 @@ class Gradual:
         return Change({"mask": mask.to(torch.float32)})
 
     def rank(self, blocks: Blocks, state: State) -> Tensor:
+        if self.norm == "share":
+            return blocks.share()
         return blocks.mean(torch.abs) if self.norm == "mean" else blocks.sum(torch.square).sqrt()

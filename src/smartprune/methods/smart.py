@@ -2,6 +2,9 @@
 
 ``mask = sigmoid((scores - theta) / tau)`` with theta such that ``sum(cost * mask) = limit`` (paper, equations 2 and 5).
 Scores start at the mean of the absolute weights and train with the weights; at the end the highest are kept.
+
+What the paper does not have is off by default until it has proved itself (docs/beyond.md): scores that go along with the weights
+of their blocks, a limit on how far one step takes a score, a budget that falls from nearly all blocks to its limit.
 """
 
 from __future__ import annotations
@@ -17,7 +20,10 @@ from ..errors import SmartpruneError
 from ..layers import Blocks
 from ..schedule import SCHEDULES, cubic
 from ..topk import hard_topk, soft_topk
-from .method import Change, Clock, State, choose
+from .method import Change, Clock, State, choose, within
+
+REFRESHES = 200  # times in a search that scores are brought to where the weights are
+RAMP_FROM = 0.99  # share of the cost of all blocks that a ramp starts at; below 1, so that scores learn from the first step on
 
 
 @dataclass(frozen=True)
@@ -27,11 +33,16 @@ class Smart:
     - ``start``, ``end``: temperatures, in units of the spread (standard deviation) of the initial scores, or with
       ``unit="absolute"`` as the paper prints them;
     - ``schedule``: geometric, paper_exponential, linear, inverse_exponential or fixed;
-    - ``init`` of the scores: mean (of |w|), l1 (sum of |w|) or ones;
+    - ``init`` of the scores: mean (of |w|), l1 (sum of |w|), share (log of a block's share of its layer, see ``Blocks.share``)
+      or ones;
+    - ``follow``: whether scores go along when that number changes because the weights train;
+    - ``reach``: how far a score moves in one step at most, in temperatures; None: as far as its gradient takes it. The gradient
+      of a score grows as the temperature falls, so that without a limit one batch decides on a block for good;
+    - ``ramp`` of the budget: none, or cubic (from nearly all blocks down to the budget while the temperature falls); ``hold``:
+      the last share of the search, in which the budget is reached and blocks only change places;
     - ``mask_type``: deterministic; stochastic (Bernoulli samples of the mask); binary (hard forward, straight-through
       gradients to scores and weights); binary_soft (hard forward, gradients of the soft mask);
     - ``train_weights``: whether the pruned weights train during the search;
-    - ``ramp`` of the budget: none, or cubic (from all blocks down to the budget while the temperature falls);
     - ``clip``: the largest norm of the scores' gradient.
 
     >>> Smart(end=1e-4).end
@@ -45,9 +56,12 @@ class Smart:
     unit: str = "spread"
     schedule: str = "geometric"
     init: str = "mean"
+    follow: bool = False
+    reach: float | None = None
+    ramp: str = "none"
+    hold: float = 0.0
     mask_type: str = "deterministic"
     train_weights: bool = True
-    ramp: str = "none"
     clip: float | None = None
 
     @classmethod
@@ -64,49 +78,64 @@ class Smart:
     def check(self, blocks: Blocks, steps: int) -> None:
         choose("Smart: unit", self.unit, ("spread", "absolute"))
         choose("Smart: schedule", self.schedule, SCHEDULES)
-        choose("Smart: init", self.init, ("mean", "l1", "ones"))
-        choose("Smart: mask_type", self.mask_type, ("deterministic", "stochastic", "binary", "binary_soft"))
+        choose("Smart: init", self.init, ("mean", "l1", "share", "ones"))
         choose("Smart: ramp", self.ramp, ("none", "cubic"))
+        choose("Smart: mask_type", self.mask_type, ("deterministic", "stochastic", "binary", "binary_soft"))
+        within("Smart: hold", self.hold, 0, 0.99)
         for field in ("start", "end"):
             value = getattr(self, field)
             if not (isinstance(value, (int, float)) and math.isfinite(value) and value > 0):
                 raise SmartpruneError(f"Smart: {field}={value!r} is not a temperature; it must be a positive number")
         if self.schedule != "fixed" and self.end > self.start:
             raise SmartpruneError(f"Smart: end={self.end:g} is above start={self.start:g}; the temperature must fall")
-        if self.clip is not None and not self.clip > 0:
-            raise SmartpruneError(f"Smart: clip={self.clip!r} must be a positive norm, or None for no clipping")
+        for field, meaning in (("reach", "positive number of temperatures"), ("clip", "positive norm")):
+            value = getattr(self, field)
+            if value is not None and not (isinstance(value, (int, float)) and value > 0):
+                raise SmartpruneError(f"Smart: {field}={value!r} must be a {meaning}, or None for no limit")
         SCHEDULES[self.schedule](0.0, self.start, self.end)  # paper_exponential does not exist everywhere
 
-    def init_scores(self, blocks: Blocks) -> Tensor:
+    def measure(self, blocks: Blocks) -> Tensor:
+        """Where the scores start, from the weights as they are."""
         if self.init == "ones":
             return torch.ones(blocks.n, device=blocks.device)
+        if self.init == "share":
+            return blocks.share()
         return blocks.sum(torch.abs) if self.init == "l1" else blocks.mean(torch.abs)
 
     def state(self, blocks: Blocks) -> State:
-        scores = self.init_scores(blocks)
+        scores = self.measure(blocks)
         spread = float((blocks.mean(torch.abs) if self.init == "ones" else scores).double().std(correction=0))
         unit = 1.0 if self.unit == "absolute" else spread or float(scores.double().abs().mean()) or 1.0
         # where the next search for theta starts, and where the last one ended: (pivot, delta) each. They are two,
         # so that any
         # number of forward passes between two steps starts at the same place and gives the same bits.
         theta = torch.full((2, 2), math.nan, dtype=torch.float64, device=blocks.device)
-        return {"scores": scores.requires_grad_(), "unit": unit, "theta": theta}
+        out: State = {"scores": scores.clone().requires_grad_(), "unit": unit, "theta": theta}
+        if self.follow:
+            out |= {"began": scores, "moved": torch.zeros_like(scores)}
+        if self.reach is not None:
+            out["before"] = scores.clone()
+        return out
 
     def scalars(self, blocks: Blocks, state: State, progress: float) -> dict[str, float]:
         tau = SCHEDULES[self.schedule](progress, self.start, self.end) * state["unit"]
-        limit = float(blocks.limit) if self.ramp == "none" else cubic(progress, float(blocks.total), float(blocks.limit))
+        limit = float(blocks.limit)
+        if self.ramp == "cubic":
+            limit = cubic(min(1.0, progress / (1 - self.hold)), max(limit, RAMP_FROM * blocks.total), limit)
         return {"tau": tau, "limit": limit}
 
     def mask(self, blocks: Blocks, state: State, seed: int | None = None) -> Tensor:
         scores = state["scores"]
         if self.clip is not None:
             scores = _clipped(scores, self.clip)
+        if self.follow:
+            scores = scores + state["moved"]
         if self.mask_type == "binary":
-            out: Tensor = _hard(blocks, state).to(torch.float32) + (scores - scores.detach())
+            out: Tensor = _hard(blocks, state, scores).to(torch.float32) + (scores - scores.detach())
             return out
         soft = soft_topk(scores, state["limit"], state["tau"], blocks.soft_cost, warm=state["theta"])
         if self.mask_type == "binary_soft":
-            return soft + (_hard(blocks, state).to(soft.dtype) - soft).detach()
+            return soft + (_hard(blocks, state, scores).to(soft.dtype) - soft).detach()
         if self.mask_type == "stochastic" and seed is not None:
             generator = torch.Generator(soft.device).manual_seed(seed)
             sample = torch.bernoulli(soft.detach(), generator=generator)
@@ -114,7 +143,14 @@ class Smart:
         return soft
 
     def update(self, blocks: Blocks, state: State, clock: Clock) -> Change:
-        return Change({"theta": state["theta"][1:].expand(2, 2)})
+        out: State = {"theta": state["theta"][1:].expand(2, 2)}
+        scores = state["scores"].detach()
+        if self.follow and clock.enters(min(REFRESHES, clock.steps)) is not None:
+            out["moved"] = self.measure(blocks) - state["began"]
+        if self.reach is not None:
+            most = self.reach * state["tau"].to(scores.dtype)
+            out["scores"] = out["before"] = state["before"] + torch.clamp(scores - state["before"], -most, most)
+        return Change(out)
 
     @torch.no_grad()
     def warmth(self, blocks: Blocks, state: State) -> float:
@@ -125,18 +161,20 @@ class Smart:
         """
         if self.schedule == "fixed" or self.mask_type.startswith("binary"):
             return 0.0
-        soft, cold = (soft_topk(state["scores"], state["limit"], state["tau"] * factor, blocks.soft_cost) for factor in (1.0, 1e-3))
+        scores = self.rank(blocks, state)
+        soft, cold = (soft_topk(scores, state["limit"], state["tau"] * factor, blocks.soft_cost) for factor in (1.0, 1e-3))
         keep = blocks.n * blocks.limit / max(blocks.total, 1)
         return float((torch.minimum(soft, 1 - soft).sum() - torch.minimum(cold, 1 - cold).sum()) / (2 * max(keep, 1.0)))
 
     def rank(self, blocks: Blocks, state: State) -> Tensor:
-        return state["scores"].detach()  # type: ignore[no-any-return]
+        scores: Tensor = state["scores"].detach()
+        return scores + state["moved"] if self.follow else scores
 
 
-def _hard(blocks: Blocks, state: State) -> Tensor:
+def _hard(blocks: Blocks, state: State, scores: Tensor) -> Tensor:
     limit = state["limit"].item()
     k = math.ceil(limit) if blocks.cost is None else limit
-    return hard_topk(state["scores"].detach(), k, blocks.cost)
+    return hard_topk(scores.detach(), k, blocks.cost)
 
 
 class _Clip(torch.autograd.Function):
