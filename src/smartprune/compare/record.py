@@ -137,10 +137,13 @@ def _common(rows: Sequence[Mapping[str, Any]], counts: set[Any]) -> str:
         value = next(iter(values.values()))
         if len(values) == 1 and value not in (None, "", "-"):
             parts.append({"block": "blocks of {}", "sparsity": "sparsity {}"}.get(name, "{}").format(value))
-    metrics = ", ".join(dict.fromkeys(str(row["metric"]) for row in rows))
+    shares = {str(row["metric"]) for row in rows if row.get("unit") == "share"}
+    names = list(dict.fromkeys(str(row["metric"]) for row in rows))
+    mixed = 0 < len(shares) < len(names)
+    metrics = ", ".join(f"{name} in %" if mixed and name in shares else name for name in names)
     if rivals := list(dict.fromkeys(str(row["to"]) for row in rows if "to" in row)):
         metrics += f" to {' or '.join(rivals)}"
-    if any(row.get("unit") == "share" for row in rows):
+    if shares and not mixed:
         metrics += " in %" + (" (difference to dense)" if any("difference" in row for row in rows) else "")
     if any(row["std"] is not None for row in rows):
         metrics += ", mean ± standard deviation"
