@@ -162,7 +162,7 @@ def test_benchmarks_are_recorded(root: Path, capsys: pytest.CaptureFixture[str])
     ]  # fmt: skip
     page = (root / "docs" / "page.md").read_text()
     assert "| eager search | 1.1 [1, 1.2] |" in page
-    assert "ratio to eager dense" in page
+    assert "ratio, against eager dense" in page
     assert "[../records/two](../records/two)" in page
     (root / "bench.json").write_text("{}")
     assert tables.main(["add", str(root / "bench.json"), "--name", "three", "--note", "x"], root) == 1

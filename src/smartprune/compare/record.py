@@ -142,7 +142,7 @@ def _common(rows: Sequence[Mapping[str, Any]], counts: set[Any]) -> str:
     mixed = 0 < len(shares) < len(names)
     metrics = ", ".join(f"{name} in %" if mixed and name in shares else name for name in names)
     if rivals := list(dict.fromkeys(str(row["to"]) for row in rows if "to" in row)):
-        metrics += f" to {' or '.join(rivals)}"
+        metrics += f", against {' or '.join(rivals)}"
     if shares and not mixed:
         metrics += " in %" + (" (difference to dense)" if any("difference" in row for row in rows) else "")
     if any(row["std"] is not None for row in rows):
