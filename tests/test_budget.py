@@ -157,16 +157,16 @@ def test_resolve() -> None:
     model, x = zoo.plain_cnn()
     layers, _ = find(model, Block(4, 4))
     n = sum(layer.n for layer in layers)
-    assert blocks(0.9).resolve(model, layers) == (None, reference.keep("0.9", n))
-    cost, limit = params(0.9).resolve(model, layers)
+    assert blocks(0.9).resolve(model, layers) == (None, reference.keep("0.9", n), None)
+    cost, limit, _ = params(0.9).resolve(model, layers)
     assert cost is not None
     assert int(cost.sum()) == 16 * 20 * 9 + 20 * 12
     assert limit == math.floor(Fraction(1, 10) * int(cost.sum()))
-    cost, limit = macs(0.5, x).resolve(model, layers)
+    cost, limit, _ = macs(0.5, x).resolve(model, layers)
     assert cost is not None
     assert limit == int(cost.sum()) // 2
     fixed = count_macs(model, x) - int(cost.sum())
-    _, limit = macs(0.5, x, of="model").resolve(model, layers)
+    _, limit, _ = macs(0.5, x, of="model").resolve(model, layers)
     assert limit + fixed <= count_macs(model, x) / 2 < limit + fixed + 1
 
 
@@ -204,7 +204,7 @@ def test_budget_texts() -> None:
 def test_costs_of_ragged_blocks_add_up(out: int, into: int, rows: int, columns: int) -> None:
     model = nn.Sequential(nn.Linear(into, out), nn.Linear(out, 3))
     layers, _ = find(model, Block(rows, columns), include="*")
-    cost, limit = params(0.5).resolve(model, layers)
+    cost, limit, _ = params(0.5).resolve(model, layers)
     assert cost is not None
     assert int(cost.sum()) == into * out + 3 * out
     assert limit == (into * out + 3 * out) // 2

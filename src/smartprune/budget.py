@@ -17,6 +17,7 @@ from .layers import CONVOLUTIONS, TRANSPOSED, Layer
 
 if TYPE_CHECKING:
     from .npu import NPU
+    from .npu_latency import Latency
 
 Kind = Literal["blocks", "params", "macs", "cycles"]
 
@@ -30,24 +31,24 @@ class Budget:
     example: Any = None
     of: Literal["layers", "model"] = "layers"
     npu: NPU | None = None  # whose cycles they are
-    even: bool = False  # takes its lanes to be as evenly busy as they are dense
 
     def __str__(self) -> str:
         return f"{self.kind} {float(self.share):g}"
 
-    def resolve(self, model: nn.Module, layers: Sequence[Layer]) -> tuple[Tensor | None, int]:
-        """Cost of every block (int64 [n]; None where every block costs one) and what may be kept in all."""
+    def resolve(self, model: nn.Module, layers: Sequence[Layer]) -> tuple[Tensor | None, int, Latency | None]:
+        """Cost of every block (int64 [n]; None where every block costs one) and what may be kept in all; for cycles, which are no
+        sum over blocks, these are near the truth, and the latency itself comes third."""
         n = sum(layer.n for layer in layers)
         if self.kind == "blocks":
-            return None, keep_count(self.share, n)
+            return None, keep_count(self.share, n), None
         sizes = [layer.grid.sizes() for layer in layers]
         if self.kind == "params":
             cost = torch.cat(sizes)
-            return cost, math.floor((1 - self.share) * int(cost.sum()))
+            return cost, math.floor((1 - self.share) * int(cost.sum())), None
         if self.kind == "cycles":
             if self.npu is None:
                 raise SmartpruneError("cycles: there is no NPU whose cycles they are; make the budget by smartprune.cycles")
-            return self.npu.budget(model, layers, self.share, self.example, self.of, self.even)
+            return self.npu.budget(model, layers, self.share, self.example, self.of)
         uses = count_uses(model, layers, self.example)
         cost = torch.cat([block_macs(layer, uses[layer.name]) for layer in layers])
         total = int(cost.sum())
@@ -63,7 +64,7 @@ class Budget:
                     f"{fixed:,} of {total + fixed:,} MACs; at most {total / (total + fixed):.4f} can be removed; prune more layers "
                     "(include=) or ask for less"
                 )
-        return cost, limit
+        return cost, limit, None
 
 
 def blocks(share: float) -> Budget:
@@ -87,13 +88,12 @@ def macs(share: float, example: Any, of: Literal["layers", "model"] = "layers") 
     return Budget("macs", as_share(share, "macs"), example, of)
 
 
-def cycles(share: float, example: Any, npu: NPU, of: Literal["layers", "model"] = "layers", even: bool = False) -> Budget:
-    """Removes at least this share of the time that the layers take on ``npu``, in its cycles.
+def cycles(share: float, example: Any, npu: NPU, of: Literal["layers", "model"] = "layers") -> Budget:
+    """Removes at least this share of the time that the layers take on ``npu``, in its cycles, by less than one block more.
 
     ``npu.estimate`` of the pruned model never finds more than ``1 - share`` of the dense cycles of the layers that are
-    pruned, or with ``of="model"`` of the whole model. A block costs what its removal is sure to save, so that more may go
-    than would have to, most of all where the NPU has several lanes; ``even=True`` takes these to stay as evenly busy as
-    they are dense, and gives up the promise for what the lanes then differ. ``example`` is one input of the model.
+    pruned, or with ``of="model"`` of the whole model; with the next block in rank it would. ``example`` is one input of the
+    model.
     """
     from .npu import NPU
 
@@ -101,7 +101,7 @@ def cycles(share: float, example: Any, npu: NPU, of: Literal["layers", "model"] 
         raise SmartpruneError(f"cycles: npu is a {type(npu).__name__}; give an NPU, such as smartprune.NPU(rows=16, columns=8)")
     if of not in ("layers", "model"):
         raise SmartpruneError(f"cycles: of={of!r}; it is 'layers' (those that are pruned) or 'model' (all of them)")
-    return Budget("cycles", as_share(share, "cycles"), example, of, npu, even)
+    return Budget("cycles", as_share(share, "cycles"), example, of, npu)
 
 
 def as_share(value: Any, where: str, meaning: str = "the share to remove") -> Fraction:

@@ -63,7 +63,7 @@ def hard_topk(
     limit = k.item() if isinstance(k, Tensor) else k
     if isinstance(limit, bool) or not isinstance(limit, int | float) or math.isnan(limit):
         raise SmartpruneError(f"hard_topk: k={k!r} is not a number; give the number (or the cost) of blocks to keep")
-    forced = _forced(scores, floor, layer)
+    forced = forced_blocks(scores, floor, layer)
     if cost is None:
         if limit != int(limit) or not 0 <= limit <= n:
             raise SmartpruneError(f"hard_topk: k={limit!r} is not an integer in [0, {n}]; give the number to keep")
@@ -109,7 +109,8 @@ def _best(scores: Tensor, k: int) -> Tensor:
     return mask
 
 
-def _forced(scores: Tensor, floor: float | Tensor | None, layer: Tensor | None) -> Tensor:
+def forced_blocks(scores: Tensor, floor: float | Tensor | None, layer: Tensor | None) -> Tensor:
+    """The blocks that a floor keeps whatever the limit: the best of every layer."""
     forced = torch.zeros_like(scores, dtype=torch.bool)
     if floor is None:
         return forced

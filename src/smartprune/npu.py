@@ -22,6 +22,7 @@ from .budget import Call, as_share, find_calls
 from .errors import SmartpruneError
 from .files import parse_json, read_capped
 from .layers import Layer, Skipped, candidates, find
+from .npu_latency import Latency
 from .npu_work import Cost, Work, dense, line, pruned
 from .occupancy import occupied
 from .source import Model, read_source
@@ -201,42 +202,50 @@ class NPU:
         share: Fraction,
         example: Any,
         of: Literal["layers", "model"] = "layers",
-        even: bool = False,
-    ) -> tuple[Tensor, int]:
-        """A cost per block, int64 [n], and a limit: masks within it take at most ``1 - share`` of the dense cycles.
+    ) -> tuple[Tensor, int, Latency]:
+        """A cost per block, int64 [n], and a limit, for a search; and the latency itself, by which its hard mask is chosen.
 
-        For :func:`smartprune.cycles`. Latency is no sum over blocks, so the cost is the slope of a line that is never
-        below it (:func:`smartprune.npu_work.line`), and what the line starts at is taken off the limit.
+        For :func:`smartprune.cycles`. The cost is the slope of a line near the latency (:func:`smartprune.npu_work.line`), and what
+        the line starts at is taken off the limit.
         """
         every = layers if of == "layers" else find(model, Block(1, None, None), include="*")[0]
         calls = find_calls(model, [*layers, *every], example)
-        weights = {layer.weight for layer in layers}
-        costs, whole, fixed = [], 0, 0
-        for layer in layers:
-            work, cost = Work(layer.grid, layer.transposed), torch.zeros(layer.n, dtype=torch.int64)
+        if not any(calls[layer.name] for layer in layers):
+            raise SmartpruneError("cycles: the example reaches none of the layers to prune; give an input of the model")
+        works = [Work(layer.grid, layer.transposed) for layer in layers]
+        costs, whole, fixed, rest = [], 0, 0, 0
+        for layer, work in zip(layers, works, strict=True):
+            cost = torch.zeros(layer.n, dtype=torch.int64)
             for call in calls[layer.name]:
-                base, slopes = line(self, work, call, share, even)
+                base, slopes = line(self, work, call, share)
                 fixed += base
                 cost += slopes
                 whole += dense(self, work, call).latency
             costs.append(cost)
+        weights = {layer.weight for layer in layers}
         for layer in every:
             if layer.weight not in weights:
-                rest = sum(dense(self, Work(layer.grid, layer.transposed), call).latency for call in calls[layer.name])
-                whole, fixed = whole + rest, fixed + rest
-        total = int(torch.cat(costs).sum())
-        if not any(calls[layer.name] for layer in layers):
-            raise SmartpruneError("cycles: the example reaches none of the layers to prune; give an input of the model")
-        limit = total if share == 0 else min(total, math.floor((1 - share) * whole) - fixed)
+                rest += sum(dense(self, Work(layer.grid, layer.transposed), call).latency for call in calls[layer.name])
+        whole += rest
+        latency = Latency(
+            npu=self,
+            layers=tuple((work, tuple(calls[layer.name])) for layer, work in zip(layers, works, strict=True)),
+            rest=rest,
+            dense=whole,
+            goal=math.floor((1 - share) * whole),
+        )
+        cost = torch.cat(costs)
+        total = int(cost.sum())
+        limit = total if share == 0 else min(total, latency.goal - rest - fixed)
         if limit < 0 or total == 0:
             name = f"cycles({float(share):g}{', of=' + repr(of) if of == 'model' else ''})"
-            most = math.floor(10_000 * (1 - Fraction(fixed, whole))) / 10_000
+            most = math.floor(10_000 * (1 - Fraction(fixed + rest, whole))) / 10_000
             raise SmartpruneError(
-                f"{name} cannot be met: {fixed:,} of {whole:,} cycles do not depend on the blocks (moved activations"
+                f"{name} cannot be met: {fixed + rest:,} of {whole:,} cycles do not depend on the blocks (moved activations"
                 f"{', layers that are not pruned' if of == 'model' else ''}); at most about {most:g} can be removed; ask for "
                 "less, prune more layers (include=), or raise activation_bandwidth"
             )
-        return torch.cat(costs), limit
+        return cost, limit, latency
 
 
 # One line per preset: its name on the command line, and the machine.

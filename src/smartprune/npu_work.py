@@ -1,4 +1,4 @@
-"""One layer on an NPU: what it costs dense, what it costs when blocks are skipped, and a line that is never below that.
+"""One layer on an NPU: what it costs dense, what it costs when blocks are skipped, and a line that is close to that.
 
 ``docs/npu.md`` has every formula of this file beside its meaning. All numbers are integers or exact fractions.
 """
@@ -120,11 +120,12 @@ def pruned(npu: NPU, work: Work, call: Sequence[Call], live: Tensor) -> Cost:
     return min([*_skipping(npu, work, call, work.ordered(live)), *_dense(npu, work, call)], key=_quickest)[0]
 
 
-def line(npu: NPU, work: Work, call: Sequence[Call], share: Fraction, even: bool = False) -> tuple[int, Tensor]:
-    """A constant and a cost per block, int64 [n], whose sum over any blocks is at least the latency with those blocks.
+def line(npu: NPU, work: Work, call: Sequence[Call], share: Fraction) -> tuple[int, Tensor]:
+    """A constant and a cost per block, int64 [n], whose sum over kept blocks is about the latency with them.
 
-    Of all such lines, one that is lowest near the latency that removing ``share`` of it asks for. ``even`` takes the
-    lanes to stay as evenly busy as they are dense, which no line can promise.
+    Latency is no sum over blocks. This is its tangent near the latency that removing ``share`` of it asks for, if lanes stay as
+    evenly busy as they are dense: good enough for a search, which needs a sum. What it cannot know is that kept blocks may sit
+    in the rows of one lane.
     """
     around = npu.tail + _lead(npu, work, call)
     top = dense(npu, work, call).latency - around  # no mask takes longer: the layer would run dense
@@ -134,22 +135,9 @@ def line(npu: NPU, work: Work, call: Sequence[Call], share: Fraction, even: bool
     want = (1 - share) * top
     cycles = _block_cycles(npu, work, call, order.passes)
     rows = cycles.sum((2, 3)).reshape(-1).tolist()
-    most = max(rows)
-    last = min(_spread(rows, npu.lanes), top)
-    corners = [0, most, last, npu.lanes * last - (npu.lanes - 1) * most, sum(rows)]
-
-    def slowest(busy: int) -> Fraction:
-        """The most that the last lane can take when all together are so ``busy``."""
-        return min(Fraction(busy), Fraction(busy + (npu.lanes - 1) * most, npu.lanes), Fraction(last))
-
-    points = [(Fraction(x), max(fixed, slowest(x))) for x in corners if 0 <= x <= sum(rows)]
-    if even:
-        unevenness = Fraction(_spread(rows, npu.lanes), sum(rows))
-        points = [
-            (x, max(fixed, min(x * unevenness, Fraction(top))))
-            for x in (Fraction(0), min(top / unevenness, sum(rows)), Fraction(sum(rows)))
-        ]
-    base, slope = _tangent(points, want)
+    unevenness = Fraction(_spread(rows, npu.lanes), sum(rows))
+    corners = (Fraction(0), min(top / unevenness, sum(rows)), Fraction(sum(rows)))
+    base, slope = _tangent([(x, max(fixed, min(x * unevenness, Fraction(top)))) for x in corners], want)
     cost = _times(cycles, slope)
     per_cycle = npu.weight_bits_per_cycle
     if per_cycle is not None:

@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
-from torch import Tensor, nn
+from torch import Tensor, arange, cat, nn
 
 from . import text
 from .block import Block
@@ -16,6 +16,9 @@ from .budget import Budget, Kind, as_share, block_macs, count_macs, count_uses, 
 from .budget import blocks as blocks_budget
 from .errors import SmartpruneError
 from .layers import Blocks, Layer, Patterns, Skipped, find
+
+if TYPE_CHECKING:
+    from .npu_latency import Latency
 
 WIDTH = 100
 UNITS = {"blocks": "blocks", "params": "weights", "macs": "MACs", "cycles": "cycles"}
@@ -36,6 +39,7 @@ class Plan:
     model_params: int
     uses: Mapping[str, tuple[int, ...]] | None = field(repr=False)  # layer name -> how often each element is used
     model_macs: int | None
+    latency: Latency | None = field(default=None, repr=False)  # of a budget in cycles, which cost and limit only come near
 
     @property
     def n(self) -> int:
@@ -51,6 +55,11 @@ class Plan:
     def total(self) -> int:
         """What all blocks together cost, in the budget's unit."""
         return self.n if self.cost is None else int(self.cost.sum())
+
+    @property
+    def bound(self) -> tuple[int | None, int]:
+        """What may be kept, and of how much, as the budget counts it."""
+        return (self.limit, self.total) if self.latency is None else (self.latency.goal, self.latency.dense)
 
     @property
     def unit(self) -> str:
@@ -85,9 +94,9 @@ class Plan:
         """Why floor and budget cannot both be met, with the numbers; None if they can."""
         if self.limit is None:
             return None
-        need = self._least_cost()
-        if need > self.limit:
-            return f"floor={float(self.floor or 0):g} needs {need:,} {self.unit}, the budget keeps {self.limit:,}"
+        need, goal = self._least(), self.bound[0] or 0
+        if need > goal:
+            return f"floor={float(self.floor or 0):g} needs {need:,} {self.unit}, the budget keeps {goal:,}"
         if self.cost is not None and self.limit < int(self.cost.min()):
             return (
                 f"the budget keeps {self.limit:,} of {self.total:,} {self.unit}, "
@@ -98,7 +107,7 @@ class Plan:
     def require(self) -> Plan:
         """Returns the plan itself, or raises if its budget cannot be met."""
         if self.problem is not None:
-            most = math.floor(10_000 * (1 - Fraction(max(self._least_cost(), 1), self.total))) / 10_000
+            most = math.floor(10_000 * (1 - Fraction(max(self._least(), 1), self.bound[1]))) / 10_000
             cure = "lower floor, or remove less" if self.floor else "remove less"
             raise SmartpruneError(f"plan: {self.problem}; {cure}: at most {most:g} of the {self.unit} can go")
         return self
@@ -118,16 +127,16 @@ class Plan:
                 )
         return Blocks(model, self.layers, self.cost, self.limit, self.min_keep)
 
-    def _least_cost(self) -> int:
-        """What the cheapest blocks that satisfy the floor cost."""
+    def _least(self) -> int:
+        """What the blocks that satisfy the floor cost: the cheapest; of a latency, those in as few rows, and lanes, as can be."""
         if self.min_keep is None:
             return 0
+        pairs = list(zip(self.layers, self.min_keep.tolist(), strict=True))
+        if self.latency is not None:
+            return self.latency.of(cat([arange(layer.n) < count for layer, count in pairs]))
         if self.cost is None:
             return int(self.min_keep.sum())
-        least = 0
-        for layer, count in zip(self.layers, self.min_keep.tolist(), strict=True):
-            least += int(self.cost[layer.start : layer.stop].sort().values[:count].sum())
-        return least
+        return sum(int(self.cost[layer.start : layer.stop].sort().values[:count].sum()) for layer, count in pairs)
 
     def to_json(self) -> dict[str, object]:
         """Plain data: numbers, strings, lists and dictionaries."""
@@ -138,8 +147,8 @@ class Plan:
             "budget": None if self.budget is None else {"kind": self.budget.kind, "share": str(self.budget.share)},
             "floor": None if self.floor is None else str(self.floor),
             "unit": self.unit,
-            "total": self.total,
-            "limit": self.limit,
+            "total": self.bound[1],
+            "limit": self.bound[0],
             "keep": self.keep,
             "feasible": self.feasible,
             "problem": self.problem,
@@ -206,7 +215,8 @@ class Plan:
         if self.budget is None or self.limit is None:
             return [*lines, "budget   none given"]
         bound = "exactly" if self.cost is None else "at most"
-        lines.append(f"budget   {self.budget} removed: keeps {bound} {self.limit:,} of {self.total:,} {self.unit}")
+        limit, total = self.bound
+        lines.append(f"budget   {self.budget} removed: keeps {bound} {limit:,} of {total:,} {self.unit}")
         return lines if self.problem is None else [*lines, f"problem  {self.problem}"]
 
 
@@ -257,7 +267,7 @@ def plan(
         reasons = "; ".join(f"{s.name}: {s.reason}" for s in skipped) or "it has no weights with two axes or more"
         raise SmartpruneError(f"plan: nothing to prune in this {type(model).__name__} ({reasons}); include= brings layers in")
     least = None if floor is None else min_keep(layers, floor)
-    cost, limit = (None, None) if budget is None else budget.resolve(model, layers)
+    cost, limit, latency = (None, None, None) if budget is None else budget.resolve(model, layers)
     if example is None and budget is not None:
         example = budget.example
     uses = None if example is None else count_uses(model, layers, example)
@@ -273,6 +283,7 @@ def plan(
         model_params=count_params(model),
         uses=uses,
         model_macs=None if example is None else count_macs(model, example),
+        latency=latency,
     )
 
 

@@ -188,7 +188,15 @@ class Pruner:
         rank = self.ranked = self.method.rank(self.blocks, self._all_state()).detach().clone()
         least = self.blocks.min_keep if floor is None else floor(self.blocks)
         layer = None if least is None else self.blocks.layer.to(rank.device)
-        return hard_topk(rank, self.blocks.limit, self.blocks.cost, least, layer)
+        if self.plan.latency is None:
+            return hard_topk(rank, self.blocks.limit, self.blocks.cost, least, layer)
+        kept = self.plan.latency.best(rank, least, layer)
+        if kept is None:
+            raise SmartpruneError(
+                "pruner.freeze(): the blocks that every layer must keep take more than the "
+                f"{self.plan.latency.goal:,} cycles asked for; lower floor, or remove less"
+            )
+        return kept
 
     def telemetry(self) -> dict[str, Any]:
         """The search in numbers. Reading waits for a GPU; measuring, at every step, does not."""

@@ -210,8 +210,12 @@ def make_receipt(
         maps.append((layer.weight, layer.grid.shape, found))
     asked = None
     if plan.budget is not None and plan.limit is not None:
-        used = int(mask.sum() if plan.cost is None else plan.cost[mask].sum())
-        asked = Asked(plan.budget.kind, plan.budget.share, plan.budget.of, plan.limit, plan.total, used)
+        if plan.latency is not None:
+            used = plan.latency.of(mask)
+        else:
+            used = int(mask.sum() if plan.cost is None else plan.cost[mask].sum())
+        limit, total = plan.bound
+        asked = Asked(plan.budget.kind, plan.budget.share, plan.budget.of, limit or 0, total, used)
     removed_weights = sum(row.weights.removed for row in rows)
     removed_macs = sum(row.macs.removed for row in rows if row.macs is not None)
     return Receipt(

@@ -1,0 +1,58 @@
+"""The latency of all pruned layers under a mask, and the best mask within a latency.
+
+Latency is no sum over blocks: a layer waits for the slowest of three things, and for its last lane. A search needs a sum, and
+has one (``npu_work.line``); the hard mask that comes out of it is chosen by the latency itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .budget import Call
+from .hard import forced_blocks
+from .npu_work import Work, pruned
+
+if TYPE_CHECKING:
+    from .npu import NPU
+
+
+@dataclass(frozen=True)
+class Latency:
+    """Cycles: ``goal`` may be used of ``dense``, of which ``rest`` does not depend on the mask."""
+
+    npu: NPU
+    layers: tuple[tuple[Work, tuple[Sequence[Call], ...]], ...]
+    rest: int
+    dense: int
+    goal: int
+
+    def of(self, mask: Tensor) -> int:
+        """What the layers take with the kept blocks ``mask``, bool [n]."""
+        parts = mask.cpu().split([work.grid.n for work, _ in self.layers])
+        pairs = zip(self.layers, parts, strict=True)
+        return self.rest + sum(pruned(self.npu, work, call, live).latency for (work, calls), live in pairs for call in calls)
+
+    def best(self, rank: Tensor, floor: Tensor | None = None, layer: Tensor | None = None) -> Tensor | None:
+        """The highest ranked blocks, as many as the goal allows; equal ranks go to the lower index. The next one in rank would
+        exceed it. ``floor`` are the fewest blocks of each layer. None if these alone take too long."""
+        forced = forced_blocks(rank, floor, layer)
+        order = rank.masked_fill(forced, torch.inf).sort(descending=True, stable=True).indices
+        low, high = int(forced.sum()), rank.numel() + 1  # so many fit, so many do not
+        if self.of(forced) > self.goal:
+            return None
+        while high - low > 1:
+            middle = (low + high) // 2
+            fits = middle <= rank.numel() and self.of(_first(order, middle)) <= self.goal
+            low, high = (middle, high) if fits else (low, middle)
+        return _first(order, low)
+
+
+def _first(order: Tensor, count: int) -> Tensor:
+    mask = torch.zeros_like(order, dtype=torch.bool)
+    mask[order[:count]] = True
+    return mask
