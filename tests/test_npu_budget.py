@@ -129,7 +129,9 @@ def test_attach_bake_receipt_verify(npu: NPU, method: Any, tmp_path: Path) -> No
     assert (asked.total, asked.limit) == (dense, math.floor(Fraction(3, 5) * dense))
     assert asked.used == found <= asked.limit
     assert receipt.met
+    assert asked.npu == npu
     shown = str(receipt)
+    assert f"npu      {npu}" in shown
     assert f"asked    cycles 0.4 removed: keep at most {asked.limit:,} of {asked.total:,}" in shown
     assert f"achieved {asked.used:,} kept" in shown
     receipt.save(tmp_path / "receipt.json")
@@ -140,6 +142,13 @@ def test_attach_bake_receipt_verify(npu: NPU, method: Any, tmp_path: Path) -> No
     (tmp_path / "receipt.json").write_text(json.dumps(data))
     with pytest.raises(SmartpruneError, match=r"does not agree|does not add up"):
         sp.Receipt.load(tmp_path / "receipt.json")
+    for damage, message in (({"rows": 0}, "rows=0 must be an integer"), ({"x": 1}, "has 'x'"), (7, "is a int")):
+        receipt.save(tmp_path / "receipt.json")
+        data = json.loads((tmp_path / "receipt.json").read_text())
+        data["asked"]["npu"] = damage
+        (tmp_path / "receipt.json").write_text(json.dumps(data))
+        with pytest.raises(SmartpruneError, match=rf"asked: npu: .*{message}"):
+            sp.Receipt.load(tmp_path / "receipt.json")
 
 
 def test_plan_says_cycles() -> None:

@@ -127,6 +127,18 @@ class NPU:
         """Plain data; a bandwidth without end is None."""
         return {key: None if value == math.inf else value for key, value in asdict(self).items()}
 
+    @staticmethod
+    def from_json(data: object, where: str) -> NPU:
+        """Reads what :meth:`to_json` wrote, or some of it, that nobody vouches for."""
+        known = [field.name for field in fields(NPU)]
+        if not isinstance(data, dict) or not set(data) <= set(known):
+            wrong = f"has {sorted(set(data) - set(known))[0]!r}" if isinstance(data, dict) else f"is a {type(data).__name__}"
+            raise SmartpruneError(f"{where}: {wrong}; it must be a JSON object with some of: {', '.join(known)}")
+        try:
+            return NPU(**{key: math.inf if value is None else value for key, value in data.items()})  # type: ignore[arg-type]
+        except SmartpruneError as error:
+            raise SmartpruneError(f"{where}: {error}") from None
+
     def __str__(self) -> str:
         lanes = f"{self.lanes} lanes of " if self.lanes > 1 else ""
         return (
@@ -262,15 +274,7 @@ def read_npu(name: str) -> NPU:
         return PRESETS[name]
     if not name.endswith(".json"):
         raise SmartpruneError(f"npu {name!r} is not known; there are: {', '.join(PRESETS)}; or give a .json file of its settings")
-    data = parse_json(read_capped(name, MOST_BYTES), name)
-    known = [field.name for field in fields(NPU)]
-    if not isinstance(data, dict) or not set(data) <= set(known):
-        wrong = f"has {sorted(set(data) - set(known))[0]!r}" if isinstance(data, dict) else f"is a {type(data).__name__}"
-        raise SmartpruneError(f"{name}: {wrong}; it must be a JSON object with some of: {', '.join(known)}")
-    try:
-        return NPU(**{key: math.inf if value is None else value for key, value in data.items()})  # type: ignore[arg-type]
-    except SmartpruneError as error:
-        raise SmartpruneError(f"{name}: {error}") from None
+    return NPU.from_json(parse_json(read_capped(name, MOST_BYTES), name), name)
 
 
 @dataclass(frozen=True)

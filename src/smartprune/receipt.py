@@ -159,6 +159,8 @@ class Receipt:
                 f"keep {bound} {self.asked.limit:,} of {self.asked.total:,}",
                 f"achieved {self.asked.used:,} kept" + ("" if self.met else ": NOT what was asked"),
             ]
+            if self.asked.npu is not None:
+                lines.append(f"npu      {self.asked.npu}")
         if self.kept_but_zero:
             lines.append(f"note     {self.kept_but_zero:,} kept blocks are zero by themselves")
         return "\n".join([*lines, f"mask     {self.mask_hash}"])
@@ -215,7 +217,7 @@ def make_receipt(
         else:
             used = int(mask.sum() if plan.cost is None else plan.cost[mask].sum())
         limit, total = plan.bound
-        asked = Asked(plan.budget.kind, plan.budget.share, plan.budget.of, limit or 0, total, used)
+        asked = Asked(plan.budget.kind, plan.budget.share, plan.budget.of, limit or 0, total, used, plan.budget.npu)
     removed_weights = sum(row.weights.removed for row in rows)
     removed_macs = sum(row.macs.removed for row in rows if row.macs is not None)
     return Receipt(

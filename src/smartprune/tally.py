@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -14,6 +15,9 @@ from .budget import keep_count
 from .errors import SmartpruneError
 from .fields import LARGEST, Fields
 from .occupancy import unpack_bits
+
+if TYPE_CHECKING:
+    from .npu import NPU
 
 MOST_AXES = 8
 
@@ -53,7 +57,8 @@ class Count:
 
 @dataclass(frozen=True)
 class Asked:
-    """The budget: the share to remove, the limit that follows from it, and what the kept blocks cost (``used``)."""
+    """The budget: the share to remove, the limit that follows from it, and what the kept blocks cost (``used``). ``npu`` is the
+    machine whose cycles were counted."""
 
     kind: str
     share: Fraction
@@ -61,6 +66,7 @@ class Asked:
     limit: int
     total: int
     used: int
+    npu: NPU | None = None
 
     @property
     def met(self) -> bool:
@@ -69,7 +75,8 @@ class Asked:
     def to_json(self) -> dict[str, object]:
         """All but ``used``, which is no part of what was asked."""
         share = {"share": str(self.share), "value": float(self.share)}
-        return {"kind": self.kind, **share, "of": self.of, "limit": self.limit, "total": self.total}
+        machine = {} if self.npu is None else {"npu": self.npu.to_json()}
+        return {"kind": self.kind, **share, "of": self.of, "limit": self.limit, "total": self.total, **machine}
 
     @staticmethod
     def read(fields: Fields, used: int, blocks: Count, weights: Count) -> Asked:
@@ -81,6 +88,7 @@ class Asked:
             limit=fields.integer("limit"),
             total=fields.integer("total"),
             used=used,
+            npu=_machine(fields) if "npu" in fields.data else None,
         )
         if fields.raw("value") != float(out.share):
             raise fields.wrong("value", f"{float(out.share)}, as share says")
@@ -95,6 +103,12 @@ class Asked:
         if out.limit != limit.get(out.kind, out.limit):
             raise fields.wrong("limit", f"{limit[out.kind]}, which follows from the share and the total")
         return out
+
+
+def _machine(fields: Fields) -> NPU:
+    from .npu import NPU
+
+    return NPU.from_json(fields.raw("npu"), f"{fields.where}: npu")
 
 
 @dataclass(frozen=True)
