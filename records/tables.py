@@ -8,11 +8,13 @@ python records/tables.py add FILE.json --name NAME --note TEXT [--command TEXT]
 
 A table stands between <!-- table: NAME --> and <!-- /table -->. Behind the name, key=glob keeps some rows only:
 <!-- table: topk-cpu metric=ratio method=*warm* -->. A record that does not exist yet reads "not recorded yet".
+<!-- table: paper-table2 --> puts every record's cells of the paper's Table 2 beside the paper's numbers.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import os
 import re
 import shlex
@@ -26,6 +28,8 @@ from smartprune.errors import SmartpruneError
 from smartprune.files import parse_json, read_capped, write_whole
 
 ROOT = Path(__file__).resolve().parent.parent
+PAPER = "paper-table2"
+LENGTHS = {"short": "200 dense + 12 search + 48 fine-tuning epochs", "full": "200 dense + 40 search + 160 fine-tuning epochs"}
 MARKED = re.compile(r"(<!-- table: ([^\n]+?) -->\n)(.*?)(<!-- /table -->)", re.S)
 Row = dict[str, Any]
 
@@ -40,6 +44,8 @@ def filled(page: Path, root: Path) -> str:
 
     def fill(match: re.Match[str]) -> str:
         name, *rest = shlex.split(match[2])
+        if name == PAPER:
+            return "\n".join([match[1].rstrip("\n"), *paper_lines(root, page), match[4]])
         folder = root / "records" / name
         if not (folder / RESULT).exists():
             return f"{match[1]}{NOT_YET}\n{match[4]}"
@@ -56,6 +62,39 @@ def filled(page: Path, root: Path) -> str:
     if text.count("<!-- table:") != len(MARKED.findall(text)):
         raise SmartpruneError(f"{page}: a table is not closed; end it by <!-- /table -->")
     return MARKED.sub(fill, text)
+
+
+def paper_lines(root: Path, page: Path) -> list[str]:
+    """What the records have of the paper's Table 2, a line per cell: its number, ours in a short and in a full run."""
+    with (root / "records" / f"{PAPER}.csv").open() as file:
+        told = {(r["model"], r["block"], float(r["sparsity"]), r["method"]): r["accuracy"] for r in csv.DictReader(file)}
+    cells: dict[tuple[Any, ...], dict[str, list[str]]] = {}
+    for folder in sorted(path.parent for path in (root / "records").glob(f"*/{RESULT}")):
+        for row in load_rows(folder):
+            length = next((name for name, start in LENGTHS.items() if row["protocol"].startswith(start)), None)
+            if length is None or row["data"] != "cifar10" or row["metric"] != "accuracy" or "seeds" not in row:
+                continue
+            spread = "" if row["std"] is None else f" ± {100 * row['std']:.2f}"
+            value = f"{100 * row['mean']:.2f}{spread} ({100 * row['difference']:+.2f}), n={row['n']}"
+            link = os.path.relpath(folder, page.parent)
+            place = (row["model"], row["block"], row["sparsity"], row["method"])
+            cells.setdefault(place, {}).setdefault(length, []).append(f"[{value}]({link})")
+    order = {place[:3]: number for number, place in enumerate(told)}
+    lines = [
+        "| network | block | removed | method | paper | ours, short | ours, full |",
+        "| --- | --- | ---: | --- | ---: | ---: | ---: |",
+    ]
+    for place in sorted(cells, key=lambda place: order.get(place[:3], len(order))):
+        model, block, share, method = place
+        paper = told.get(place, "-")
+        shown = paper if paper in ("-", "N/A") else f"{100 * float(paper):.1f}"
+        ours = ["; ".join(cells[place].get(length, ["-"])) for length in LENGTHS]
+        lines.append(f"| {model} | {block} | {100 * share:g} % | {method} | {shown} | {' | '.join(ours)} |")
+    numbers = [place for place, value in told.items() if place[2] > 0 and value != "N/A"]
+    found = sum(place in cells for place in numbers)
+    text = "Accuracy in % (difference to dense), mean ± standard deviation. "
+    text += f"Of the {len(numbers)} numbers in the paper's table, {found} have one of ours beside them."
+    return [*lines, "", text]
 
 
 def differing(root: Path) -> list[str]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
+import statistics
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -169,3 +171,37 @@ def test_benchmarks_are_recorded(root: Path, capsys: pytest.CaptureFixture[str])
     (root / "bench.json").write_text(json.dumps({"steps": {"a": {}}, "model": "m"}))
     assert tables.main(["add", str(root / "bench.json"), "--name", "three", "--note", "x"], root) == 1
     assert "not as the benchmark writes it (KeyError: 'block')" in capsys.readouterr().err
+
+
+def test_the_papers_table_beside_ours(tmp_path: Path) -> None:
+    tables = load_tables()
+    (tmp_path / "records").mkdir()
+    (tmp_path / "docs").mkdir()
+    shutil.copy(ROOT / "records" / "paper-table2.csv", tmp_path / "records")
+    common = {"data": "cifar10", "model": "densenet", "block": "8x8", "metric": "accuracy", "unit": "share"}
+    lengths = {
+        12: "200 dense + 12 search + 48 fine-tuning epochs, batch 128",
+        40: "200 dense + 40 search + 160 fine-tuning epochs, x",
+    }
+    rows = [
+        {"method": "smart", "sparsity": 0.97, "protocol": lengths[12], "values": [0.8, 0.9], "seeds": [0, 1], "difference": -0.1},
+        {"method": "smart", "sparsity": 0.97, "protocol": lengths[40], "values": [0.875], "seeds": [0], "difference": -0.075},
+        {"method": "gradual", "sparsity": 0.95, "protocol": lengths[12], "values": [0.9], "seeds": [0], "difference": -0.05},
+        {"method": "pdp", "sparsity": 0.95, "protocol": "10 dense epochs", "values": [0.1], "seeds": [0], "difference": -0.8},
+    ]
+    for row in rows:
+        values = row["values"]
+        n = len(values)
+        row |= {"mean": statistics.fmean(values), "std": statistics.stdev(values) if n > 1 else None, "n": n, **common}
+    save_record(tmp_path / "records" / "some", {"rows": rows}, {"a": 1}, "a note", ["command"], ["machine"])
+    page = tmp_path / "docs" / "paper.md"
+    page.write_text("<!-- table: paper-table2 -->\n<!-- /table -->\n")
+    assert tables.update(tmp_path)
+    text = page.read_text()
+    assert "| densenet | 8x8 | 95 % | gradual | - | [90.00 (-5.00), n=1](../records/some) | - |" in text
+    assert (
+        "| densenet | 8x8 | 97 % | smart | 85.0 | [85.00 ± 7.07 (-10.00), n=2](../records/some) | "
+        "[87.50 (-7.50), n=1](../records/some) |"
+    ) in text
+    assert "pdp" not in text  # neither short nor full
+    assert "Of the 162 numbers in the paper's table, 1 have one of ours" in text
