@@ -13,7 +13,7 @@ from torch import Tensor
 from smartprune.models.yolov5m import ANCHORS, STRIDES
 from smartprune.tasks import yolo_loss as module
 from smartprune.tasks.boxes import corners, iou
-from smartprune.tasks.yolo_loss import assigned, ciou, yolo_loss
+from smartprune.tasks.yolo_loss import assigned, ciou, yolo_distance, yolo_loss
 
 SIZE = 64
 anchors = torch.tensor(ANCHORS, dtype=torch.float64)
@@ -228,3 +228,63 @@ def test_recorded_as_a_graph() -> None:
     graph.replay()
     wanted, _ = slow_loss([raw.detach().double().cpu() for raw in maps], some_targets(3, 4, seed=9))
     assert float(value.detach()) == pytest.approx(float(wanted), rel=1e-4)
+
+
+def slow_distance(maps: list[Tensor], wanted: list[Tensor], temperature: float) -> float:
+    """Cell by cell, with the logarithms of the definition."""
+
+    def sigmoid(x: float) -> float:
+        return 1 / (1 + math.exp(-x))
+
+    def apart(x: float, y: float) -> float:
+        p, q = sigmoid(y / temperature), sigmoid(x / temperature)
+        return temperature**2 * (p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q)))
+
+    total = 0.0
+    for raw, told, balance in zip(maps, wanted, (4.0, 1.0, 0.4), strict=True):
+        cells = list(zip(raw.flatten(0, 3).tolist(), told.flatten(0, 3).tolist(), strict=True))
+        sure = [sigmoid(b[4]) for _, b in cells]
+        boxes = sum(
+            w * sum((sigmoid(x) - sigmoid(y)) ** 2 for x, y in zip(a[:4], b[:4], strict=True))
+            for w, (a, b) in zip(sure, cells, strict=True)
+        )
+        classes = sum(
+            w * sum(apart(x, y) for x, y in zip(a[5:], b[5:], strict=True)) for w, (a, b) in zip(sure, cells, strict=True)
+        )
+        objects = sum(apart(a[4], b[4]) for a, b in cells) / len(cells)
+        total += 0.05 * boxes / sum(sure) + balance * objects
+        if raw.shape[-1] > 6:
+            total += 0.5 / 80 * classes / sum(sure)
+    return 64 * total
+
+
+@pytest.mark.parametrize("temperature", [1.0, 4.0])
+@pytest.mark.parametrize("classes", [1, 5])
+def test_distance_to_a_teacher_against_a_slow_loop(classes: int, temperature: float) -> None:
+    maps, wanted = raw_maps(2, classes), raw_maps(2, classes, seed=1)
+    assert float(yolo_distance(maps, wanted, temperature)) == pytest.approx(slow_distance(maps, wanted, temperature), rel=1e-9)
+    assert float(yolo_distance(maps, maps, temperature)) == pytest.approx(0, abs=1e-9)
+    assert float(yolo_distance(maps, wanted, temperature)) > 1
+
+
+def test_gradients_of_the_distance_by_finite_differences() -> None:
+    maps, wanted = (
+        [m[:, :, :2, :2].clone().requires_grad_() for m in raw_maps(1, 3)],
+        [m[:, :, :2, :2] for m in raw_maps(1, 3, seed=1)],
+    )
+    assert torch.autograd.gradcheck(lambda *raw: yolo_distance(raw, wanted, 2.0), maps)
+
+
+def test_what_a_teacher_says_about_empty_cells_counts_for_nothing() -> None:
+    maps, wanted = raw_maps(1, 3), raw_maps(1, 3, seed=1)
+    for raw, told in zip(maps, wanted, strict=True):
+        told[..., 4] = -60  # it sees nothing
+        told[0, 0, 0, 0, 4] = raw[..., 4] = 2.0
+    before = float(yolo_distance(maps, wanted, 1.0))
+    for told in wanted:
+        told[0, 1:, ..., :4] += 1  # boxes
+        told[0, 1:, ..., 5:] -= 1  # classes
+    assert float(yolo_distance(maps, wanted, 1.0)) == pytest.approx(before, rel=1e-9)
+    for told in wanted:
+        told[0, 0, 0, 0, 5:] -= 1
+    assert float(yolo_distance(maps, wanted, 1.0)) != pytest.approx(before, rel=1e-6)

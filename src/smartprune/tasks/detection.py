@@ -19,7 +19,7 @@ from .detection_moves import Moves, draw, painted, placed
 from .detection_score import MEASURE, NEEDS, evaluator, scored
 from .pictures import Files, Shelf, find, slices
 from .task import Data
-from .yolo_loss import GAINS, Gains, yolo_loss
+from .yolo_loss import GAINS, Gains, yolo_distance, yolo_loss
 
 Batch = tuple[
     Tensor, Tensor
@@ -84,6 +84,7 @@ class Detection:
     models: ClassVar[tuple[str, ...]] = ("yolov5m",)
     measure: ClassVar[str] = MEASURE
     needs: ClassVar[str] = NEEDS
+    distance = staticmethod(yolo_distance)
 
     def __post_init__(self) -> None:
         check(self)

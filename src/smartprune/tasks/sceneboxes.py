@@ -21,6 +21,7 @@ from .detection_score import MEASURE, NEEDS, scored
 from .pictures import Shelf
 from .scenes import SIDE, compose, layer
 from .task import Data
+from .yolo_loss import yolo_distance
 
 GAINS = (0.1, 4.0, 4.0)  # those of YOLOv5 are for pictures ten times as large and eight times as many classes
 DIGITS = tuple((digit, str(digit)) for digit in range(10))
@@ -52,6 +53,7 @@ class SceneBoxes:
     models: ClassVar[tuple[str, ...]] = ("boxnet", "yolov5m")
     measure: ClassVar[str] = MEASURE
     needs: ClassVar[str] = NEEDS
+    distance = staticmethod(yolo_distance)
 
     def __post_init__(self) -> None:
         if self.width < 1 or self.data_seed < 0:

@@ -38,7 +38,7 @@ def yolo_loss(maps: Sequence[Tensor], targets: Tensor, anchors: Tensor, size: in
 
 
 def map_loss(raw: Tensor, targets: Tensor, anchors: Tensor, size: int, balance: float, gains: Gains) -> Tensor:
-    raw = raw.float() if raw.dtype in (torch.bfloat16, torch.float16) else raw
+    raw = _full(raw)
     classes, stride = raw.shape[-1] - 5, size / raw.shape[3]
     with torch.no_grad():
         cell, box, label, counts = assigned(raw.shape, targets, anchors, stride)
@@ -60,6 +60,36 @@ def map_loss(raw: Tensor, targets: Tensor, anchors: Tensor, size: int, balance: 
         each = F.binary_cross_entropy_with_logits(found[..., 5:], truth.expand_as(found[..., 5:]), reduction="none").mean(-1)
         loss = loss + gains[2] * classes / USUAL_CLASSES * torch.where(counts, each, 0).sum() / number
     return loss
+
+
+def yolo_distance(maps: Sequence[Tensor], wanted: Sequence[Tensor], temperature: float) -> Tensor:
+    """How far raw maps are from a teacher's, on the scale of the loss; 0 where they are equal.
+
+    Objectness counts everywhere, boxes and classes where the teacher sees something, by how sure it is (Mehta and Ozturk 2018):
+    what it says about empty cells is noise. Temperature softens objectness and classes.
+    """
+    total = torch.zeros((), device=maps[0].device)
+    for raw, told, balance in zip(map(_full, maps), map(_full, wanted), BALANCE, strict=True):
+        sure = told[..., 4].sigmoid()
+        apart = _apart(raw[..., 4:] / temperature, told[..., 4:] / temperature)  # [..., objectness and classes]
+        apart = temperature**2 * apart
+        boxes = (raw[..., :4].sigmoid() - told[..., :4].sigmoid()).square().sum(-1)
+        seen = GAINS[0] * boxes
+        if raw.shape[-1] > 6:
+            seen = seen + GAINS[2] / USUAL_CLASSES * apart[..., 1:].sum(-1)
+        total = total + (sure * seen).sum() / sure.sum().clamp(min=EPS) + GAINS[1] * balance * apart[..., 0].mean()
+    return total * (3 / len(maps)) * NOMINAL
+
+
+def _apart(logits: Tensor, wanted: Tensor) -> Tensor:
+    """``KL(sigmoid(wanted), sigmoid(logits))``, element by element."""
+    target = wanted.sigmoid()
+    cross, own = (F.binary_cross_entropy_with_logits(x, target, reduction="none") for x in (logits, wanted))
+    return cross - own
+
+
+def _full(raw: Tensor) -> Tensor:
+    return raw.float() if raw.dtype in (torch.bfloat16, torch.float16) else raw
 
 
 def assigned(shape: torch.Size, targets: Tensor, anchors: Tensor, stride: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
