@@ -252,7 +252,7 @@ def slow_distance(maps: list[Tensor], wanted: list[Tensor], temperature: float) 
             w * sum(apart(x, y) for x, y in zip(a[5:], b[5:], strict=True)) for w, (a, b) in zip(sure, cells, strict=True)
         )
         objects = sum(apart(a[4], b[4]) for a, b in cells) / len(cells)
-        total += 0.05 * boxes / sum(sure) + balance * objects
+        total += 0.05 * boxes / sum(sure) + (SIZE / 640) ** 2 * balance * objects
         if raw.shape[-1] > 6:
             total += 0.5 / 80 * classes / sum(sure)
     return 64 * total

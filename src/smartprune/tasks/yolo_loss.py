@@ -16,7 +16,7 @@ from torch import Tensor
 
 Gains = tuple[float, float, float]
 GAINS: Gains = (0.05, 1.0, 0.5)  # what boxes, objectness (at 640 pixels) and classes (if there are 80) count
-USUAL_SIZE, USUAL_CLASSES = 640, 80
+USUAL_SIZE, USUAL_COLUMNS, USUAL_CLASSES = 640, 80, 80  # of pictures, and of their finest map
 NOMINAL = 64  # YOLOv5 sums over a batch and gathers batches up to this number of pictures; learning rates are for that
 BALANCE = (4.0, 1.0, 0.4)  # of the objectness on the fine, the middle and the coarse map
 RATIO = 4.0  # an anchor answers for boxes whose sides differ from its own by less than this factor
@@ -69,6 +69,7 @@ def yolo_distance(maps: Sequence[Tensor], wanted: Sequence[Tensor], temperature:
     what it says about empty cells is noise. Temperature softens objectness and classes.
     """
     total = torch.zeros((), device=maps[0].device)
+    small = (maps[0].shape[3] / USUAL_COLUMNS) ** 2  # as in the loss: (size / 640)^2
     for raw, told, balance in zip(map(_full, maps), map(_full, wanted), BALANCE, strict=True):
         sure = told[..., 4].sigmoid()
         apart = _apart(raw[..., 4:] / temperature, told[..., 4:] / temperature)  # [..., objectness and classes]
@@ -77,7 +78,7 @@ def yolo_distance(maps: Sequence[Tensor], wanted: Sequence[Tensor], temperature:
         seen = GAINS[0] * boxes
         if raw.shape[-1] > 6:
             seen = seen + GAINS[2] / USUAL_CLASSES * apart[..., 1:].sum(-1)
-        total = total + (sure * seen).sum() / sure.sum().clamp(min=EPS) + GAINS[1] * balance * apart[..., 0].mean()
+        total = total + (sure * seen).sum() / sure.sum().clamp(min=EPS) + GAINS[1] * small * balance * apart[..., 0].mean()
     return total * (3 / len(maps)) * NOMINAL
 
 
