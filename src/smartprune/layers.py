@@ -303,6 +303,8 @@ class Blocks:
         """
         squares = self.mean(torch.square).double()
         layer = self.layer.to(squares.device)
+        largest = squares.new_zeros(len(self.layers)).scatter_reduce_(0, layer, squares, "amax")
+        squares = squares / torch.where(largest > 0, largest, 1.0)[layer]  # sums run over all layers: none may drown another
         order = squares.argsort(descending=True, stable=True)
         order = order[layer[order].argsort(stable=True)]  # by layer, and within it from the largest
         running = squares[order].cumsum(0)

@@ -36,8 +36,8 @@ class Smart:
     - ``init`` of the scores: mean (of |w|), l1 (sum of |w|), share (log of a block's share of its layer, see ``Blocks.share``)
       or ones;
     - ``follow``: whether scores go along when that number changes because the weights train;
-    - ``reach``: how far a score moves in one step at most, in temperatures; None: as far as its gradient takes it. The gradient
-      of a score grows as the temperature falls, so that without a limit one batch decides on a block for good;
+    - ``reach``: how far a score moves in one step at most, in temperatures; None: as far as its gradient takes it,
+      which is far enough to decide on every block while the mask is still soft, early in the search;
     - ``ramp`` of the budget: none, or cubic (from nearly all blocks down to the budget while the temperature falls); ``hold``:
       the last share of the search, in which the budget is reached and blocks only change places;
     - ``mask_type``: deterministic; stochastic (Bernoulli samples of the mask); binary (hard forward, straight-through
