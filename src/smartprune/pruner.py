@@ -37,6 +37,7 @@ class Live:
 
     weights: list[Tensor]
     mask: Tensor
+    factors: Tensor  # [n], what weights were multiplied by: the mask, or more of it
     key: tuple[int, ...]
     versions: list[int]
     grad: bool
@@ -351,7 +352,7 @@ class Pruner:
         with torch.autocast(weight.device.type, enabled=False):
             if not self._train_weights and self._hard is None:
                 weight = weight.detach()
-            return self.masking.one(self._live.mask, index, weight, self._through, held=self._hard is not None)
+            return self.masking.one(self._live.factors, index, weight, self._through, held=self._hard is not None)
 
     def _refresh(self, mask: Tensor | None = None) -> None:
         """One solve, unless the mask is known, and one masked multiply for all layers."""
@@ -368,19 +369,21 @@ class Pruner:
                 mask = self._hard
             elif mask is None:
                 mask = self._soft(self.seed * 1_000_003 + self.count if self.model.training else None)
+            factors = mask if self._hard is not None else self._amplified(mask)
             if self._sharded:
                 masked = []  # made one by one, when the layers ask
             elif self._hard is not None:
                 extra = self.parameters() if _distributed() else []
                 masked = self.masking.hold(mask, weights, extra, dtypes)
             elif self._watched is not None:
-                masked = self._watched.apply(mask, weights)
+                masked = self._watched.apply(factors, weights)
             else:
                 trained = weights if self._train_weights else [weight.detach() for weight in weights]
-                masked = self.masking.apply(mask, trained, self._through, dtypes)
+                masked = self.masking.apply(factors, trained, self._through, dtypes)
         self._live = Live(
             masked,
             mask,
+            factors,
             self._key(),
             [weight._version for weight in weights],
             torch.is_grad_enabled(),
@@ -411,6 +414,11 @@ class Pruner:
 
     def _soft(self, seed: int | None) -> Tensor:
         return self.method.mask(self.blocks, self._all_state(), seed)
+
+    def _amplified(self, mask: Tensor) -> Tensor:
+        """What weights are multiplied by: the mask, or more where the method makes up for its softness."""
+        amplify = getattr(self.method, "amplify", None)
+        return mask if amplify is None else amplify(self.blocks, mask)
 
     def _key(self) -> tuple[int, ...]:
         return (self.count, watch.now(), *(parameter._version for parameter in self.parameters()))

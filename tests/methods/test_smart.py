@@ -1,5 +1,6 @@
 """SMART's own laws, against loops and finite differences."""
 
+import copy
 import dataclasses
 import io
 import json
@@ -99,8 +100,9 @@ def test_score_gradient_is_the_block_sum_through_the_jacobian() -> None:
 
 
 def test_conservation_of_the_scores_sum_under_plain_sgd() -> None:
+    """Of scores as the paper has them; those that follow the weights go where these go."""
     model, x = zoo.plain_cnn()
-    pruner = sp.attach(model, sp.Smart(), block=(4, 4), sparsity=0.75, steps=20)
+    pruner = sp.attach(model, sp.Smart(follow=False, reach=None), block=(4, 4), sparsity=0.75, steps=20)
     optimizer = torch.optim.SGD([{"params": model.parameters(), "lr": 0.05}])
     total = float(pruner.scores.double().sum())
     before = pruner.scores.clone()
@@ -157,6 +159,9 @@ ABLATION = [
     sp.Smart(init="share", follow=True, reach=0.05, ramp="cubic", start=0.5),
     sp.Smart(follow=True, reach=0.05, mask_type="binary_soft"),
     sp.Smart(follow=True, init="ones"),
+    sp.Smart(gain=True),
+    sp.Smart(gain=True, follow=True, reach=0.5, start=2.0, end=0.003),
+    sp.Smart(gain=True, mask_type="stochastic"),
 ]
 
 
@@ -258,21 +263,23 @@ def test_scores_that_follow_are_where_the_weights_are(init: str) -> None:
     assert float((pruner.scores - start).abs().max()) > 1e-3
 
 
-def test_no_step_takes_a_score_further_than_its_reach() -> None:
+@pytest.mark.parametrize("steps", [50, 200])
+def test_no_step_takes_a_score_further_than_its_reach(steps: int) -> None:
+    """The reach is that of a hundredth of the search: half a step here, and two steps there."""
     moves = {}
     for reach in (None, 0.1):
         torch.manual_seed(0)
         model, x = zoo.plain_cnn()
-        pruner = sp.attach(model, sp.Smart(reach=reach), block=(4, 4), sparsity=0.75, steps=9)
+        pruner = sp.attach(model, sp.Smart(follow=False, reach=reach), block=(4, 4), sparsity=0.75, steps=steps)
         optimizer = torch.optim.SGD(model.parameters(), lr=10.0, momentum=0.9)
         nn.functional.cross_entropy(model(x), torch.tensor([1, 2, 3, 4])).backward()
         before, tau = pruner.scores.clone(), pruner.tau
         optimizer.step()
         pruner.step()
         moves[reach] = (pruner.scores - before) / tau
-    free, held = moves[None], moves[0.1]
-    assert float(free.abs().max()) > 0.2
-    assert torch.allclose(held, free.clamp(-0.1, 0.1), atol=1e-4)
+    free, held, most = moves[None], moves[0.1], {50: 0.2, 200: 0.05}[steps]
+    assert float(free.abs().max()) > most
+    assert torch.allclose(held, free.clamp(-most, most), atol=1e-4)
 
 
 def test_scores_that_follow_and_are_held_resume_to_the_same_bits() -> None:
@@ -303,6 +310,67 @@ def _through_disk(state: object) -> io.BytesIO:
     torch.save(state, file)
     file.seek(0)
     return file
+
+
+def deep() -> nn.Module:
+    """Eight layers and nothing that normalises: six of them at a quarter of their weights give outputs of a 4,096th."""
+    torch.manual_seed(0)
+    hidden = [layer for _ in range(6) for layer in (nn.Linear(16, 16), nn.ReLU())]
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), *hidden, nn.Linear(16, 10)).eval()
+    for parameter in model.parameters():
+        nn.init.kaiming_normal_(parameter) if parameter.ndim > 1 else nn.init.zeros_(parameter)
+    return model
+
+
+@pytest.mark.parametrize("macs", [False, True])
+def test_with_gain_a_search_starts_with_the_network_as_it_came(macs: bool) -> None:
+    model, x = deep(), torch.randn(4, 8)
+    with torch.no_grad():
+        before = model(x)
+        outs = {}
+        for gain in (False, True):
+            searched = copy.deepcopy(model)
+            budget = {"budget": sp.macs(0.75, x)} if macs else {"sparsity": 0.75}
+            pruner = sp.attach(searched, sp.Smart(init="ones", gain=gain), block=(4, 4), steps=9, **budget)  # type: ignore[arg-type]
+            outs[gain] = searched(x)
+            if not macs:
+                assert float(pruner.mask.sum()) == pytest.approx(pruner.plan.limit, rel=1e-5)  # the mask itself is what it is
+    assert torch.allclose(outs[True], before, atol=1e-5)
+    assert float(before.abs().max()) > 0.1
+    assert float(outs[False].abs().max()) < 0.01 * float(before.abs().max())
+
+
+def test_gain_is_gone_once_the_mask_is_hard() -> None:
+    model = deep().train()
+    pruner = sp.attach(model, sp.Smart(gain=True), block=(4, 4), sparsity=0.75, steps=9)
+    for mask in (sp.hard_topk(pruner.scores, pruner.plan.limit).float(), torch.zeros(pruner.plan.n)):
+        assert torch.equal(pruner.method.amplify(pruner.blocks, mask), mask)
+    kept = [weight.detach().clone() for weight in pruner.blocks.weights]
+    pruner.freeze(force=True)
+    for layer, old, weight in zip(pruner.plan.layers, kept, pruner.blocks.weights, strict=True):
+        assert torch.equal(weight, old * layer.grid.expand(pruner.mask[layer.start : layer.stop].float()))
+
+
+def test_gradients_through_the_gain() -> None:
+    """Against autograd through the mask, written down: weight * mask * sum(mask) / sum(mask ** 2)."""
+    model, x = deep(), torch.randn(4, 8)
+    plain = copy.deepcopy(model)
+    pruner = sp.attach(model, sp.Smart(gain=True), block=(4, 4), sparsity=0.75, steps=9)
+    model(x).square().sum().backward()
+    leaf = pruner.parameters()[0].detach().clone().requires_grad_()
+    mask = sp.soft_topk(leaf, pruner.plan.limit, pruner.tau)
+    factors = mask * mask.sum() / mask.square().sum()
+    named = dict(plain.named_parameters())
+    masked = {
+        layer.weight: named[layer.weight] * layer.grid.expand(factors[layer.start : layer.stop]) for layer in pruner.plan.layers
+    }
+    torch.func.functional_call(plain, masked, (x,)).square().sum().backward()
+    pairs = [(pruner.parameters()[0].grad, leaf.grad)]
+    both = zip(pruner.plan.layers, pruner.blocks.weights, strict=True)
+    pairs += [(weight.grad, named[layer.weight].grad) for layer, weight in both]
+    for got, wanted in pairs:
+        assert float(wanted.abs().max()) > 1e-6
+        assert torch.allclose(got, wanted, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("field", ["reach", "clip"])
