@@ -41,6 +41,8 @@ class Segmentation:
     resize: str = ""  # WIDTHxHEIGHT that pictures and masks are brought to when they are read; empty: as they are
     memory: float = 8.0  # GB; a split that needs more is read from disk in every epoch
 
+    name: ClassVar[str] = "segmentation"
+    known: ClassVar[str] = "cityscapes"  # what a data folder calls it
     recipe: ClassVar[Recipe] = Recipe(
         model="bisenetv2",
         block="16x8",
@@ -64,11 +66,11 @@ class Segmentation:
     distance = staticmethod(soft_distance)
 
     def __post_init__(self) -> None:
-        check("segmentation", self.height, self.width, self.smallest, self.largest)
+        check(self.name, self.height, self.width, self.smallest, self.largest)
         if self.memory < 0:
-            raise SmartpruneError(f"segmentation: memory={self.memory} should not be negative")
+            raise SmartpruneError(f"{self.name}: memory={self.memory} should not be negative")
         if not 0 <= self.classes < IGNORE:
-            raise SmartpruneError(f"segmentation: classes={self.classes} should be 0 to {IGNORE - 1}")
+            raise SmartpruneError(f"{self.name}: classes={self.classes} should be 0 to {IGNORE - 1}")
         on_disk.side(self.resize)
 
     def model(self, name: str) -> nn.Module:
@@ -88,7 +90,7 @@ class Segmentation:
         return metric(model, data)
 
     def _files(self) -> Files:
-        return find("segmentation", self.folder, "cityscapes", on_disk.WITHIN)
+        return find(self.name, self.folder, self.known, on_disk.WITHIN)
 
 
 @dataclass(frozen=True)
