@@ -31,18 +31,19 @@ from smartprune.models.resnet import ResNet
 from smartprune.tasks.cifar10_files import read
 
 BATCH, BLOCK, HELD = 64, (16, 8), 5000
-LITERAL = sp.Smart(start=5.0, end=1e-3, follow=False, reach=None)
+STEADY = sp.Smart(follow=True, reach=0.5, start=2.0, end=0.003)
 VARIANTS: dict[str, object] = {
     "gradual": sp.Gradual(),
     "gradual(norm=share)": sp.Gradual(norm="share"),
     "smart": sp.Smart(),
     "smart(gain)": sp.Smart(gain=True),
-    "smart(reach=1)": sp.Smart(reach=1.0),
-    "smart(start=5, end=0.001, reach=1)": sp.Smart(start=5.0, end=1e-3, reach=1.0),
-    "smart(start=1, end=0.001, reach=0.15, ramp)": sp.Smart(start=1.0, end=1e-3, reach=0.15, ramp="cubic"),
-    "smart, as in the paper but for its temperatures": LITERAL,
-    "the same, all scores start equal": dataclasses.replace(LITERAL, init="ones"),
-    "the same, scores start at shares": dataclasses.replace(LITERAL, init="share"),
+    "smart(init=ones)": sp.Smart(init="ones"),
+    "smart(init=share)": sp.Smart(init="share"),
+    "smart(follow, reach=1)": sp.Smart(follow=True, reach=1.0),
+    "smart(follow, reach=0.5, start=2, end=0.003)": STEADY,
+    "smart(follow, reach=0.5, start=2, end=0.003, gain)": dataclasses.replace(STEADY, gain=True),
+    "smart(follow, reach=1, start=2, end=0.01)": dataclasses.replace(STEADY, reach=1.0, end=0.01),
+    "smart(follow, reach=0.15, start=1, ramp)": sp.Smart(follow=True, reach=0.15, start=1.0, ramp="cubic"),
 }
 
 
