@@ -46,17 +46,24 @@ def loop(model: nn.Module, pruner: sp.Pruner, batches: list[tuple[Tensor, Tensor
     return losses
 
 
+METHODS = {
+    "smart": sp.Smart(),
+    "stochastic": sp.Smart(mask_type="stochastic"),
+    "gain": sp.Smart(gain=True, follow=True, reach=20.0),
+}
+
+
 def worker(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     for parallel in ("ddp", "fsdp"):
-        for mask_type in ("deterministic", "stochastic"):
-            work(rank, parallel, mask_type, f"{folder}/{parallel}-{mask_type}-{rank}")
+        for name in METHODS:
+            work(rank, parallel, name, f"{folder}/{parallel}-{name}-{rank}")
     torch.distributed.barrier()
     os._exit(0)  # gloo's threads do not always survive an orderly end
 
 
-def work(rank: int, parallel: str, mask_type: str, file: str) -> None:
+def work(rank: int, parallel: str, name: str, file: str) -> None:
     model = made()
     if parallel == "fsdp":
         from torch.distributed.fsdp import fully_shard
@@ -66,7 +73,7 @@ def work(rank: int, parallel: str, mask_type: str, file: str) -> None:
         fully_shard(model[2], mesh=mesh)
         fully_shard(model, mesh=mesh)
         assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
-    pruner = sp.attach(model, sp.Smart(mask_type=mask_type), block=(4, 4), sparsity=0.7, steps=4)
+    pruner = sp.attach(model, METHODS[name], block=(4, 4), sparsity=0.7, steps=4)
     wrapped = nn.parallel.DistributedDataParallel(model) if parallel == "ddp" else model
     losses = loop(wrapped, pruner, [data(step, rank) for step in range(STEPS)])
     weights = {name: getattr(value, "full_tensor", lambda v=value: v)() for name, value in model.state_dict().items()}
@@ -85,15 +92,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-@pytest.mark.parametrize("mask_type", ["deterministic", "stochastic"])
-def test_two_ranks_agree(folder: Path, parallel: str, mask_type: str) -> None:
-    told = [torch.load(folder / f"{parallel}-{mask_type}-{rank}", weights_only=True) for rank in (0, 1)]
+@pytest.mark.parametrize("method", METHODS)
+def test_two_ranks_agree(folder: Path, parallel: str, method: str) -> None:
+    told = [torch.load(folder / f"{parallel}-{method}-{rank}", weights_only=True) for rank in (0, 1)]
     assert told[0]["digests"] == told[1]["digests"]
     assert len(told[0]["digests"]) == 2 + 8 + 1  # weights and biases, and the scores
 
     # and they hold what one process would that sees all of the data
     model = made()
-    pruner = sp.attach(model, sp.Smart(mask_type=mask_type), block=(4, 4), sparsity=0.7, steps=4)
+    pruner = sp.attach(model, METHODS[method], block=(4, 4), sparsity=0.7, steps=4)
     pairs = [[data(step, rank) for rank in (0, 1)] for step in range(STEPS)]
     together = loop(model, pruner, [(torch.cat([a[0], b[0]]), torch.cat([a[1], b[1]])) for a, b in pairs])
     assert torch.equal(told[0]["mask"], pruner.mask)
