@@ -50,7 +50,7 @@ def main() -> None:
             for gain in (False, True):
                 model = copy.deepcopy(dense)
                 method = sp.Smart(start=start, gain=gain)
-                sp.attach(model, method, block=tuple(map(int, args.block.split("x"))), sparsity=sparsity, steps=100)  # type: ignore[arg-type]
+                sp.attach(model, method, block=args.block, sparsity=sparsity, steps=100)
                 found[f"smart(start={start:g}{', gain' * gain})"] = first_loss(model, task, batch)
         for method_name, loss in found.items():
             print(f"{sparsity:<6} {method_name:<24} {loss:.4f}", flush=True)

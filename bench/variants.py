@@ -49,10 +49,9 @@ VARIANTS: dict[str, object] = {
 
 def plain() -> nn.Module:
     """Convolutions with biases, ReLU and pooling, nothing that normalises."""
-    widths: list[list[nn.Module]] = []
+    layers: list[nn.Module] = []
     for inputs, outputs, halve in ((3, 32, 0), (32, 64, 1), (64, 128, 0), (128, 128, 1), (128, 256, 1)):
-        widths.append([nn.Conv2d(inputs, outputs, 3, padding=1), nn.ReLU(), *[nn.MaxPool2d(2)] * halve])
-    layers = [layer for stage in widths for layer in stage]
+        layers += [nn.Conv2d(inputs, outputs, 3, padding=1), nn.ReLU(), *[nn.MaxPool2d(2)] * halve]
     net = nn.Sequential(*layers, nn.Flatten(), nn.Linear(1024, 128), nn.ReLU(), nn.Linear(128, 10))
     for module in net.modules():
         if isinstance(module, (nn.Conv2d, nn.Linear)):

@@ -71,12 +71,8 @@ class Smart:
     @classmethod
     def paper(cls, start: float = 0.5, end: float = 1e-5, **settings: Any) -> Smart:
         """The paper's Table 4: absolute temperatures; its printed schedule where that exists, else geometric."""
-        schedule = "paper_exponential" if start - end < 1 else "geometric"
-        return cls(
-            start=start,
-            end=end,
-            **{"unit": "absolute", "schedule": schedule, "follow": False, "reach": None, "gain": False, **settings},
-        )
+        settings.setdefault("schedule", "paper_exponential" if start - end < 1 else "geometric")
+        return cls(start=start, end=end, unit="absolute", **settings)
 
     @property
     def through(self) -> bool:
