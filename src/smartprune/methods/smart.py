@@ -42,7 +42,8 @@ class Smart:
       the last share of the search, in which the budget is reached and blocks only change places;
     - ``gain``: whether weights are multiplied by ``mask * sum(mask) / sum(mask ** 2)``: by 1 while all masks are equal, so that
       a search starts with the network as it came, and by the mask once it is hard. Without it a search for 3 % of the blocks starts
-      with weights at 3 % of their size, and batch norms whose outputs fall below their epsilon pass nothing on. Use it with ``follow`` and ``reach``: alone it was harmful;
+      with weights at 3 % of their size, and batch norms whose outputs fall below their epsilon pass nothing on.
+      Use it with ``follow`` and ``reach``: alone it was harmful;
     - ``mask_type``: deterministic; stochastic (Bernoulli samples of the mask); binary (hard forward, straight-through
       gradients to scores and weights); binary_soft (hard forward, gradients of the soft mask);
     - ``train_weights``: whether the pruned weights train during the search;
