@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import dataclasses
 import json
 import math
 import statistics
@@ -31,19 +30,19 @@ from smartprune.models.resnet import ResNet
 from smartprune.tasks.cifar10_files import read
 
 BATCH, BLOCK, HELD = 64, (16, 8), 5000
-STEADY = sp.Smart(follow=True, reach=0.5, start=2.0, end=0.003)
+PLAIN = {"start": 5.0, "end": 1e-3, "follow": False, "reach": None}  # SMART as the paper has it, in units of the model's weights
 VARIANTS: dict[str, object] = {
     "gradual": sp.Gradual(),
     "gradual(norm=share)": sp.Gradual(norm="share"),
     "smart": sp.Smart(),
     "smart(gain)": sp.Smart(gain=True),
-    "smart(init=ones)": sp.Smart(init="ones"),
-    "smart(init=share)": sp.Smart(init="share"),
-    "smart(follow, reach=1)": sp.Smart(follow=True, reach=1.0),
-    "smart(follow, reach=0.5, start=2, end=0.003)": STEADY,
-    "smart(follow, reach=0.5, start=2, end=0.003, gain)": dataclasses.replace(STEADY, gain=True),
-    "smart(follow, reach=1, start=2, end=0.01)": dataclasses.replace(STEADY, reach=1.0, end=0.01),
-    "smart(follow, reach=0.15, start=1, ramp)": sp.Smart(follow=True, reach=0.15, start=1.0, ramp="cubic"),
+    "plain smart": sp.Smart(**PLAIN),
+    "plain smart(gain)": sp.Smart(**PLAIN, gain=True),
+    "plain smart(init=ones)": sp.Smart(**PLAIN, init="ones"),
+    "plain smart(init=share)": sp.Smart(**PLAIN, init="share"),
+    "smart(follow, reach=1, start=5, end=0.001)": sp.Smart(reach=1.0, start=5.0, end=1e-3),
+    "smart(follow, reach=1, start=2, end=0.01)": sp.Smart(reach=1.0, end=0.01),
+    "smart(follow, reach=0.15, start=1, ramp)": sp.Smart(reach=0.15, start=1.0, end=1e-3, ramp="cubic"),
 }
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from smartprune import SmartpruneError
-from smartprune.compare.record import check_rows, markdown, save_record
+from smartprune.compare.record import check_rows, load_rows, markdown, save_record
 
 ROOT = Path(__file__).parent.parent
 RECORDS = sorted(path.parent for path in (ROOT / "records").glob("*/result.json"))
@@ -81,6 +81,15 @@ def test_rows_that_lack_something() -> None:
     for data in empty:
         with pytest.raises(SmartpruneError, match="has no rows"):
             check_rows(data, "here")
+
+
+def test_methods_are_named_by_todays_defaults(tmp_path: Path) -> None:
+    """A record keeps its meaning when a default changes: its settings are named, whatever its name was when it was made."""
+    usual = {"ramp": 1.0, "updates": 200, "norm": "mean", "through": False}
+    settings = [usual, usual | {"norm": "share", "through": True}]
+    rows = [row(method="gradual(updates=200)", settings=given) for given in settings] + [row(method="old")]
+    (tmp_path / "result.json").write_text(json.dumps({"rows": rows}))
+    assert [found["method"] for found in load_rows(tmp_path)] == ["gradual", "gradual(norm=share, through=True)", "old"]
 
 
 def test_markdown_tells_columns_apart_by_what_differs() -> None:

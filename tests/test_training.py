@@ -301,7 +301,7 @@ def test_clipping_leaves_the_scores_alone(tmp_path: Path) -> None:
 
     moved = []
     for most in (0.0, 1e-9):
-        config = plain(tmp_path / f"{most}", clip_norm=most, momentum=0.0)
+        config = plain(tmp_path / f"{most}", clip_norm=most, momentum=0.0, settings={"follow": False})
         with settled(resolved(config)):
             run = begun(config)
             enter(run, "search")

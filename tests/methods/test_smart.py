@@ -71,8 +71,7 @@ def test_defaults_start_soft_and_end_hard() -> None:
     for make_model in zoo.SMALL.values():
         model, _ = make_model()
         pruner = sp.attach(model, sp.Smart(), block=(4, 4), sparsity=0.75, steps=10)
-        keep = pruner.plan.limit / pruner.plan.n
-        assert (pruner.mask - keep).abs().max() < 0.5  # nothing is decided at the start
+        assert 0.05 < pruner.mask.min() < pruner.mask.max() < 0.9  # nothing is decided at the start
         pruner.count = pruner.steps
         pruner._move()
         soft = pruner.mask
@@ -97,6 +96,14 @@ def test_score_gradient_is_the_block_sum_through_the_jacobian() -> None:
     v = [float(m * (1 - m)) for m in mask]
     expected = [sum(((v[i] if i == j else 0) - v[i] * v[j] / sum(v)) * g[i] for i in range(n)) / pruner.tau for j in range(n)]
     assert torch.allclose(got, torch.tensor(expected).double(), rtol=1e-3, atol=1e-7)
+
+
+def test_the_papers_form_has_nothing_of_ours() -> None:
+    paper, ours = sp.Smart.paper(), sp.Smart()
+    assert (paper.follow, paper.reach, paper.unit, paper.start, paper.end) == (False, None, "absolute", 0.5, 1e-5)
+    assert (paper.ramp, paper.gain, paper.init) == ("none", False, "mean")
+    assert (ours.follow, ours.reach) == (True, 0.5)
+    assert sp.Smart.paper(follow=True, schedule="linear") == dataclasses.replace(paper, follow=True, schedule="linear")
 
 
 def test_conservation_of_the_scores_sum_under_plain_sgd() -> None:
@@ -369,8 +376,8 @@ def test_gradients_through_the_gain() -> None:
     both = zip(pruner.plan.layers, pruner.blocks.weights, strict=True)
     pairs += [(weight.grad, named[layer.weight].grad) for layer, weight in both]
     for got, wanted in pairs:
-        assert float(wanted.abs().max()) > 1e-6
-        assert torch.allclose(got, wanted, rtol=1e-4, atol=1e-6)
+        assert (most := float(wanted.abs().max())) > 1e-6
+        assert torch.allclose(got, wanted, rtol=1e-4, atol=1e-6 * max(most, 1.0))
 
 
 @pytest.mark.parametrize("field", ["reach", "clip"])

@@ -10,8 +10,8 @@ import glob
 import json
 import os
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from ..files import parse_json, read_capped
 from ..methods import METHODS
 from ..rundir import CONFIG, RESULT
 from ..tasks import TASKS
+from .names import method_name, named, plain
 
 LARGEST_FILE = 1 << 20
 # what differs between runs of one table, and what only says where and how fast a run was
@@ -59,7 +60,7 @@ class Entry:
     @property
     def method(self) -> str:
         """The method, with the settings that are not its defaults."""
-        return _method(self.config["method"], self.config["settings"])
+        return method_name(self.config["method"], self.config["settings"])
 
     @property
     def group(self) -> tuple[str, str, str, str, str]:
@@ -258,7 +259,7 @@ def _number(found: Fields, name: str) -> float:
 
 def key(config: Mapping[str, Any]) -> Key:
     """What a run is, apart from where and how fast it was made."""
-    method = _method(config["method"], config["settings"])
+    method = method_name(config["method"], config["settings"])
     return _data(config), config["model"], config["block"], protocol(config), method, asked(config), config["seed"]
 
 
@@ -268,8 +269,7 @@ def row_keys(row: Mapping[str, Any], where: str) -> list[Key]:
         return []
     told = Fields(dict(row), where)
     data, model, block, line, method = (told.text(name, LONGEST) for name in ("data", "model", "block", "protocol", "method"))
-    # the name of the method was made with the defaults of its day; the settings have all of them
-    method = _method(method.partition("(")[0], told.inner("settings").data)
+    method = method_name(method.partition("(")[0], told.inner("settings").data)
     kind = next((name for name in BUDGETS if row.get(name) is not None), BUDGETS[0])
     seeds = told.integers("seeds", 0, MOST_SEEDS)
     if len(seeds) != row["n"]:
@@ -279,24 +279,7 @@ def row_keys(row: Mapping[str, Any], where: str) -> list[Key]:
 
 def _data(config: Mapping[str, Any]) -> str:
     kept = {name: value for name, value in config["task_settings"].items() if name != "folder"}
-    return _with_settings(config["task"], TASKS, kept)
-
-
-def _method(name: str, settings: Mapping[str, Any]) -> str:
-    return _with_settings(name, METHODS, settings)
-
-
-def _with_settings(name: str, choices: Mapping[str, Callable[..., Any]], settings: Mapping[str, Any]) -> str:
-    """``smart``, or ``smart(ramp=cubic)`` where a setting is not the default."""
-    usual: dict[str, Any] = {}
-    if name in choices:
-        usual = {f.name: f.default for f in fields(choices[name]) if f.default is not MISSING}  # type: ignore[arg-type]
-    own = [f"{key}={_plain(value)}" for key, value in settings.items() if key not in usual or usual[key] != value]
-    return f"{name}({', '.join(own)})" if own else name
-
-
-def _plain(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return named(config["task"], TASKS, kept)
 
 
 def protocol(config: Mapping[str, Any]) -> str:
@@ -317,6 +300,6 @@ def protocol(config: Mapping[str, Any]) -> str:
     for name, value in rest.items():
         if name in idle or value in (None, "", [], ()):
             continue
-        shown = " ".join(value) if isinstance(value, (list, tuple)) else _plain(value)
+        shown = " ".join(value) if isinstance(value, (list, tuple)) else plain(value)
         parts.append(shown if name == "optimizer" else f"{name.replace('_', ' ')} {shown}")
     return ", ".join(parts)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import SmartpruneError
 from ..files import parse_json, read_capped, write_whole
+from .names import method_name
 
 if TYPE_CHECKING:
     from . import Comparison
@@ -62,8 +63,15 @@ def _is_number(value: object) -> bool:
 
 
 def load_rows(folder: Path) -> list[dict[str, Any]]:
+    """The rows of a record. Methods go by the names that today's defaults give them, where a row has all settings: the name in
+    the file was made with those of its day."""
     path = folder / RESULT
-    return check_rows(parse_json(read_capped(path, LARGEST_FILE), str(path)), str(path))
+    rows = check_rows(parse_json(read_capped(path, LARGEST_FILE), str(path)), str(path))
+    return [_renamed(row) if isinstance(row.get("settings"), dict) else row for row in rows]
+
+
+def _renamed(row: dict[str, Any]) -> dict[str, Any]:
+    return row | {"method": method_name(str(row["method"]).partition("(")[0], row["settings"])}
 
 
 def markdown(rows: Sequence[Mapping[str, Any]], only: Mapping[str, str] | None = None) -> tuple[list[str], str]:

@@ -3,8 +3,9 @@
 ``mask = sigmoid((scores - theta) / tau)`` with theta such that ``sum(cost * mask) = limit`` (paper, equations 2 and 5).
 Scores start at the mean of the absolute weights and train with the weights; at the end the highest are kept.
 
-What the paper does not have is off by default until it has proved itself (docs/beyond.md): scores that go along with the weights
-of their blocks, a limit on how far one step takes a score, a budget that falls from nearly all blocks to its limit.
+Two things the paper does not have proved themselves and are on by default (docs/beyond.md): scores go along with the weights of
+their blocks (``follow``), and have a limit on how far they go in a part of the search (``reach``). ``Smart.paper()`` is the
+paper's own form; ``Smart(start=5, end=1e-3, follow=False, reach=None)`` is that form in units of your model's weights.
 """
 
 from __future__ import annotations
@@ -36,14 +37,15 @@ class Smart:
     - ``init`` of the scores: mean (of |w|), l1 (sum of |w|), share (log of a block's share of its layer, see ``Blocks.share``)
       or ones;
     - ``follow``: whether scores go along when that number changes because the weights train;
-    - ``reach``: how far a score moves in a hundredth of the search at most, in temperatures, whatever the number of steps; None:
-      as far as its gradient takes it, which is far enough to decide on every block while the mask is still soft;
+    - ``reach``: how far a score moves in a hundredth of the search at most, in temperatures, whatever the number of steps, the
+      learning rate and the optimizer; None: as far as its gradient takes it, which is far enough to decide on every block while
+      the mask is still soft. Without ``follow`` it is harmful: scores then stay near where they began;
     - ``ramp`` of the budget: none, or cubic (from nearly all blocks down to the budget while the temperature falls); ``hold``:
       the last share of the search, in which the budget is reached and blocks only change places;
     - ``gain``: whether weights are multiplied by ``mask * sum(mask) / sum(mask ** 2)``: by 1 while all masks are equal, so that
       a search starts with the network as it came, and by the mask once it is hard. Without it a search for 3 % of the blocks starts
       with weights at 3 % of their size, and batch norms whose outputs fall below their epsilon pass nothing on.
-      Use it with ``follow`` and ``reach``: alone it was harmful;
+      Without ``follow`` and ``reach`` it was harmful;
     - ``mask_type``: deterministic; stochastic (Bernoulli samples of the mask); binary (hard forward, straight-through
       gradients to scores and weights); binary_soft (hard forward, gradients of the soft mask);
     - ``train_weights``: whether the pruned weights train during the search;
@@ -55,13 +57,13 @@ class Smart:
 
     name: ClassVar[str] = "smart"
 
-    start: float = 5.0
-    end: float = 1e-3
+    start: float = 2.0
+    end: float = 3e-3
     unit: str = "spread"
     schedule: str = "geometric"
     init: str = "mean"
-    follow: bool = False
-    reach: float | None = None
+    follow: bool = True
+    reach: float | None = 0.5
     ramp: str = "none"
     hold: float = 0.0
     gain: bool = False
@@ -71,9 +73,10 @@ class Smart:
 
     @classmethod
     def paper(cls, start: float = 0.5, end: float = 1e-5, **settings: Any) -> Smart:
-        """The paper's Table 4: absolute temperatures; its printed schedule where that exists, else geometric."""
-        settings.setdefault("schedule", "paper_exponential" if start - end < 1 else "geometric")
-        return cls(start=start, end=end, unit="absolute", **settings)
+        """The paper's Table 4: absolute temperatures; its printed schedule where that exists, else geometric; scores that are moved
+        by their gradients alone."""
+        schedule = "paper_exponential" if start - end < 1 else "geometric"
+        return cls(start, end, **{"unit": "absolute", "schedule": schedule, "follow": False, "reach": None, **settings})
 
     @property
     def through(self) -> bool:
