@@ -74,11 +74,16 @@ def paper_lines(root: Path, page: Path) -> list[str]:
             length = next((name for name, start in LENGTHS.items() if row["protocol"].startswith(start)), None)
             if length is None or row["data"] != "cifar10" or row["metric"] != "accuracy" or "seeds" not in row:
                 continue
+            if "distill" in row["protocol"]:
+                continue  # another protocol, which the paper does not have
             spread = "" if row["std"] is None else f" ± {100 * row['std']:.2f}"
             value = f"{100 * row['mean']:.2f}{spread} ({100 * row['difference']:+.2f}), n={row['n']}"
             link = os.path.relpath(folder, page.parent)
             place = (row["model"], row["block"], row["sparsity"], row["method"])
             cells.setdefault(place, {}).setdefault(length, []).append(f"[{value}]({link})")
+            dense = cells.setdefault((*place[:2], 0.0, "dense"), {}).setdefault(length, [])
+            began = f"[{100 * (row['mean'] - row['difference']):.2f}]({link})"
+            dense += [began] * (began not in dense)
     order = {place[:3]: number for number, place in enumerate(told)}
     lines = [
         "| network | block | removed | method | paper | ours, short | ours, full |",
@@ -88,6 +93,8 @@ def paper_lines(root: Path, page: Path) -> list[str]:
         model, block, share, method = place
         paper = told.get(place, "-")
         shown = paper if paper in ("-", "N/A") else f"{100 * float(paper):.1f}"
+        if share and shown != paper:
+            shown += f" ({100 * (float(paper) - float(told[(model, block, 0.0, 'dense')])):+.1f})"
         ours = ["; ".join(cells[place].get(length, ["-"])) for length in LENGTHS]
         lines.append(f"| {model} | {block} | {100 * share:g} % | {method} | {shown} | {' | '.join(ours)} |")
     numbers = [place for place, value in told.items() if place[2] > 0 and value != "N/A"]

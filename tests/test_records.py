@@ -196,6 +196,7 @@ def test_the_papers_table_beside_ours(tmp_path: Path) -> None:
         {"method": "smart", "sparsity": 0.97, "protocol": lengths[12], "values": [0.8, 0.9], "seeds": [0, 1], "difference": -0.1},
         {"method": "smart", "sparsity": 0.97, "protocol": lengths[40], "values": [0.875], "seeds": [0], "difference": -0.075},
         {"method": "gradual", "sparsity": 0.95, "protocol": lengths[12], "values": [0.9], "seeds": [0], "difference": -0.05},
+        {"method": "awg", "sparsity": 0.95, "protocol": lengths[12] + ", distill 1", "values": [0.9], "seeds": [0], "difference": 0},
         {"method": "pdp", "sparsity": 0.95, "protocol": "10 dense epochs", "values": [0.1], "seeds": [0], "difference": -0.8},
     ]
     for row in rows:
@@ -209,8 +210,10 @@ def test_the_papers_table_beside_ours(tmp_path: Path) -> None:
     text = page.read_text()
     assert "| densenet | 8x8 | 95 % | gradual | - | [90.00 (-5.00), n=1](../records/some) | - |" in text
     assert (
-        "| densenet | 8x8 | 97 % | smart | 85.0 | [85.00 ± 7.07 (-10.00), n=2](../records/some) | "
+        "| densenet | 8x8 | 97 % | smart | 85.0 (-9.8) | [85.00 ± 7.07 (-10.00), n=2](../records/some) | "
         "[87.50 (-7.50), n=1](../records/some) |"
     ) in text
+    assert "| densenet | 8x8 | 0 % | dense | 94.8 | [95.00](../records/some) | [95.00](../records/some) |" in text
     assert "pdp" not in text  # neither short nor full
+    assert "awg" not in text  # another protocol
     assert "Of the 162 numbers in the paper's table, 1 have one of ours" in text
