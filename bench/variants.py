@@ -1,7 +1,7 @@
 """Which form of SMART is best on networks and data small enough for a CPU?
 
 python bench/variants.py --data DIR [--network NAME] [--sparsity S] [--seeds 0 1 2] [--pictures 10000]
-                         [--epochs DENSE SEARCH FINETUNE] [--variants NAME ...] [--out FILE.json]
+                         [--epochs DENSE SEARCH FINETUNE] [--variants NAME ...] [--dense FILE.pt] [--out FILE.json]
 
 CIFAR-10 at 16x16 pixels, 16x8 blocks, one thread, two to four minutes a run. The networks: residual, of width 32; folded, the same
 with its batch norms folded into the convolutions once the dense model is trained, as networks arrive from ONNX files; densenet,
@@ -174,6 +174,7 @@ def main() -> None:
     parser.add_argument("--pictures", type=int, default=10_000)
     parser.add_argument("--epochs", type=int, nargs=3, metavar=("DENSE", "SEARCH", "FINETUNE"), help="else what suits the network")
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS, metavar="NAME")
+    parser.add_argument("--dense", type=Path, help="the trained dense model: read where the file exists, else written")
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -185,7 +186,13 @@ def main() -> None:
     steps = args.pictures // BATCH
     torch.manual_seed(0)
     dense = network.make()
-    train(dense, (x, y), first, network.lr, 0, 0, first * steps, None)
+    if args.dense is not None and args.dense.exists():
+        dense.load_state_dict(torch.load(args.dense, weights_only=True))
+    else:
+        loss = train(dense, (x, y), first, network.lr, 0, 0, first * steps, None)
+        print(f"dense: training loss {loss:.4f}")
+        if args.dense is not None:
+            torch.save(dense.state_dict(), args.dense)
     dense = network.finish(dense)
     print(f"dense {accuracy(dense, *held):.4f}", flush=True)
     dense.train()
