@@ -1,12 +1,14 @@
 """Which form of SMART is best on networks and data small enough for a CPU?
 
 python bench/variants.py --data DIR [--network NAME] [--sparsity S] [--seeds 0 1 2] [--pictures 10000]
-                         [--epochs DENSE SEARCH FINETUNE] [--variants NAME ...] [--dense FILE.pt] [--out FILE.json]
+                         [--epochs DENSE SEARCH FINETUNE] [--variants NAME ...] [--transfer] [--dense FILE.pt]
+                         [--out FILE.json]
 
 CIFAR-10 at 16x16 pixels, 16x8 blocks, one thread, two to four minutes a run. The networks: residual, of width 32; folded, the same
 with its batch norms folded into the convolutions once the dense model is trained, as networks arrive from ONNX files; densenet,
 of growth 16; plain, convolutions with biases and nothing that normalises; transformer, four layers with layer norm. One dense
-model is trained first; all variants start from it, with the same epochs, optimizer and schedule. Accuracy on 5,000 training
+model is trained first; all variants start from it, with the same epochs, optimizer and schedule. With --transfer it
+has seen other classes. Accuracy on 5,000 training
 pictures that were held out, and training loss of the last epoch; the test split is not read. What wins here is worth GPU time;
 it is no claim about larger networks.
 """
@@ -174,6 +176,9 @@ def main() -> None:
     parser.add_argument("--pictures", type=int, default=10_000)
     parser.add_argument("--epochs", type=int, nargs=3, metavar=("DENSE", "SEARCH", "FINETUNE"), help="else what suits the network")
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS, metavar="NAME")
+    parser.add_argument(
+        "--transfer", action="store_true", help="dense on five of the classes, search and fine-tuning on the others"
+    )
     parser.add_argument("--dense", type=Path, help="the trained dense model: read where the file exists, else written")
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     args = parser.parse_args()
@@ -181,22 +186,25 @@ def main() -> None:
     network = NETWORKS[args.network]
     sparsity, (first, search, last) = args.sparsity or network.sparsity, args.epochs or network.epochs
     found, labels = pictures(args.data, "train")
-    x, y = found[: args.pictures], labels[: args.pictures]
-    held = found[args.pictures :][:HELD], labels[args.pictures :][:HELD]
+    before = (labels < 5) | (not args.transfer)  # pictures for the dense model, and for what comes after
+    after = (labels >= 5) | (not args.transfer)
+    first_x, first_y = found[before][: args.pictures], labels[before][: args.pictures]
+    x, y = found[after][: args.pictures], labels[after][: args.pictures]
+    held = found[after][args.pictures :][:HELD], labels[after][args.pictures :][:HELD]
     steps = args.pictures // BATCH
     torch.manual_seed(0)
     dense = network.make()
     if args.dense is not None and args.dense.exists():
         dense.load_state_dict(torch.load(args.dense, weights_only=True))
     else:
-        loss = train(dense, (x, y), first, network.lr, 0, 0, first * steps, None)
+        loss = train(dense, (first_x, first_y), first, network.lr, 0, 0, first * steps, None)
         print(f"dense: training loss {loss:.4f}")
         if args.dense is not None:
             torch.save(dense.state_dict(), args.dense)
     dense = network.finish(dense)
     print(f"dense {accuracy(dense, *held):.4f}", flush=True)
     dense.train()
-    protocol = f"{first} dense + {search} search + {last} fine-tuning epochs"
+    protocol = f"{first} dense + {search} search + {last} fine-tuning epochs" + ", on other classes" * args.transfer
     common = {"model": f"{args.network}, small", "data": f"cifar10 at 16x16, {args.pictures:,} pictures", "block": "16x8"}
     common |= {"sparsity": sparsity, "protocol": protocol}
     rows = []

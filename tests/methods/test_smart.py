@@ -78,6 +78,19 @@ def test_defaults_start_soft_and_end_hard() -> None:
         assert torch.minimum(soft, 1 - soft).sum() / pruner.plan.limit < 0.1  # nearly everything is at the end
 
 
+def test_two_blocks_that_are_nearly_equal_do_not_make_a_search_too_warm() -> None:
+    """One block of four is kept, and two differ by less than the last temperature: hours of search must not end in an error."""
+    model = nn.Sequential(nn.Linear(4, 16, bias=False), nn.Linear(16, 2))
+    with torch.no_grad():
+        for row, value in enumerate((0.1, 0.4, 0.40001, 0.2)):
+            model[0].weight[4 * row : 4 * row + 4] = value
+    pruner = sp.attach(model, sp.Smart(), block=(4, 4), sparsity=0.75, steps=1, include="*", skip="1")
+    model(torch.zeros(1, 4)).sum().backward()
+    pruner.step()
+    assert pruner.phase == "frozen"
+    assert pruner.mask.tolist() == [0.0, 0.0, 1.0, 0.0]
+
+
 def test_score_gradient_is_the_block_sum_through_the_jacobian() -> None:
     """methods: dL/dm = J^T <dL/dw', w> per block, with J built entry by entry."""
     torch.manual_seed(1)

@@ -170,15 +170,16 @@ class Smart:
     def warmth(self, blocks: Blocks, state: State) -> float:
         """How far the soft mask is from a hard one because of its temperature, as a share of the kept blocks.
 
-        What a thousand times colder mask still has, tied scores and the last block of a budget in costs, is not
-        counted.
+        Not counted: what a thousand times colder mask still has, tied scores and the last block of a budget in costs; and the
+        two blocks that are decided least, since two that happen to be nearly equal say nothing about all others.
         """
         if self.schedule == "fixed" or self.mask_type.startswith("binary"):
             return 0.0
         scores = self.rank(blocks, state)
         soft, cold = (soft_topk(scores, state["limit"], state["tau"] * factor, blocks.soft_cost) for factor in (1.0, 1e-3))
+        open_ = torch.minimum(soft, 1 - soft) - torch.minimum(cold, 1 - cold)
         keep = blocks.n * blocks.limit / max(blocks.total, 1)
-        return float((torch.minimum(soft, 1 - soft).sum() - torch.minimum(cold, 1 - cold).sum()) / (2 * max(keep, 1.0)))
+        return float((open_.sum() - open_.topk(min(2, blocks.n)).values.sum()) / (2 * max(keep, 1.0)))
 
     def rank(self, blocks: Blocks, state: State) -> Tensor:
         scores: Tensor = state["scores"].detach()
