@@ -51,6 +51,6 @@ def test_import_of_the_package_stays_light() -> None:
             elif isinstance(node, ast.ImportFrom) and node.level == 0:
                 names = [node.module or ""]
             for name in names:
-                assert name.split(".")[0] not in {"sklearn", "onnx", "onnxruntime", "matplotlib", "rich", "torchvision"}
+                assert name.split(".")[0] not in {"sklearn", "onnx", "onnxruntime", "openvino", "matplotlib", "rich", "torchvision"}
                 if "triton" not in path.name:
                     assert name.split(".")[0] != "triton", path

@@ -1,4 +1,4 @@
-"""Engines side by side: the same model in torch, onnxruntime and in our runtime, each in a process of its own.
+"""Engines side by side: the same model in torch, onnxruntime, OpenVINO and in our runtime, each in a process of its own.
 
 Several thread pools in one process disturb each other, so every engine has its own process, and all but the one being timed
 are stopped. They take turns in rounds, and the least time of a round counts. Before an engine is timed its outputs are
@@ -14,28 +14,35 @@ import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from functools import partial
+from importlib.metadata import packages_distributions, version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from . import text
+from .block import Block
 from .errors import SmartpruneError
 from .files import write_whole
 from .report.draw import Drawing, room
 from .runtime import accelerate
 
-DENSE = ("torch", "torch channels-last", "onnxruntime")
-DENSE_INT8 = ("onnxruntime int8",)
+TORCH = ("torch", "torch channels-last")
+DENSE = (*TORCH, "onnxruntime", "openvino")
+DENSE_INT8 = ("onnxruntime int8", "openvino int8")
 OURS, OURS_INT8 = "smartprune", "smartprune int8"
 CPU = (*DENSE, *DENSE_INT8, OURS, OURS_INT8)
 GPU = ("torch cuda bf16", "smartprune cuda bf16")
-CLOSE, CLOSE_INT8, CLOSE_HALF = 1e-3, 0.5, 0.1  # of the largest output, relative RMS error, of the largest output
+GRAPHS = {"float.onnx": DENSE[2:], "int8.onnx": DENSE_INT8}  # the files that engines read
+CLOSE, CLOSE_INT8, CLOSE_HALF = 1e-3, 0.5, 0.1  # of the largest output; RMS, of the outputs' spread; of the largest output
 WIDTH = 80
 Run = Callable[[], Any]
 
@@ -113,7 +120,8 @@ class Bench:
             head = ("layer alone", "kind", "kept blocks", "torch us", "ours us", "x dense")
             out += ["", f"layers, float32, batch {self.layers[0].batch}", *text.table(head, lines, "<<>>>>", WIDTH)]
         out += ["", "x dense: over the fastest dense engine of its kind (float32, int8, GPU) here"]
-        out += [f"left out: {name}: {why}" for name, why in self.left_out.items()]
+        if self.left_out:
+            out += textwrap.wrap(f"left out: {_reasons(self.left_out)}", WIDTH, subsequent_indent="  ", break_on_hyphens=False)
         out += [f"failed: {t.engine}, batch {t.batch}: {t.failed}" for t in self.timings if t.failed is not None]
         return "\n".join(out)
 
@@ -174,6 +182,8 @@ def bench(
         raise SmartpruneError(f"bench: engine {unknown[0]!r} is not known; there are: {', '.join((*CPU, *GPU))}")
     found = verify(model, block)
     names, left_out = engines()
+    if only and not {*only} & {*names}:
+        raise SmartpruneError(f"bench: {', '.join(only)} cannot be timed here; left out: {_reasons(left_out)}")
     if only:
         names, left_out = [n for n in names if n in only], {n: why for n, why in left_out.items() if n in only}
     timings: list[Timing] = []
@@ -183,16 +193,13 @@ def bench(
             tell(f"batch {batch}: preparing")
             x = example.repeat(batch, *[1] * (example.dim() - 1))
             x = x + torch.randn(x.shape, generator=torch.Generator().manual_seed(0)) if x.is_floating_point() else x
-            torch.save((model.cpu().eval(), x, list(calibration)), Path(folder) / "case.pt")
-            _export(model, x, calibration, Path(folder), names, left_out)
-            group = [Engine(n, Path(folder), threads) for n in names if n not in left_out]
-            try:
-                timings += _times(group, batch, rounds, seconds, tell)
+            left_out |= prepare(model, x, calibration, Path(folder), names, block)
+            names = [n for n in names if n not in left_out]
+            with ExitStack() as stack:
+                group = [stack.enter_context(closing(Engine(n, Path(folder), threads))) for n in names]
+                timings += times(group, batch, rounds, seconds, tell)
                 if layers and batch == batches[0]:
                     alone = _layers(group, batch, found)
-            finally:
-                for engine in group:
-                    engine.close()
     return Bench(
         name,
         block,
@@ -201,69 +208,97 @@ def bench(
         tuple(timings),
         tuple(alone),
         left_out,
-        _versions(),
+        versions(),
     )
 
 
 def engines() -> tuple[list[str], dict[str, str]]:
     """Engines that can be run here, and why others cannot."""
-    names, left_out = list(CPU), {}
+    left_out = {}
     missing = [package for package in ("onnx", "onnxscript", "onnxruntime") if importlib.util.find_spec(package) is None]
     if missing:
-        left_out = dict.fromkeys(("onnxruntime", "onnxruntime int8"), f"{', '.join(missing)} not installed (smartprune[onnx])")
-    if torch.cuda.is_available():
-        names += GPU
-    else:
+        readers = [name for users in GRAPHS.values() for name in users]
+        left_out = dict.fromkeys(readers, f"{', '.join(missing)} not installed (smartprune[onnx])")
+    if importlib.util.find_spec("openvino") is None:
+        left_out |= dict.fromkeys(("openvino", "openvino int8"), "not installed")
+    if not torch.cuda.is_available():
         left_out["GPU"] = "torch finds no CUDA device"
-    return names, left_out
+    return [name for name in (*CPU, *(() if "GPU" in left_out else GPU)) if name not in left_out], left_out
 
 
-def _export(
-    model: nn.Module, x: Tensor, calibration: Sequence[Tensor], folder: Path, names: Sequence[str], left_out: dict[str, str]
-) -> None:  # fmt: skip
+def _reasons(left_out: Mapping[str, str]) -> str:
+    """Engines by reason; one that shares it with its int8 form stands for both."""
+    groups: dict[str, list[str]] = {}
+    for name, why in left_out.items():
+        group = groups.setdefault(why, [])
+        if name.removesuffix(" int8") not in group:
+            group.append(name)
+    return "; ".join(f"{', '.join(group)}: {why}" for why, group in groups.items())
+
+
+def prepare(
+    model: nn.Module,
+    x: Tensor,
+    calibration: Sequence[Tensor],
+    folder: Path,
+    names: Sequence[str],
+    block: Block | str | Sequence[int | None],
+) -> dict[str, str]:
+    """Writes what the processes of ``names`` read, and says which of them cannot have it and why."""
     from .onnx import export_onnx
 
-    for name, file in (("onnxruntime", "float.onnx"), ("onnxruntime int8", "int8.onnx")):
-        if name in left_out or name not in names:
+    torch.save((model.cpu().eval(), x, list(calibration)), folder / "case.pt")
+    left_out: dict[str, str] = {}
+    for file, users in GRAPHS.items():
+        wanted = [name for name in users if name in names]
+        if not wanted:
             continue
-        int8 = name.endswith("int8")
-        try:
-            batches = [x, *(part for one in calibration for part in one.split(len(x)) if len(part) == len(x))] if int8 else None
-            export_onnx(model, folder / file, x, (16, 8), int8=int8, calibration=batches, dynamic_batch=False)
+        int8 = file == "int8.onnx"
+        batches = [x, *(part for one in calibration for part in one.split(len(x)) if len(part) == len(x))] if int8 else None
+        try:  # with any tolerance, for every engine is compared with torch itself
+            export_onnx(model, folder / file, x, block, int8=int8, calibration=batches, dynamic_batch=False, tolerance=1.0)
         except SmartpruneError as error:
-            left_out[name] = str(error).splitlines()[0]
+            left_out |= dict.fromkeys(wanted, str(error).splitlines()[0])
+    return left_out
 
 
-def _times(group: Sequence[Engine], batch: int, rounds: int, seconds: float, tell: Callable[[str], None]) -> list[Timing]:
-    least: dict[str, list[float]] = {engine.name: [] for engine in group}
+def times(
+    group: Sequence[Engine], batch: int, rounds: int, seconds: float, tell: Callable[[str], None] = lambda words: None
+) -> list[Timing]:
+    """Times the engines in turns, each round in another order."""
+    least: list[list[float]] = [[] for _ in group]
     for turn in range(rounds):
         tell(f"batch {batch}: round {turn + 1} of {rounds}")
-        shift = turn % max(1, len(group))
-        for engine in (*group[shift:], *group[:shift]):
-            if engine.failed is None:
-                least[engine.name].append(engine.ask({"time": seconds})["ms"])
-    return [Timing(e.name, batch, min(least[e.name], default=0.0), tuple(least[e.name]), e.error, e.failed) for e in group]
+        for place in range(len(group)):
+            i = (turn + place) % len(group)
+            if group[i].failed is None:
+                least[i].append(group[i].ask({"time": seconds})["ms"])
+    return [
+        Timing(engine.name, batch, min(ms, default=0.0), tuple(ms), engine.error, engine.failed)
+        for engine, ms in zip(group, least, strict=True)
+    ]
 
 
 def _layers(group: Sequence[Engine], batch: int, found: Any) -> list[LayerTiming]:
-    told = {e.name: e.ask({"layers": True}) for e in group if e.name in (*DENSE[:2], OURS) and e.failed is None}
-    if OURS not in told or not set(DENSE[:2]) & set(told):
+    told = {e.name: e.ask({"layers": True}) for e in group if e.name in (*TORCH, OURS) and e.failed is None}
+    if OURS not in told or not set(TORCH) & set(told):
         return []
     rows = {row.name: row for row in found.layers}
     out = []
     for name, (kind, ours) in told[OURS].items():
-        dense = min(told[engine][name][1] for engine in DENSE[:2] if engine in told)
+        dense = min(told[engine][name][1] for engine in TORCH if engine in told)
         kept, blocks = (rows[name].blocks - rows[name].zero, rows[name].blocks) if name in rows else (0, 0)
         out.append(LayerTiming(name, kind, batch, kept, blocks, dense * 1e6, ours * 1e6))
     return out
 
 
 class Engine:
-    """One engine in a process of its own, stopped unless it is its turn."""
+    """One engine in a process of its own, stopped unless it is its turn. It runs what :func:`prepare` wrote into ``folder``;
+    ``allowed`` is the error that its outputs may have, in place of :func:`difference`'s own limit."""
 
-    def __init__(self, name: str, folder: Path, threads: int) -> None:
+    def __init__(self, name: str, folder: Path, threads: int, allowed: float | None = None) -> None:
         self.name = name
-        command = [sys.executable, "-m", "smartprune.engines", name, str(folder), str(threads)]
+        command = [sys.executable, "-m", "smartprune.engines", name, str(folder), str(threads), json.dumps(allowed)]
         source = str(Path(__file__).parents[1])
         env = os.environ | {
             "OMP_NUM_THREADS": str(threads),
@@ -308,12 +343,12 @@ class Engine:
 # ---- in the process of an engine
 
 
-def work(name: str, folder: Path, threads: int) -> None:
+def work(name: str, folder: Path, threads: int, allowed: float | None) -> None:
     torch.set_num_threads(threads)
     try:
         model, x, calibration = torch.load(folder / "case.pt", weights_only=False)  # written by the process that started this one
         run = made(name, model, x, calibration, threads, folder)
-        told: dict[str, Any] = {"error": difference(name, run(), model, x)}
+        told: dict[str, Any] = {"error": difference(name, run(), model, x, allowed)}
     except Exception as error:  # an engine that cannot run the model is a result, too
         told = {"failed": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"}
     print(json.dumps(told), flush=True)
@@ -341,14 +376,30 @@ def made(name: str, model: nn.Module, x: Tensor, calibration: list[Tensor], thre
     if name == OURS_INT8:
         fast = accelerate(model, dtype="int8", example=[x, *calibration], threads=threads)
         return lambda: fast(x)
+    path = folder / next(file for file, users in GRAPHS.items() if name in users)
+    if name.startswith("openvino"):
+        return _in_openvino(path, x, threads)
     import onnxruntime  # type: ignore[import-untyped,import-not-found,unused-ignore]
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
-    path = folder / ("int8.onnx" if name.endswith("int8") else "float.onnx")
     session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     feed = {session.get_inputs()[0].name: x.numpy()}
-    return lambda: [torch.from_numpy(out) for out in session.run(None, feed)]
+    return lambda: session.run(None, feed)
+
+
+def _in_openvino(path: Path, x: Tensor, threads: int) -> Run:
+    import openvino  # type: ignore[import-untyped,import-not-found,unused-ignore]
+
+    settings = {
+        "INFERENCE_NUM_THREADS": threads,
+        "PERFORMANCE_HINT": "LATENCY",
+        "NUM_STREAMS": 1,
+        "INFERENCE_PRECISION_HINT": "f32",
+    }
+    request = openvino.Core().compile_model(path, "CPU", settings).create_infer_request()
+    data = x.numpy()
+    return lambda: list(request.infer([data], share_inputs=True, share_outputs=True).values())
 
 
 def _on_gpu(name: str, model: nn.Module, x: Tensor) -> Run:
@@ -377,26 +428,42 @@ def _on_gpu(name: str, model: nn.Module, x: Tensor) -> Run:
     return run
 
 
-def difference(name: str, outputs: Any, model: nn.Module, x: Tensor) -> float:
-    """How far the outputs lie from torch's float32; a wrong engine is not worth timing."""
+def difference(name: str, outputs: Any, model: nn.Module, x: Tensor, allowed: float | None = None) -> float:
+    """How far the outputs lie from torch's float32; a wrong engine is not worth timing.
+
+    For int8 it is the RMS error relative to the outputs' RMS about their mean, for others the largest error relative to the
+    largest output. Infinity and NaN have to be where torch has them.
+    """
     with torch.no_grad():
         theirs = _tensors(model.cpu().float()(x))
-    worst = 0.0
+    if not theirs:
+        raise SmartpruneError("the model gives no tensors to compare")
+    worst = torch.zeros(())
     for a, b in zip(_tensors(outputs), theirs, strict=True):
-        a = a.float().cpu()
+        real = b.isfinite()
+        if not torch.equal(a.isfinite(), real):
+            raise SmartpruneError("its outputs have another shape than torch's, or other NaN or infinite numbers")
+        if not real.any():
+            continue
+        a, b = a[real], b[real]
         if name.endswith("int8"):
-            worst = max(worst, float((a - b).norm() / b.norm().clamp(min=1e-12)))
+            off, scale = (a - b).norm(), (b - b.mean() if b.numel() > 1 else b).norm()
         else:
-            worst = max(worst, float((a - b).abs().max() / b.abs().max().clamp(min=1e-12)))
-    allowed = CLOSE_INT8 if name.endswith("int8") else CLOSE_HALF if name.endswith("bf16") else CLOSE
+            off, scale = (a - b).abs().max(), b.abs().max()
+        worst = worst.maximum(off / scale.clamp(min=1e-12))  # which keeps NaN
+    if allowed is None:
+        allowed = CLOSE_INT8 if name.endswith("int8") else CLOSE_HALF if name.endswith("bf16") else CLOSE
     if not worst <= allowed:
-        raise SmartpruneError(f"its outputs are off by {worst:.3g}; {allowed:g} is allowed")
-    return worst
+        raise SmartpruneError(f"its outputs are off by {float(worst):.3g}; {allowed:g} is allowed")
+    return float(worst)
 
 
 def _tensors(result: Any) -> list[Tensor]:
+    """All tensors and arrays in the outputs of an engine, on the CPU in float32."""
+    if isinstance(result, np.ndarray):
+        result = torch.tensor(result)
     if isinstance(result, Tensor):
-        return [result]
+        return [result.float().cpu()]
     if isinstance(result, Mapping):
         result = list(result.values())
     return [tensor for part in result for tensor in _tensors(part)] if isinstance(result, (list, tuple)) else []
@@ -441,16 +508,15 @@ def alone(name: str, model: nn.Module, x: Tensor, seconds: float = 0.05) -> dict
     return out
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Of the packages, and the name of the GPU."""
     found = {"torch": str(torch.__version__)}
-    if importlib.util.find_spec("onnxruntime") is not None:
-        from importlib.metadata import version
-
-        found["onnxruntime"] = version("onnxruntime")
+    packages = packages_distributions()
+    found |= {name: version(packages[name][0]) for name in ("onnxruntime", "openvino") if name in packages}
     if torch.cuda.is_available():
         found["gpu"] = torch.cuda.get_device_name()
     return found
 
 
 if __name__ == "__main__":
-    work(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))
+    work(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4]))

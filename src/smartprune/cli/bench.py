@@ -17,10 +17,11 @@ def bench_verb(verbs: Verbs) -> None:
     parser = add_verb(
         verbs,
         "bench",
-        "time a pruned model in torch, onnxruntime and smartprune's own runtime, side by side",
+        "time a pruned model in torch, onnxruntime, OpenVINO and smartprune's own runtime, side by side",
         "  smartprune bench runs/mine\n"
         "  smartprune bench resnet18 --weights model.safetensors --input 3x32x32 --batch 1 8 --plot speed.svg\n\n"
-        "Every engine has a process of its own; outputs are compared before anything is timed.",
+        "Every engine has a process of its own; outputs are compared before anything is timed.\n"
+        "onnxruntime and OpenVINO take part where they are installed: smartprune[onnx], and openvino beside it.",
     )
     parser.add_argument("model", help="a run folder, a network by name, or MODULE:FUNCTION that returns a torch.nn.Module")
     parser.add_argument("--weights", metavar="FILE", help="weights to load into the model: any file that verify reads")
