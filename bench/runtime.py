@@ -3,10 +3,14 @@
 python bench/runtime.py [--models resnet18 ...] [--sparsity 0.5 0.7 0.9 0.95 0.97] [--batch 1 8] [--threads 1] [--rounds 5]
                         [--profile 0.5 | --model-file FILE.safetensors] [--quick] [--out FILE.json]
 
-Every engine lives in a process of its own, and all but the one being timed are stopped, so that no pool of threads
-disturbs another. They take turns in rounds; a round's time is the least of its calls, and a speed-up compares times of
-one round. The dense baseline is the fastest of torch (both memory layouts), onnxruntime and OpenVINO, as far as
-installed, in float32 and, for int8, of the last two. Every engine's output is compared with torch's in the same run.
+Engines are those of ``smartprune bench``, each in a process of its own; all but the one being timed are stopped. They take
+turns in rounds; a round's time is the least of its calls, and a speed-up compares times of one round. The dense baseline is
+the fastest of torch (both memory layouts), onnxruntime and OpenVINO, as far as installed, in float32 and, for int8, of the
+last two. Every engine's output is compared with torch's before it is timed.
+
+Random weights are hard on int8. Other engines' int8 stays in the race up to an RMS error as large as the outputs' RMS about
+their mean, ours up to half of it; errors are in the rows. An engine that is further off or cannot run the network is named
+and left out; our float32 must not be.
 
 Cases are whole networks, and chains of eight equal layers, which show layer kinds. The zeros of a network: unless a file
 brings learned ones, a layer of n blocks keeps a share proportional to n ** -0.5, random blocks, so that small layers
@@ -16,17 +20,13 @@ stay denser, as learned masks have it. Chains are pruned uniformly.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
-import os
 import platform
-import signal
 import statistics
-import subprocess
-import sys
 import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ import torch
 from torch import Tensor, nn
 
 import smartprune
+from smartprune.engines import CPU, DENSE, DENSE_INT8, OURS, OURS_INT8, Engine, Timing, engines, prepare, times, versions
 from smartprune.models import MODELS
 
 BLOCK = (16, 8)
@@ -54,11 +55,7 @@ CHAINS = {  # channels, kernel, side of the map; two numbers of channels take tu
 }
 STAGES = ("3x3 64 @32", "3x3 128 @16", "3x3 256 @8", "3x3 512 @4")  # of ResNet18: their times are also added up
 DEPTH = 8  # layers of a chain
-DENSE = ("torch NCHW", "torch NHWC", "onnxruntime", "openvino")
-DENSE_INT8 = ("onnxruntime int8", "openvino int8")
-OURS = ("smartprune", "smartprune int8")
-CLOSE, CLOSE_INT8, RIVAL_INT8 = 1e-3, 0.5, 1.0  # of the largest output; of the RMS output: of ours, of others; see the rows
-Run = Callable[[], Any]
+RIVAL_INT8 = 1.0  # the error that other engines' int8 may have
 
 
 # ---- what is run
@@ -151,202 +148,53 @@ def zero_share(model: nn.Module) -> float:
     return float((sums == 0).double().mean())
 
 
-# ---- engines: each gives a function that runs once and returns the outputs
-
-
-def engine(name: str, model: nn.Module, x: Tensor, threads: int, folder: Path) -> Run:
-    if name.startswith("torch"):
-        torch.set_num_threads(threads)
-        kind = torch.channels_last if name.endswith("NHWC") else torch.contiguous_format
-        own, y = model.to(memory_format=kind), x.contiguous(memory_format=kind)  # type: ignore[call-overload]
-        return torch.inference_mode()(lambda: own(y))
-    if name == "smartprune":
-        fast = smartprune.accelerate(model, example=x, threads=threads)
-        return lambda: fast(x)
-    if name == "smartprune int8":
-        fast = smartprune.accelerate(model, dtype="int8", example=[x, *calibration(x)], threads=threads)
-        return lambda: fast(x)
-    path = folder / ("int8.onnx" if name.endswith("int8") else "float.onnx")
-    data = x.numpy()
-    if name.startswith("onnxruntime"):
-        import onnxruntime
-
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
-        session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-        feed = {session.get_inputs()[0].name: data}
-        return lambda: session.run(None, feed)
-    import openvino
-
-    settings = {
-        "INFERENCE_NUM_THREADS": threads,
-        "PERFORMANCE_HINT": "LATENCY",
-        "NUM_STREAMS": 1,
-        "INFERENCE_PRECISION_HINT": "f32",
-    }
-    request = openvino.Core().compile_model(path, "CPU", settings).create_infer_request()
-    return lambda: list(request.infer([data], share_inputs=True, share_outputs=True).values())
-
-
-def calibration(x: Tensor) -> list[Tensor]:
-    torch.manual_seed(1)
-    return [torch.randn_like(x) for _ in range(3)]
-
-
-def export(model: nn.Module, x: Tensor, folder: Path, int8: bool) -> None:
-    smartprune.export_onnx(model, folder / "float.onnx", x, BLOCK, dynamic_batch=False, tolerance=1.0)
-    if int8:
-        smartprune.export_onnx(
-            model, folder / "int8.onnx", x, BLOCK, int8=True, calibration=[x, *calibration(x)], dynamic_batch=False, tolerance=1.0
-        )
-
-
-def arrays(result: Any) -> list[Tensor]:
-    if isinstance(result, Tensor):
-        return [result]
-    if isinstance(result, (list, tuple)):
-        return [tensor for part in result for tensor in arrays(part)]
-    return [torch.from_numpy(result.copy())]
-
-
-def error(name: str, run: Run, model: nn.Module, x: Tensor) -> float:
-    """How far the outputs lie from torch's; a wrong engine is not worth timing."""
-    with torch.no_grad():
-        theirs = arrays(model(x))
-    worst = 0.0
-    for a, b in zip(arrays(run()), theirs, strict=True):
-        if name.endswith("int8"):
-            worst = max(worst, float((a - b).norm() / (b - b.mean()).norm()))
-        else:
-            worst = max(worst, float((a - b).abs().max() / b.abs().max()))
-    allowed = CLOSE if not name.endswith("int8") else CLOSE_INT8 if name in OURS else RIVAL_INT8
-    if not worst <= allowed:
-        print(json.dumps({"failed": f"the output is off by {worst:.3g}"}), flush=True)
-        raise SystemExit(f"{name}: the output is off by {worst:.3g}")
-    return worst
-
-
-# ---- a worker: builds its engines, then times them when told
-
-
-def worker(spec: dict[str, Any]) -> None:
-    torch.set_num_threads(1)
-    torch.manual_seed(2)
-    x = torch.randn(spec["batch"], *shape(spec["case"]))
-    runs: dict[str, Run] = {}
-    told: dict[str, Any] = {"errors": {}, "zero": {}, "macs": {}, "refused": {}}
-    for sparsity in spec["sparsities"]:
-        model = build(spec["case"], sparsity, spec["file"], spec["profile"])
-        if spec["engine"] == "export":
-            export(model, x, Path(spec["folder"]), spec["int8"])
-            continue
-        key = str(sparsity)
-        try:
-            runs[key] = engine(spec["engine"], model, x, spec["threads"], Path(spec["folder"]))
-        except smartprune.SmartpruneError as refusal:  # int8 that is too coarse for this network
-            told["refused"][key] = str(refusal)
-            continue
-        told["errors"][key] = error(spec["engine"], runs[key], model, x)
-        told["zero"][key], told["macs"][key] = zero_share(model), kept_macs(model, x)
-    print(json.dumps(told), flush=True)
-    for line in sys.stdin:
-        key, seconds = line.split()
-        print(json.dumps(timed(runs[key], float(seconds))), flush=True)
-
-
-def timed(run: Run, seconds: float) -> dict[str, float]:
-    run()
-    times = []
-    end = time.perf_counter() + seconds
-    while len(times) < 5 or time.perf_counter() < end:
-        began = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - began)
-    return {"best": min(times) * 1e3, "median": statistics.median(times) * 1e3, "calls": len(times)}
-
-
-class Process:
-    """A worker, stopped unless it is its turn."""
-
-    def __init__(self, spec: dict[str, Any]) -> None:
-        self.name = spec["engine"]
-        command = [sys.executable, __file__, "--worker", json.dumps(spec)]
-        env = os.environ | {"OMP_NUM_THREADS": str(spec["threads"])}
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
-        line = self._read()
-        self.told: dict[str, Any] = json.loads(line)
-        if "failed" not in self.told:
-            self._pause()
-
-    def _read(self) -> str:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if line.startswith("{"):  # engines print things of their own
-                return line
-        raise SystemExit(f"{self.name}: failed, see above")
-
-    def _pause(self) -> None:
-        self.process.send_signal(signal.SIGSTOP)
-
-    def time(self, key: str, seconds: float) -> dict[str, float]:
-        assert self.process.stdin is not None
-        self.process.send_signal(signal.SIGCONT)
-        self.process.stdin.write(f"{key} {seconds}\n")
-        self.process.stdin.flush()
-        out: dict[str, float] = json.loads(self._read())
-        self._pause()
-        return out
-
-    def close(self) -> None:
-        self.process.send_signal(signal.SIGCONT)
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait()
-
-
 # ---- the run
 
 
-def measure(case: str, batch: int, args: argparse.Namespace) -> tuple[dict[str, list[dict[str, float]]], dict[str, Any]]:
-    """For every engine (ours: and sparsity) the times of all rounds; and what the workers told."""
-    times: dict[str, list[dict[str, float]]] = {}
-    told: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        common = {"case": case, "batch": batch, "threads": args.threads, "file": args.model_file, "folder": folder}
-        common["profile"] = args.profile
-        names = [name for name in (*DENSE, *DENSE_INT8, *OURS) if name in args.engines]
-        first = args.sparsity[:1]
-        if any(name.startswith(("onnxruntime", "openvino")) for name in names):
-            int8 = any(name in DENSE_INT8 for name in names)
-            Process({**common, "engine": "export", "sparsities": first, "int8": int8}).close()
-        workers: list[tuple[Process, str, str]] = []
-        processes: list[Process] = []
-        try:
+@dataclass(frozen=True)
+class Lane:
+    """The times of an engine, and the zeros it skips: what was asked for, their share, and the share of MACs that is left."""
+
+    timing: Timing
+    label: str
+    asked: float | None = None
+    zero: float = 0.0
+    macs: float = 1.0
+
+
+def measure(case: str, batch: int, args: argparse.Namespace) -> list[Lane]:
+    """Dense engines once, ours at every sparsity. What cannot take part is added to ``args.left_out``."""
+    torch.manual_seed(2)
+    x = torch.randn(batch, *shape(case))
+    torch.manual_seed(1)
+    calibration = [torch.randn_like(x) for _ in range(3)]
+    group: list[Engine] = []
+    found: list[tuple[Any, ...]] = []
+    with tempfile.TemporaryDirectory() as temporary, ExitStack() as stack:
+        for asked in args.sparsity:
+            folder = Path(temporary) / str(asked)
+            folder.mkdir()
+            model = build(case, asked, args.model_file, args.profile)
+            names = [name for name in args.engines if name in (OURS, OURS_INT8) or asked == args.sparsity[0]]
+            left_out = prepare(model, x, calibration, folder, names, BLOCK)
+            zeros = asked, zero_share(model), kept_macs(model, x)
             for name in names:
-                ours = name in OURS
-                process = Process({**common, "engine": name, "sparsities": args.sparsity if ours else first})
-                if "failed" in process.told:  # a wrong engine is not a rival
-                    args.left_out.append(f"{name}, {case}, batch {batch}: {process.told['failed']}")
-                    if ours:
-                        raise SystemExit(args.left_out[-1])
-                    continue
-                processes.append(process)
-                for sparsity in args.sparsity if ours else first:
-                    label = f"{name} {sparsity}" if ours else name
-                    if str(sparsity) in process.told["refused"]:
-                        args.left_out.append(f"{label}, {case}, batch {batch}: {process.told['refused'][str(sparsity)]}")
-                        print(args.left_out[-1])
+                label = f"{name} {asked}" if name in (OURS, OURS_INT8) else name
+                if name not in left_out:
+                    allowed = RIVAL_INT8 if name in DENSE_INT8 else None
+                    engine = stack.enter_context(closing(Engine(name, folder, args.threads, allowed)))
+                    if engine.failed is None:
+                        group.append(engine)
+                        found.append((label, *zeros) if name in (OURS, OURS_INT8) else (label,))
                         continue
-                    workers.append((process, str(sparsity), label))
-                    told[label] = {what: process.told[what][str(sparsity)] for what in ("errors", "zero", "macs")}
-            for turn in range(args.rounds):
-                shift = turn % len(workers)
-                for process, key, label in workers[shift:] + workers[:shift]:
-                    times.setdefault(label, []).append(process.time(key, args.seconds))
-        finally:  # also when one of them fails: a stopped process would stay for ever
-            for process in processes:
-                process.close()
-    return times, told
+                    left_out[name] = engine.failed
+                args.left_out.append(f"{label}, {case}, batch {batch}: {left_out[name]}")
+                if name == OURS:
+                    raise SystemExit(args.left_out[-1])
+                print(args.left_out[-1], flush=True)
+        timings = times(group, batch, args.rounds, args.seconds)
+    lanes = [Lane(timing, *more) for timing, more in zip(timings, found, strict=True)]
+    return sorted(lanes, key=lambda lane: CPU.index(lane.timing.engine))
 
 
 def row(case: str, batch: int, method: str, sparsity: float, metric: str, values: Sequence[float], **more: Any) -> dict[str, Any]:
@@ -357,44 +205,35 @@ def row(case: str, batch: int, method: str, sparsity: float, metric: str, values
 
 
 def rows_of(case: str, batch: int, args: argparse.Namespace) -> list[dict[str, Any]]:
-    times, told = measure(case, batch, args)
+    lanes = measure(case, batch, args)
     out = []
-    best = {label: [t["best"] for t in rounds] for label, rounds in times.items()}
-    for label, values in best.items():
-        name, _, sparsity = label.partition(" 0.") if label.startswith(OURS) else (label, "", "")
-        share = round(told[label]["zero"], 6) if sparsity else 0.0
-        asked = {"asked": float(f"0.{sparsity}")} if sparsity else {}
-        median = statistics.median(t["median"] for t in times[label])
-        out.append(
-            row(case, batch, name, share, "ms", values, least=min(values), median=median, error=told[label]["errors"], **asked)
-        )
     print(f"\n{case}, batch {batch}, {args.threads} threads: least ms of {args.rounds} rounds")
-    for label, values in best.items():
-        print(f"  {label:24s} {min(values):9.4f}  error {told[label]['errors']:.1e}")
-    for ours, rivals in ((OURS[0], DENSE), (OURS[1], DENSE_INT8), (OURS[1], DENSE)):
-        there = [name for name in rivals if name in best]
-        if ours not in args.engines or not there:
-            continue
-        rival = min(there, key=lambda name: min(best[name]))
-        for sparsity in args.sparsity:
-            label = f"{ours} {sparsity}"
-            if label not in best:  # refused
+    for lane in lanes:
+        timing = lane.timing
+        more: dict[str, Any] = {"least": timing.ms, "error": timing.error}
+        if lane.asked is not None:
+            more["asked"] = lane.asked
+        out.append(row(case, batch, timing.engine, round(lane.zero, 6), "ms", timing.rounds, **more))
+        print(f"  {lane.label:24s} {timing.ms:9.4f}  error {timing.error:.1e}")
+    for ours, rivals in ((OURS, DENSE), (OURS_INT8, DENSE_INT8), (OURS_INT8, DENSE)):
+        rival = min((lane.timing for lane in lanes if lane.timing.engine in rivals), key=lambda timing: timing.ms, default=None)
+        for lane in lanes:
+            if rival is None or lane.timing.engine != ours:
                 continue
-            ratios = [a / b for a, b in zip(best[rival], best[label], strict=True)]
-            zero = told[label]["zero"]
-            top = min(best[rival]) / min(best[label])
-            by_blocks, by_macs = 1 / (1 - zero), 1 / told[label]["macs"]
-            more = {"to": rival, "of_least": top, "ideal_blocks": by_blocks, "ideal_macs": by_macs, "asked": sparsity}
-            out.append(row(case, batch, ours, round(zero, 6), "times faster", ratios, **more))
+            ratios = [a / b for a, b in zip(rival.rounds, lane.timing.rounds, strict=True)]
+            top = rival.ms / lane.timing.ms
+            by_blocks, by_macs = 1 / (1 - lane.zero), 1 / lane.macs
+            more = {"to": rival.engine, "of_least": top, "ideal_blocks": by_blocks, "ideal_macs": by_macs, "asked": lane.asked}
+            out.append(row(case, batch, ours, round(lane.zero, 6), "times faster", ratios, **more))
             ideals = f"1 / kept: blocks {by_blocks:.1f}, MACs {by_macs:.1f}"
-            print(f"  {ours:16s} {zero:6.1%} zero: {top:6.2f} times as fast as {rival} ({ideals})", flush=True)
+            print(f"  {ours:16s} {lane.zero:6.1%} zero: {top:6.2f} times as fast as {rival.engine} ({ideals})", flush=True)
     return out
 
 
 def stage_rows(rows: list[dict[str, Any]], batch: int, args: argparse.Namespace) -> list[dict[str, Any]]:
     """The four stages of ResNet18 added up, each against its own fastest dense engine."""
     out = []
-    for ours, rivals in ((OURS[0], DENSE), (OURS[1], DENSE_INT8)):
+    for ours, rivals in ((OURS, DENSE), (OURS_INT8, DENSE_INT8)):
         for sparsity in args.sparsity:
             mine = theirs = 0.0
             for case in STAGES:
@@ -411,21 +250,15 @@ def stage_rows(rows: list[dict[str, Any]], batch: int, args: argparse.Namespace)
     return out
 
 
-def installed(name: str) -> bool:
-    package = name.split()[0]
-    return package in ("torch", "smartprune") or importlib.util.find_spec(package) is not None
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument(
         "--models", nargs="*", default=None, help=f"of {', '.join((*SIDES, *CHAINS))}; also 'networks' and 'chains'"
     )
     parser.add_argument("--sparsity", nargs="+", type=float, default=list(SPARSITIES))
     parser.add_argument("--batch", nargs="+", type=int, default=None)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--engines", nargs="+", default=None, help=f"of {', '.join((*DENSE, *DENSE_INT8, *OURS))}")
+    parser.add_argument("--engines", nargs="+", default=None, choices=CPU, metavar="NAME", help=f"of {', '.join(CPU)}")
     parser.add_argument("--rounds", type=int, default=None)
     parser.add_argument("--seconds", type=float, default=None, help="of timing per engine and round")
     parser.add_argument(
@@ -435,9 +268,6 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="ResNet18 and one chain, few rounds")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    if args.worker:
-        worker(json.loads(args.worker))
-        return
     args.rounds = args.rounds or (2 if args.quick else 5)
     args.seconds = args.seconds or (0.1 if args.quick else 0.3)
     args.batch = args.batch or ([1] if args.quick else [1, 8])
@@ -448,9 +278,19 @@ def main() -> None:
     if args.model_file is not None and (len(cases) != 1 or cases[0] in CHAINS):
         parser.error("--model-file needs exactly one network in --models")
     if args.model_file is not None:
+        if not Path(args.model_file).is_file():
+            parser.error(f"--model-file {args.model_file} is not a file")
         args.sparsity = args.sparsity[:1]  # the file brings its own zeros
-    args.engines = [n for n in args.engines or (*DENSE, *DENSE_INT8, *OURS) if installed(n)]
-    args.left_out = []
+    if min(*args.batch, args.threads, args.rounds, args.seconds) <= 0 or not all(0 <= s < 1 for s in args.sparsity):
+        parser.error("--batch, --threads, --rounds and --seconds should be above 0, --sparsity from 0 to less than 1")
+    args.sparsity = list(dict.fromkeys(args.sparsity))
+    names, missing = engines()
+    wanted = args.engines or CPU
+    args.left_out = [f"{name}: {why}" for name, why in missing.items() if name in wanted]
+    args.engines = [name for name in names if name in wanted]
+    if not args.engines:
+        parser.error(f"no engine to time: {'; '.join(args.left_out)}")
+    torch.set_num_threads(1)  # batch norms see the same numbers on every machine
     rows: list[dict[str, Any]] = []
     for batch in args.batch:
         for case in cases:
@@ -462,10 +302,6 @@ def main() -> None:
             if args.model_file
             else f"random blocks; networks: kept share of a layer of n blocks ~ n ** -{args.profile}"
         )
-        versions = {"torch": torch.__version__, "python": platform.python_version(), "smartprune": smartprune.__version__}
-        for package in ("onnxruntime", "openvino"):
-            if importlib.util.find_spec(package) is not None:
-                versions[package] = str(importlib.import_module(package).__version__)
         told = {
             "question": "a pruned network against the fastest dense engine",
             "block": list(BLOCK),
@@ -475,7 +311,7 @@ def main() -> None:
             "device": processor(),
             "threads": args.threads,
             "rounds": args.rounds,
-            "versions": versions,
+            "versions": {**versions(), "python": platform.python_version(), "smartprune": smartprune.__version__},
             "left_out": args.left_out,
             "rows": rows,
         }
