@@ -196,7 +196,14 @@ def test_the_papers_table_beside_ours(tmp_path: Path) -> None:
         {"method": "smart", "sparsity": 0.97, "protocol": lengths[12], "values": [0.8, 0.9], "seeds": [0, 1], "difference": -0.1},
         {"method": "smart", "sparsity": 0.97, "protocol": lengths[40], "values": [0.875], "seeds": [0], "difference": -0.075},
         {"method": "gradual", "sparsity": 0.95, "protocol": lengths[12], "values": [0.9], "seeds": [0], "difference": -0.05},
-        {"method": "awg", "sparsity": 0.95, "protocol": lengths[12] + ", distill 1", "values": [0.9], "seeds": [0], "difference": 0},
+        {
+            "method": "awg",
+            "sparsity": 0.95,
+            "protocol": lengths[12] + ", distill 1",
+            "values": [0.9],
+            "seeds": [0],
+            "difference": 0,
+        },
         {"method": "pdp", "sparsity": 0.95, "protocol": "10 dense epochs", "values": [0.1], "seeds": [0], "difference": -0.8},
     ]
     for row in rows:
