@@ -4,13 +4,12 @@ python bench/variants.py --data DIR [--network NAME] [--sparsity S] [--seeds 0 1
                          [--epochs DENSE SEARCH FINETUNE] [--variants NAME ...] [--transfer] [--dense FILE.pt]
                          [--out FILE.json]
 
-CIFAR-10 at 16x16 pixels, 16x8 blocks, one thread, two to four minutes a run. The networks: residual, of width 32; folded, the same
-with its batch norms folded into the convolutions once the dense model is trained, as networks arrive from ONNX files; densenet,
-of growth 16; plain, convolutions with biases and nothing that normalises; transformer, four layers with layer norm. One dense
-model is trained first; all variants start from it, with the same epochs, optimizer and schedule. With --transfer it
-has seen other classes. Accuracy on 5,000 training
-pictures that were held out, and training loss of the last epoch; the test split is not read. What wins here is worth GPU time;
-it is no claim about larger networks.
+CIFAR-10 at 16x16 pixels, 16x8 blocks, one thread, two to four minutes a run. The networks: residual, of width 32; folded, the
+same with its batch norms folded into the convolutions once the dense model is trained, as networks arrive from ONNX files;
+densenet, of growth 16; plain, convolutions with biases and nothing that normalises; transformer, four layers with layer norm.
+One dense model is trained first; all variants start from it, with the same epochs, optimizer and schedule. With --transfer it
+has seen other classes. Accuracy on 5,000 training pictures that were held out, and training loss of the last epoch; the test
+split is not read. What wins here is worth GPU time; it is no claim about larger networks.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ def train_verb(verbs: Verbs) -> None:
         "train, search, fine-tune, bake and verify; with no arguments, the small job on handwritten digits",
         "  smartprune train                                          about half a minute on a CPU\n"
         "  smartprune train digits --method magnitude --sparsity 0.95 --out runs/mine\n"
-        "  smartprune train --set start=2 --set ramp=cubic           settings of the method\n"
+        "  smartprune train --set start=1 --set ramp=cubic           settings of the method\n"
         "  smartprune train cifar10 --model resnet18 --data DIR --device cuda --sparsity 0.97\n"
         "  smartprune train --resume --out runs/mine                 goes on after Ctrl-C, SIGTERM or kill -9\n"
         "  torchrun --nproc-per-node=2 -m smartprune train ...       the same with two processes\n"
