@@ -8,8 +8,8 @@ CIFAR-10 at 16x16 pixels, 16x8 blocks, one thread, two to four minutes a run. Th
 same with its batch norms folded into the convolutions once the dense model is trained, as networks arrive from ONNX files;
 densenet, of growth 16; plain, convolutions with biases and nothing that normalises; transformer, four layers with layer norm.
 One dense model is trained first; all variants start from it, with the same epochs, optimizer and schedule. With --transfer it
-has seen other classes. Accuracy on 5,000 training pictures that were held out, and training loss of the last epoch; the test
-split is not read. What wins here is worth GPU time; it is no claim about larger networks.
+has seen other classes, and gets a new last layer. Accuracy on 5,000 training pictures that were held out, and training loss of
+the last epoch; the test split is not read. What wins here is worth GPU time; it is no claim about larger networks.
 """
 
 from __future__ import annotations
@@ -203,6 +203,9 @@ def main() -> None:
     dense = network.finish(dense)
     print(f"dense {accuracy(dense, *held):.4f}", flush=True)
     dense.train()
+    if args.transfer:  # its last layer knows nothing of the new classes
+        head = [module for module in dense.modules() if isinstance(module, nn.Linear)][-1]
+        head.reset_parameters()
     protocol = f"{first} dense + {search} search + {last} fine-tuning epochs" + ", on other classes" * args.transfer
     common = {"model": f"{args.network}, small", "data": f"cifar10 at 16x16, {args.pictures:,} pictures", "block": "16x8"}
     common |= {"sparsity": sparsity, "protocol": protocol}

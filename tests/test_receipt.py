@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import reference
+import smartprune as sp
 import zoo
 from smartprune.block import Block
 from smartprune.budget import Budget, macs, params
@@ -153,6 +154,20 @@ def test_kept_blocks_that_are_zero_by_themselves() -> None:
     assert got.layers[1].occupied == 0
     assert "kept blocks are zero by themselves" in str(got)
     assert Receipt.from_json(got.to_json()) == got
+
+
+def test_layers_that_keep_nothing_are_named() -> None:
+    layers = [nn.Linear(8, 8) for _ in range(6)]
+    with torch.no_grad():
+        for layer, size in zip(layers, (1.0, 0.01, 0.01, 0.01, 0.01, 1.0), strict=True):
+            layer.weight.fill_(size)
+    told = []
+    for floor in (None, 0.01):
+        model = copy.deepcopy(nn.Sequential(*layers))
+        sp.attach(model, sp.Magnitude(), block=(4, 4), sparsity=0.7, steps=1, include="*", floor=floor).freeze()
+        told.append(" ".join(str(sp.bake(model)).split()))
+    assert "4 of 6 layers keep no block and pass nothing on (floor=0.01 forbids it): 1, 2, 3 and 1 more" in told[0]
+    assert "keep no block" not in told[1]
 
 
 def test_removed_blocks_must_be_zero() -> None:

@@ -294,6 +294,15 @@ def test_progress_on_a_terminal_is_one_line_per_stage(monkeypatch: pytest.Monkey
     assert "left" in screen.text
 
 
+def test_progress_names_layers_that_lost_everything() -> None:
+    screen = Screen()
+    progress = Progress(screen)  # type: ignore[arg-type]
+    progress(tick(99))
+    assert "empty" not in screen.text
+    progress(tick(100, empty=3))
+    assert "empty layers 3" in screen.text
+
+
 def test_progress_fits_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = Screen()
     monkeypatch.setenv("COLUMNS", "50")

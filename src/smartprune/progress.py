@@ -27,6 +27,7 @@ class Tick:
     tau: float | None
     undecided: int | None
     seconds: float
+    empty: int = 0  # layers that a search left without a block
 
 
 class Progress:
@@ -77,6 +78,8 @@ class Progress:
             parts.append(f"tau {tick.tau:.1e}")
         if tick.undecided is not None:
             parts.append(f"undecided {tick.undecided}")
+        if tick.empty:
+            parts.append(f"empty layers {tick.empty}")
         if tick.step >= tick.steps:
             parts.append(f"{clock(tick.seconds)} in all")
         elif (left := self._left(tick, now)) is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
@@ -163,6 +164,10 @@ class Receipt:
                 lines.append(f"npu      {self.asked.npu}")
         if self.kept_but_zero:
             lines.append(f"note     {self.kept_but_zero:,} kept blocks are zero by themselves")
+        if empty := [row.name for row in self.layers if row.blocks.total and not row.blocks.kept]:
+            names = ", ".join(empty[:3]) + (f" and {len(empty) - 3} more" if len(empty) > 3 else "")
+            told = f"{len(empty)} of {len(self.layers)} layers keep no block and pass nothing on (floor=0.01 forbids it): {names}"
+            lines += textwrap.wrap(told, WIDTH, initial_indent="note     ", subsequent_indent=" " * 9, break_on_hyphens=False)
         return "\n".join([*lines, f"mask     {self.mask_hash}"])
 
 

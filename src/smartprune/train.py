@@ -264,6 +264,7 @@ def _tick(run: Run) -> Tick:
         tau=tau if isinstance(tau, float) else None,
         undecided=undecided if isinstance(undecided, int) else None,
         seconds=run.tell_time(),
+        empty=len(told["collapsed"]) if told.get("phase") == "frozen" else 0,
     )
 
 
