@@ -178,6 +178,7 @@ ABLATION = [
     sp.Smart(init="share"),
     sp.Smart(init="share", follow=True, reach=0.05, ramp="cubic", start=0.5),
     sp.Smart(follow=True, reach=0.05, mask_type="binary_soft"),
+    sp.Smart(warmup=0.5),
     sp.Smart(follow=True, init="ones"),
     sp.Smart(gain=True),
     sp.Smart(gain=True, follow=True, reach=0.5, start=2.0, end=0.003),
@@ -391,6 +392,32 @@ def test_gradients_through_the_gain() -> None:
     for got, wanted in pairs:
         assert (most := float(wanted.abs().max())) > 1e-6
         assert torch.allclose(got, wanted, rtol=1e-4, atol=1e-6 * max(most, 1.0))
+
+
+def test_the_reach_grows_while_a_search_warms_up() -> None:
+    """Scores that are pushed as far as they may go: a quarter, half, three quarters of the reach, and all of it from then on."""
+    model, x = zoo.plain_cnn()
+    pruner = sp.attach(model, sp.Smart(follow=False, reach=0.1, warmup=0.2), block=(4, 4), sparsity=0.75, steps=20)
+    optimizer = torch.optim.SGD(pruner.parameters(), lr=1e6)
+    moved = []
+    for _ in range(6):
+        before, tau = pruner.scores.clone(), pruner.tau
+        nn.functional.cross_entropy(model(x), torch.tensor([1, 2, 3, 4])).backward()
+        optimizer.step()
+        pruner.step()
+        optimizer.zero_grad()
+        moved.append(float((pruner.scores - before).abs().max() / tau))
+    assert moved == pytest.approx([0.125, 0.25, 0.375, 0.5, 0.5, 0.5], rel=1e-3)
+
+
+def test_a_warmup_needs_a_reach() -> None:
+    model, _ = zoo.plain_cnn()
+    for method, message in (
+        (sp.Smart(reach=None, warmup=0.1), r"warmup=0\.1 is that of a reach, which is None"),
+        (sp.Smart(warmup=1.5), "Smart: warmup"),
+    ):
+        with pytest.raises(sp.SmartpruneError, match=message):
+            sp.attach(model, method, block=(4, 4), sparsity=0.75, steps=9)
 
 
 @pytest.mark.parametrize("field", ["reach", "clip"])

@@ -40,6 +40,8 @@ class Smart:
     - ``reach``: how far a score moves in a hundredth of the search at most, in temperatures, whatever the number of steps, the
       learning rate and the optimizer; None: as far as its gradient takes it, which is far enough to decide on every block while
       the mask is still soft. Without ``follow`` it is harmful: scores then stay near where they began;
+    - ``warmup``: the first share of the search, in which the reach grows from nothing to what it is: for a network whose loss is
+      far above chance at first, such as one with a last layer of another task. Its scores would learn to switch layers off;
     - ``ramp`` of the budget: none, or cubic (from nearly all blocks down to the budget while the temperature falls); ``hold``:
       the last share of the search, in which the budget is reached and blocks only change places;
     - ``gain``: whether weights are multiplied by ``mask * sum(mask) / sum(mask ** 2)``: by 1 while all masks are equal, so that
@@ -64,6 +66,7 @@ class Smart:
     init: str = "mean"
     follow: bool = True
     reach: float | None = 0.5
+    warmup: float = 0.0
     ramp: str = "none"
     hold: float = 0.0
     gain: bool = False
@@ -90,6 +93,9 @@ class Smart:
         choose("Smart: ramp", self.ramp, ("none", "cubic"))
         choose("Smart: mask_type", self.mask_type, ("deterministic", "stochastic", "binary", "binary_soft"))
         within("Smart: hold", self.hold, 0, 0.99)
+        within("Smart: warmup", self.warmup, 0, 1)
+        if self.warmup and self.reach is None:
+            raise SmartpruneError(f"Smart: warmup={self.warmup:g} is that of a reach, which is None; give reach=0.5, or warmup=0")
         for field in ("start", "end"):
             value = getattr(self, field)
             if not (isinstance(value, (int, float)) and math.isfinite(value) and value > 0):
@@ -162,7 +168,8 @@ class Smart:
         if self.follow and clock.enters(min(REFRESHES, clock.steps)) is not None:
             out["moved"] = self.measure(blocks) - state["began"]
         if self.reach is not None:
-            most = self.reach * state["tau"].to(scores.dtype) * (100 / clock.steps)
+            grown = min(1.0, clock.progress / self.warmup) if self.warmup else 1.0
+            most = self.reach * grown * state["tau"].to(scores.dtype) * (100 / clock.steps)
             out["scores"] = out["before"] = state["before"] + torch.clamp(scores - state["before"], -most, most)
         return Change(out)
 
