@@ -58,6 +58,12 @@ def test_an_engine_that_fails_is_a_result(tmp_path: Path) -> None:
     assert "onnxruntime" not in found.drawing().svg()
 
 
+def test_a_drawing_where_every_engine_failed() -> None:
+    failed = Bench("m", "16x8", 1, 0.5, (Timing("torch", 1, 0.0, (), 0.0, "it failed"),), (), {}, {})
+    assert "batch 1" in failed.drawing().svg()
+    assert "torch" not in failed.drawing().svg()
+
+
 class Number(nn.Module):
     def forward(self, x: torch.Tensor) -> float:
         return 1.0

@@ -129,7 +129,7 @@ class Bench:
         """Bars of milliseconds, one panel per batch size."""
         batches = sorted({t.batch for t in self.timings})
         shown = [t for t in self.timings if t.failed is None]
-        left = 24 + max(room(t.engine, 12) for t in shown)
+        left = 24 + max((room(t.engine, 12) for t in shown), default=0)
         height = 44 + sum(34 + 22 * sum(t.batch == batch for t in shown) for batch in batches)
         out = Drawing(720, height, f"{self.model}: milliseconds per call, by engine")
         out.text(
@@ -138,7 +138,7 @@ class Bench:
         y = 44.0
         for batch in batches:
             some = [t for t in shown if t.batch == batch]
-            longest = max(t.ms for t in some)
+            longest = max((t.ms for t in some), default=0.0)
             out.text("quiet", 16, y + 16, f"batch {batch}")
             y += 28
             for timing in some:
