@@ -184,9 +184,9 @@ class Smart:
             return 0.0
         scores = self.rank(blocks, state)
         soft, cold = (soft_topk(scores, state["limit"], state["tau"] * factor, blocks.soft_cost) for factor in (1.0, 1e-3))
-        open_ = torch.minimum(soft, 1 - soft) - torch.minimum(cold, 1 - cold)
+        undecided = torch.minimum(soft, 1 - soft) - torch.minimum(cold, 1 - cold)
         keep = blocks.n * blocks.limit / max(blocks.total, 1)
-        return float((open_.sum() - open_.topk(min(2, blocks.n)).values.sum()) / (2 * max(keep, 1.0)))
+        return float((undecided.sum() - undecided.topk(min(2, blocks.n)).values.sum()) / (2 * max(keep, 1.0)))
 
     def rank(self, blocks: Blocks, state: State) -> Tensor:
         scores: Tensor = state["scores"].detach()
