@@ -29,7 +29,10 @@ from smartprune.files import parse_json, read_capped, write_whole
 
 ROOT = Path(__file__).resolve().parent.parent
 PAPER = "paper-table2"
-LENGTHS = {"short": "200 dense + 12 search + 48 fine-tuning epochs", "full": "200 dense + 40 search + 160 fine-tuning epochs"}
+LENGTHS = {  # whatever the length of the dense training, whose outcome stands in the table
+    "short": re.compile(r"\d+ dense \+ 12 search \+ 48 fine-tuning epochs"),
+    "full": re.compile(r"\d+ dense \+ 40 search \+ 160 fine-tuning epochs"),
+}
 MARKED = re.compile(r"(<!-- table: ([^\n]+?) -->\n)(.*?)(<!-- /table -->)", re.S)
 Row = dict[str, Any]
 
@@ -71,7 +74,7 @@ def paper_lines(root: Path, page: Path) -> list[str]:
     cells: dict[tuple[Any, ...], dict[str, list[str]]] = {}
     for folder in sorted(path.parent for path in (root / "records").glob(f"*/{RESULT}")):
         for row in load_rows(folder):
-            length = next((name for name, start in LENGTHS.items() if row["protocol"].startswith(start)), None)
+            length = next((name for name, start in LENGTHS.items() if start.match(row["protocol"])), None)
             if length is None or row["data"] != "cifar10" or row["metric"] != "accuracy" or "seeds" not in row:
                 continue
             if "distill" in row["protocol"]:

@@ -162,6 +162,42 @@ def test_with_costs_the_sum_is_conserved_and_the_weighted_sum_is_not() -> None:
     assert float((c * x.grad).sum().abs()) > 1e-3
 
 
+# Batch norm: the loss does not change when an output channel's masked weights are multiplied by a number, so that its derivative
+# along the mask is 0 in every row of blocks.
+
+
+def row_sums(normalised: bool, keep: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Two convolutions in blocks of 4x2. For each row of blocks: the sum of mask * dL/dmask and of dL/dscore, and how large the
+    parts of the latter are."""
+    draw = torch.Generator().manual_seed(4)
+    weights = [torch.randn(16, inputs, 3, 3, dtype=torch.float64, generator=draw) for inputs in (8, 16)]
+    last, x = (torch.randn(shape, dtype=torch.float64, generator=draw) for shape in ((5, 16), (16, 8, 6, 6)))
+    m = scores(4 * 4 + 4 * 8, 2).requires_grad_()
+    mask = soft_topk(m, keep * m.numel(), 3.0)
+    mask.retain_grad()
+    for weight, part in zip(weights, mask.split((16, 32)), strict=True):
+        spread = part.view(4, -1).repeat_interleave(4, 0).repeat_interleave(2, 1)
+        x = torch.nn.functional.conv2d(x, weight * spread[:, :, None, None])
+        x = torch.relu(torch.nn.functional.batch_norm(x, None, None, training=True, eps=1e-30) if normalised else x)
+    torch.nn.functional.cross_entropy(x.mean((2, 3)) @ last.T, torch.arange(16) % 5).backward()
+    assert mask.grad is not None
+    assert m.grad is not None
+
+    def rows(values: Tensor) -> Tensor:
+        return torch.cat([part.view(4, -1).sum(1) for part in values.split((16, 32))])
+
+    return rows(mask.detach() * mask.grad), rows(m.grad), rows(m.grad.abs())
+
+
+def test_behind_a_batch_norm_no_gradient_moves_blocks_between_rows_or_layers() -> None:
+    along, total, size = row_sums(True, 0.03)
+    assert float(along.abs().max()) < 1e-12
+    assert float((total.abs() / size).max()) < 0.1  # mask * (1 - mask) is nearly the mask where few blocks are kept
+    along, total, size = row_sums(False, 0.03)
+    assert float(along.abs().max()) > 1e-6
+    assert float((total.abs() / size).max()) > 0.3
+
+
 # Relatives.
 
 
