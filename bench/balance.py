@@ -83,8 +83,9 @@ def main() -> None:
     rows = []
     for metric, value in figures.items():
         print(f"{args.model:<14}{metric:<46}{value:.3f}")
-        row = {"model": args.model, "data": f"cifar10, {len(batches)} batches of {BATCH}", "block": args.block, "protocol": "trained"}
-        rows.append({**row, "method": metric, "metric": "value", "values": [value], "mean": value, "std": None, "n": 1})
+        row = {"model": args.model, "block": args.block, "protocol": "trained", "method": metric, "metric": "value", "n": 1}
+        row |= {"data": f"cifar10, {len(batches)} batches of {BATCH}", "sparsity": args.sparsity}
+        rows.append({**row, "values": [value], "mean": value, "std": None})
     if args.out:
         args.out.write_text(json.dumps({"rows": rows, "torch": torch.__version__}, indent=1) + "\n")
 

@@ -1,7 +1,7 @@
 """Which form of SMART is best on networks and data small enough for a CPU?
 
 python bench/variants.py --data DIR [--network NAME] [--sparsity S] [--seeds 0 1 2] [--pictures 10000]
-                         [--epochs DENSE SEARCH FINETUNE] [--variants NAME ...] [--transfer] [--dense FILE.pt]
+                         [--epochs DENSE SEARCH FINETUNE] [--variants NAME ... | --ablation] [--transfer] [--dense FILE.pt]
                          [--out FILE.json]
 
 CIFAR-10 at 16x16 pixels, 16x8 blocks, one thread, two to four minutes a run. The networks: residual, of width 32; folded, the
@@ -40,6 +40,8 @@ VARIANTS: dict[str, object] = {
     "gradual(norm=share)": sp.Gradual(norm="share"),
     "smart": sp.Smart(),
     "smart(gain)": sp.Smart(gain=True),
+    "smart(warmup=0.1)": sp.Smart(warmup=0.1),
+    "smart(reach=1)": sp.Smart(reach=1.0),
     "plain smart": sp.Smart(**PLAIN),
     "plain smart(gain)": sp.Smart(**PLAIN, gain=True),
     "plain smart(init=ones)": sp.Smart(**PLAIN, init="ones"),
@@ -47,6 +49,25 @@ VARIANTS: dict[str, object] = {
     "smart(follow, reach=1, start=5, end=0.001)": sp.Smart(reach=1.0, start=5.0, end=1e-3),
     "smart(follow, reach=1, start=2, end=0.01)": sp.Smart(reach=1.0, end=0.01),
     "smart(follow, reach=0.15, start=1, ramp)": sp.Smart(reach=0.15, start=1.0, end=1e-3, ramp="cubic"),
+}
+ABLATION: dict[str, object] = {  # the switches of the paper's Table 5, one at a time
+    "smart": sp.Smart(),
+    "smart(mask_type=stochastic)": sp.Smart(mask_type="stochastic"),
+    "smart(mask_type=binary)": sp.Smart(mask_type="binary"),
+    "smart(mask_type=binary_soft)": sp.Smart(mask_type="binary_soft"),
+    "smart(start=1, schedule=fixed)": sp.Smart(start=1.0, schedule="fixed"),
+    "smart(start=0.1, schedule=fixed)": sp.Smart(start=0.1, schedule="fixed"),
+    "smart(start=0.01, schedule=fixed)": sp.Smart(start=0.01, schedule="fixed"),
+    "smart(schedule=linear)": sp.Smart(schedule="linear"),
+    "smart(schedule=inverse_exponential)": sp.Smart(schedule="inverse_exponential"),
+    "smart(start=1)": sp.Smart(start=1.0),
+    "smart(start=10)": sp.Smart(start=10.0),
+    "smart(start=50)": sp.Smart(start=50.0),
+    "smart(end=0.01)": sp.Smart(end=0.01),
+    "smart(end=0.0001)": sp.Smart(end=1e-4),
+    "smart(end=1e-05)": sp.Smart(end=1e-5),
+    "smart(init=ones)": sp.Smart(init="ones"),
+    "smart(train_weights=False)": sp.Smart(train_weights=False),
 }
 
 
@@ -174,7 +195,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--pictures", type=int, default=10_000)
     parser.add_argument("--epochs", type=int, nargs=3, metavar=("DENSE", "SEARCH", "FINETUNE"), help="else what suits the network")
-    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS, metavar="NAME")
+    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=(*VARIANTS, *ABLATION), metavar="NAME")
+    parser.add_argument("--ablation", action="store_true", help="in place of --variants: the switches of the paper's Table 5")
     parser.add_argument(
         "--transfer", action="store_true", help="dense on five of the classes, search and fine-tuning on the others"
     )
@@ -210,11 +232,12 @@ def main() -> None:
     common = {"model": f"{args.network}, small", "data": f"cifar10 at 16x16, {args.pictures:,} pictures", "block": "16x8"}
     common |= {"sparsity": sparsity, "protocol": protocol}
     rows = []
-    for name in args.variants:
+    every = VARIANTS | ABLATION
+    for name in ABLATION if args.ablation else args.variants:
         got: dict[str, list[float]] = {"accuracy, held out": [], "training loss": []}
         for seed in args.seeds:
             model, total = copy.deepcopy(dense), (search + last) * steps
-            pruner = sp.attach(model, VARIANTS[name], block=BLOCK, sparsity=sparsity, steps=search * steps)  # type: ignore[arg-type]
+            pruner = sp.attach(model, every[name], block=BLOCK, sparsity=sparsity, steps=search * steps)  # type: ignore[arg-type]
             train(model, (x, y), search, network.pruning_lr, seed, 0, total, pruner)
             loss = train(model, (x, y), last, network.pruning_lr, seed + 100, search * steps, total, None)
             right = accuracy(model, *held)
