@@ -39,7 +39,8 @@ class Smart:
     - ``follow``: whether scores go along when that number changes because the weights train;
     - ``reach``: how far a score moves in a hundredth of the search at most, in temperatures, whatever the number of steps, the
       learning rate and the optimizer; None: as far as its gradient takes it, which is far enough to decide on every block while
-      the mask is still soft. Without ``follow`` it is harmful: scores then stay near where they began;
+      the mask is still soft. Without ``follow`` it is harmful: scores then stay near where they began. With ``init="ones"``, where
+      all begin at one place, there is no limit;
     - ``warmup``: the first share of the search, in which the reach grows from nothing to what it is: for a network whose loss is
       far above chance at first, such as one with a last layer of another task. Its scores would learn to switch layers off;
     - ``ramp`` of the budget: none, or cubic (from nearly all blocks down to the budget while the temperature falls); ``hold``:
@@ -86,6 +87,11 @@ class Smart:
         """Whether weights get the gradient of the masked weights unmasked."""
         return self.mask_type == "binary"
 
+    @property
+    def _limit(self) -> float | None:
+        """The reach that applies. Scores that all start equal, and may all go equally far only, would end as ties."""
+        return None if self.init == "ones" else self.reach
+
     def check(self, blocks: Blocks, steps: int) -> None:
         choose("Smart: unit", self.unit, ("spread", "absolute"))
         choose("Smart: schedule", self.schedule, SCHEDULES)
@@ -94,8 +100,9 @@ class Smart:
         choose("Smart: mask_type", self.mask_type, ("deterministic", "stochastic", "binary", "binary_soft"))
         within("Smart: hold", self.hold, 0, 0.99)
         within("Smart: warmup", self.warmup, 0, 1)
-        if self.warmup and self.reach is None:
-            raise SmartpruneError(f"Smart: warmup={self.warmup:g} is that of a reach, which is None; give reach=0.5, or warmup=0")
+        if self.warmup and self._limit is None:
+            given = "reach, which is None; give reach=0.5" if self.reach is None else "reach, and init='ones' has none; give init='mean'"
+            raise SmartpruneError(f"Smart: warmup={self.warmup:g} is that of a {given}, or warmup=0")
         for field in ("start", "end"):
             value = getattr(self, field)
             if not (isinstance(value, (int, float)) and math.isfinite(value) and value > 0):
@@ -127,7 +134,7 @@ class Smart:
         out: State = {"scores": scores.clone().requires_grad_(), "unit": unit, "theta": theta}
         if self.follow:
             out |= {"began": scores, "moved": torch.zeros_like(scores)}
-        if self.reach is not None:
+        if self._limit is not None:
             out["before"] = scores.clone()
         return out
 
@@ -167,9 +174,9 @@ class Smart:
         scores = state["scores"].detach()
         if self.follow and clock.enters(min(REFRESHES, clock.steps)) is not None:
             out["moved"] = self.measure(blocks) - state["began"]
-        if self.reach is not None:
+        if self._limit is not None:
             grown = min(1.0, clock.progress / self.warmup) if self.warmup else 1.0
-            most = self.reach * grown * state["tau"].to(scores.dtype) * (100 / clock.steps)
+            most = self._limit * grown * state["tau"].to(scores.dtype) * (100 / clock.steps)
             out["scores"] = out["before"] = state["before"] + torch.clamp(scores - state["before"], -most, most)
         return Change(out)
 
