@@ -101,8 +101,8 @@ class Smart:
         within("Smart: hold", self.hold, 0, 0.99)
         within("Smart: warmup", self.warmup, 0, 1)
         if self.warmup and self._limit is None:
-            given = "reach, which is None; give reach=0.5" if self.reach is None else "reach, and init='ones' has none; give init='mean'"
-            raise SmartpruneError(f"Smart: warmup={self.warmup:g} is that of a {given}, or warmup=0")
+            why = "which is None; give reach=0.5" if self.reach is None else "and init='ones' has none; give init='mean'"
+            raise SmartpruneError(f"Smart: warmup={self.warmup:g} is that of a reach, {why}, or warmup=0")
         for field in ("start", "end"):
             value = getattr(self, field)
             if not (isinstance(value, (int, float)) and math.isfinite(value) and value > 0):
