@@ -410,10 +410,11 @@ def test_the_reach_grows_while_a_search_warms_up() -> None:
     assert moved == pytest.approx([0.125, 0.25, 0.375, 0.5, 0.5, 0.5], rel=1e-3)
 
 
-def test_scores_that_start_equal_do_not_end_as_ties() -> None:
-    """Pushed far by every step, in one direction each: with a limit all that are pushed up would end at one place."""
+@pytest.mark.parametrize("method", [sp.Smart(init="ones"), sp.Smart(train_weights=False)])
+def test_scores_with_nothing_to_follow_go_where_they_are_pushed(method: sp.Smart) -> None:
+    """Pushed far by every step, each in one direction: with a limit, equal scores that are pushed up would end at one place."""
     model, _ = zoo.plain_cnn()
-    pruner = sp.attach(model, sp.Smart(init="ones"), block=(4, 4), sparsity=0.75, steps=40)
+    pruner = sp.attach(model, method, block=(4, 4), sparsity=0.75, steps=40)
     (scores,) = pruner.parameters()
     push = torch.randn(scores.numel(), generator=torch.Generator().manual_seed(3)) * 10 * pruner.tau
     for _ in range(40):
@@ -427,8 +428,9 @@ def test_scores_that_start_equal_do_not_end_as_ties() -> None:
 def test_a_warmup_needs_a_reach() -> None:
     model, _ = zoo.plain_cnn()
     for method, message in (
-        (sp.Smart(reach=None, warmup=0.1), r"warmup=0\.1 is that of a reach, which is None"),
-        (sp.Smart(init="ones", warmup=0.1), r"warmup=0\.1 is that of a reach, and init='ones' has none"),
+        (sp.Smart(reach=None, warmup=0.1), r"warmup=0\.1 is that of a reach, and there is none"),
+        (sp.Smart(init="ones", warmup=0.1), r"warmup=0\.1 is that of a reach, and there is none"),
+        (sp.Smart(train_weights=False, warmup=0.1), r"warmup=0\.1 is that of a reach, and there is none"),
         (sp.Smart(warmup=1.5), "Smart: warmup"),
     ):
         with pytest.raises(sp.SmartpruneError, match=message):

@@ -39,8 +39,8 @@ class Smart:
     - ``follow``: whether scores go along when that number changes because the weights train;
     - ``reach``: how far a score moves in a hundredth of the search at most, in temperatures, whatever the number of steps, the
       learning rate and the optimizer; None: as far as its gradient takes it, which is far enough to decide on every block while
-      the mask is still soft. Without ``follow`` it is harmful: scores then stay near where they began. With ``init="ones"``, where
-      all begin at one place, there is no limit;
+      the mask is still soft. Without ``follow`` it is harmful: scores then stay near where they began. Where there is nothing to
+      follow (``init="ones"``, ``train_weights=False``) there is no limit;
     - ``warmup``: the first share of the search, in which the reach grows from nothing to what it is: for a network whose loss is
       far above chance at first, such as one with a last layer of another task. Its scores would learn to switch layers off;
     - ``ramp`` of the budget: none, or cubic (from nearly all blocks down to the budget while the temperature falls); ``hold``:
@@ -89,8 +89,8 @@ class Smart:
 
     @property
     def _limit(self) -> float | None:
-        """The reach that applies. Scores that all start equal, and may all go equally far only, would end as ties."""
-        return None if self.init == "ones" else self.reach
+        """The reach that applies. With nothing to follow, scores that may not go far end as ties, or never decide."""
+        return None if self.init == "ones" or not self.train_weights else self.reach
 
     def check(self, blocks: Blocks, steps: int) -> None:
         choose("Smart: unit", self.unit, ("spread", "absolute"))
@@ -101,8 +101,10 @@ class Smart:
         within("Smart: hold", self.hold, 0, 0.99)
         within("Smart: warmup", self.warmup, 0, 1)
         if self.warmup and self._limit is None:
-            why = "which is None; give reach=0.5" if self.reach is None else "and init='ones' has none; give init='mean'"
-            raise SmartpruneError(f"Smart: warmup={self.warmup:g} is that of a reach, {why}, or warmup=0")
+            raise SmartpruneError(
+                f"Smart: warmup={self.warmup:g} is that of a reach, and there is none with reach=None, init='ones' or "
+                "train_weights=False; give one, or warmup=0"
+            )
         for field in ("start", "end"):
             value = getattr(self, field)
             if not (isinstance(value, (int, float)) and math.isfinite(value) and value > 0):
