@@ -357,8 +357,8 @@ def test_the_grid_of_the_paper(paper: list[Cell]) -> None:
     )
     assert len({cell.name for cell in paper}) == len({key(asdict(cell.config)) for cell in paper}) == len(paper)
     assert len({cell.dense for cell in paper}) == 8  # one for each network on each task
-    dense = {cell.config.model: cell.config.dense_epochs for cell in paper if cell.config.task == "cifar10"}
-    assert dense == {"resnet18": 200, "densenet": 200, "googlenet": 200, "mobilenetv2": 60}
+    dense = {(cell.config.model, cell.config.dense_epochs) for cell in paper if cell.config.task == "cifar10"}
+    assert dense == {("resnet18", 200), ("densenet", 200), ("googlenet", 200), ("mobilenetv2", 60)}
 
 
 def test_every_cell_of_the_paper_can_be_attached(paper: list[Cell]) -> None:
