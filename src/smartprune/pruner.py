@@ -163,6 +163,7 @@ class Pruner:
         """
         if self.phase != "search":
             raise SmartpruneError(f"pruner.freeze(): the mask is {self.phase} already")
+        self._require_finite_weights("freeze")
         hard = _agree(self._choose())
         measure = getattr(self.method, "warmth", None)
         warmth = 0.0 if measure is None or force else measure(self.blocks, self._all_state())
@@ -438,7 +439,11 @@ class Pruner:
             torch.distributed.all_reduce(self._watched.total)
         with torch.no_grad():
             now = self._all_state()
-            change = update(self.blocks, now, Clock(self.count, self.steps))
+            try:
+                change = update(self.blocks, now, Clock(self.count, self.steps))
+            except SmartpruneError:
+                self._require_finite_weights("step")  # methods rank weights: an error about scores sends to the wrong place
+                raise
             for name, value in change.state.items():
                 now[name].copy_(value)  # in place: a captured graph reads these addresses
             if change.multiply is not None:
@@ -598,6 +603,16 @@ class Pruner:
                     f"pruner.step(): the scores or their gradient became NaN or infinite at step {self.count}; the loss is likely "
                     "not finite: lower the learning rate, or clip (Smart(clip=1.0))"
                 )
+
+    def _require_finite_weights(self, call: str) -> None:
+        pairs = zip(self.blocks.layers, self.blocks.weights, strict=True)
+        bad = [layer.name for layer, weight in pairs if not bool(whole(weight.detach()).isfinite().all())]
+        if bad:
+            raise SmartpruneError(
+                f"pruner.{call}(): the weights of {bad[0]} ({len(bad)} of {len(self.blocks.layers)} layers) hold NaN or infinity "
+                f"at step {self.count}: the training diverged; lower the learning rate, or clip gradients, and start from the "
+                "last good checkpoint"
+            )
 
     def _keep_equivalent(self) -> float:
         """How many blocks the budget keeps, about."""

@@ -6,6 +6,7 @@ from torch import nn
 
 import smartprune as sp
 from conftest import Case
+from smartprune.methods.method import Method
 
 
 def test_scores_missing_from_the_optimizer(small: Case) -> None:
@@ -71,6 +72,19 @@ def test_nan_in_the_loss() -> None:
     case.x[0, 0, 0, 0] = float("nan")
     with pytest.raises(sp.SmartpruneError, match="NaN"):
         case.train(pruner, optimizer, 2)
+
+
+@pytest.mark.parametrize("method", [sp.Gradual(), sp.Magnitude(), sp.Acdc(cycles=2), sp.Pdp()], ids=lambda method: str(method.name))
+def test_nan_in_the_weights_is_told_by_layer(method: Method) -> None:
+    """Nothing of theirs is trained, so that the loss alone would show it; the error is about weights, not scores."""
+    case = Case("plain_cnn")
+    pruner = case.attach(method, steps=7)
+    optimizer = case.optimizer()
+    case.train(pruner, optimizer, 1)
+    with torch.no_grad():
+        pruner.blocks.weights[1][0, 0] = float("nan")
+    with pytest.raises(sp.SmartpruneError, match=r"weights of \S+ \(\d+ of \d+ layers\) hold NaN.*at step \d.*learning rate"):
+        case.train(pruner, optimizer, 6)
 
 
 def test_nan_in_the_scores() -> None:
