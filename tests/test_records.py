@@ -92,6 +92,19 @@ def test_methods_are_named_by_todays_defaults(tmp_path: Path) -> None:
     assert [found["method"] for found in load_rows(tmp_path)] == ["gradual", "gradual(norm=share, through=True)", "old"]
 
 
+def test_a_dense_model_that_was_judged_several_times() -> None:
+    def judged(sparsity: float, dense: float, **changes: Any) -> dict[str, Any]:
+        told = {"values": [dense], "mean": dense, "std": None, "n": 1}
+        return row(sparsity=sparsity, unit="share", dense=told, **changes)
+
+    lines, _ = markdown([judged(0.7, 0.5804), judged(0.5, 0.5797), judged(0.6, 0.58)])
+    assert lines[0] == "| method | dense | sparsity 0.5 | sparsity 0.6 | sparsity 0.7 |"
+    assert "| 57.97 to 58.04 |" in lines[2]
+    assert markdown([judged(0.5, 0.58), judged(0.7, 0.58)])[0][2].split(" | ")[1] == "58.00"
+    two = [judged(0.5, 0.58, model="a"), judged(0.5, 0.9, model="b")]
+    assert "dense" not in markdown(two)[0][0]
+
+
 def test_markdown_tells_columns_apart_by_what_differs() -> None:
     rows = [row(), row(sparsity=0.9), row(method="other|one", model="m")]
     lines, common = markdown(rows)

@@ -85,6 +85,8 @@ def markdown(rows: Sequence[Mapping[str, Any]], only: Mapping[str, str] | None =
         raise SmartpruneError(f"no row has {asked}")
     varying = [name for name in COLUMNS if len({json.dumps(row.get(name)) for row in rows}) > 1]
     columns = list(dict.fromkeys(tuple(row.get(name) for name in varying) for row in rows))
+    if varying == ["sparsity"]:
+        columns.sort(key=lambda column: (column[0] is None, column[0] or 0))
     methods = list(dict.fromkeys(str(row["method"]) for row in rows))
     counts = {row["n"] for row in rows}
     dense = _dense(rows)
@@ -102,15 +104,18 @@ def markdown(rows: Sequence[Mapping[str, Any]], only: Mapping[str, str] | None =
 
 
 def _dense(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """What every method started from; nothing unless all rows tell it and it is one number per method."""
-    out: dict[str, str] = {}
+    """What every method started from: one number, or from the lowest to the highest where one dense model was judged several times.
+    Nothing unless all rows tell it, and where they are of several models."""
+    found: dict[str, dict[str, float]] = {}
     for row in rows:
         if not isinstance(row.get("dense"), dict):
             return {}
-        shown = _cell({**row["dense"], "unit": row.get("unit")}, False)
-        if out.setdefault(str(row["method"]), shown) != shown:
-            return {}
-    return out
+        found.setdefault(str(row["method"]), {})[_cell({**row["dense"], "unit": row.get("unit")}, False)] = row["dense"]["mean"]
+    same = all(len({json.dumps(row.get(name)) for row in rows}) == 1 for name in ("model", "data", "protocol", "metric"))
+    if not same and any(len(shown) > 1 for shown in found.values()):
+        return {}
+    ordered = {method: sorted(shown, key=lambda text: shown[text]) for method, shown in found.items()}
+    return {method: " to ".join(dict.fromkeys((texts[0], texts[-1]))) for method, texts in ordered.items()}
 
 
 def _heading(names: Sequence[str], values: Sequence[Any]) -> str:
