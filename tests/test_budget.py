@@ -53,6 +53,10 @@ def test_keep_is_an_exact_ceiling_anywhere(hundred_thousandths: int, n: int) -> 
 def test_shares_are_read_as_written() -> None:
     assert as_share(0.97, "x") == Fraction(97, 100)
     assert as_share(1 / 3, "x") == Fraction(1, 3)
+    assert keep_count(as_share(0.4999999999, "x"), 10) == 6  # not rounded to a half
+    assert keep_count(as_share(0.1999999999999, "x"), 45) == 37
+    assert as_share(0.9999999999, "x") == Fraction(9999999999, 10**10)
+    assert as_share(np.float32(0.9), "x") == Fraction(9, 10)
     assert as_share(Fraction(2, 7), "x") == Fraction(2, 7)
     assert as_share(np.float64(0.1), "x") == Fraction(1, 10)
     assert as_share(0, "x") == as_share(0.0, "x") == 0

@@ -762,3 +762,36 @@ def test_hard_with_many_costs_is_fast_and_full() -> None:
     mask = hard_topk(x, limit, cost)
     left = limit - int(cost[mask].sum())
     assert 0 <= left < int(cost[~mask].min())
+
+
+def test_a_floor_takes_cheaper_blocks_where_the_best_do_not_fit() -> None:
+    """Against every choice there is: it fits whenever one does, keeps the floor, and leaves no room for another block."""
+    rng = torch.Generator().manual_seed(0)
+
+    def draw(low: int, high: int, count: int) -> torch.Tensor:
+        return torch.randint(low, high + 1, (count,), generator=rng)
+
+    fitted = 0
+    for _ in range(400):
+        sizes = draw(1, 4, int(draw(1, 3, 1)))
+        layer = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
+        scores, cost = draw(0, 5, len(layer)).float(), draw(1, 5, len(layer))
+        floor = torch.cat([draw(0, int(size), 1) for size in sizes])
+        least = sum(int(cost[layer == i].sort().values[: int(n)].sum()) for i, n in enumerate(floor))
+        limit = int(draw(0, int(cost.sum()), 1))
+        if limit < least:
+            with pytest.raises(SmartpruneError, match="costs"):
+                hard_topk(scores, limit, cost, floor, layer)
+            continue
+        mask, fitted = hard_topk(scores, limit, cost, floor, layer), fitted + 1
+        left = limit - int(cost[mask].sum())
+        assert left >= 0
+        assert all(int(mask[layer == i].sum()) >= int(n) for i, n in enumerate(floor))
+        assert bool((cost[~mask] > left).all())
+    assert fitted > 200
+
+
+@pytest.mark.parametrize("k", [math.inf, -math.inf, 1.5])
+def test_k_that_is_no_count(k: float) -> None:
+    with pytest.raises(SmartpruneError, match="is not an integer in"):
+        hard_topk(torch.ones(3), k)

@@ -108,7 +108,9 @@ def as_share(value: Any, where: str, meaning: str = "the share to remove") -> Fr
     """A share in [0, 1) as an exact number: 0.97 is read as 97/100, not as its binary neighbour."""
     good = isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
     if good:
-        share = value if isinstance(value, Fraction) else Fraction(str(value)).limit_denominator(10**9)
+        share = value if isinstance(value, Fraction) else Fraction(str(value))
+        near = share.limit_denominator(10**9)  # 1/3, say
+        share = near if float(near) == float(value) else share
         if 0 <= share < 1 and float(value) < 1:
             return share
     hint = f"; write {where}={float(value) / 100:g}" if good and 1 < value < 100 else ""

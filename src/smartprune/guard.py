@@ -11,6 +11,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .masking import Masking
+from .shards import is_sharded
 
 
 class _Group:
@@ -25,10 +26,11 @@ class _Group:
     def add(self, i: int, weight: Tensor, version: int) -> None:
         self.weights[i], self.versions[i] = ref(weight), version
 
-    def zero(self, layers: Sequence[int], weights: Sequence[Tensor]) -> None:
+    def zero(self, layers: Sequence[int], weights: Sequence[Tensor], quietly: bool = False) -> None:
+        """``quietly``: autograd does not hear of it, since nothing changes unless somebody wrote past it as well."""
         if self.mask.device != weights[0].device:
             self.mask = self.mask.to(weights[0].device)
-        self.masking.multiply_(self.mask, weights, layers)
+        self.masking.multiply_(self.mask, [weight.data for weight in weights] if quietly else weights, layers)
         for i, weight in zip(layers, weights, strict=True):
             self.versions[i] = weight._version
 
@@ -93,7 +95,8 @@ def release(weights: Sequence[nn.Parameter]) -> None:
 
 
 def clean(weights: Sequence[nn.Parameter], masking: Masking, mask: Tensor) -> None:
-    """Zeroes the removed blocks of every weight that was written to since it was last clean."""
+    """Zeroes the removed blocks of every weight: of those that were written to since they were last clean, and of the others
+    too, since what is written through ``weight.data`` (averages swapped in for an evaluation, say) leaves no trace."""
     group = _groups.get(id(masking))
     if group is None:  # a copy, or a model that was loaded
         group = _groups[id(masking)] = _Group(masking, mask)
@@ -105,6 +108,9 @@ def clean(weights: Sequence[nn.Parameter], masking: Masking, mask: Tensor) -> No
             stale.append(i)
     if stale:
         group.zero(stale, [weights[i] for i in stale])
+    rest = [i for i in range(len(weights)) if i not in set(stale)]
+    if rest:
+        group.zero(rest, [weights[i] for i in rest], quietly=not is_sharded(weights[0]))
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

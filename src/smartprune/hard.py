@@ -65,7 +65,7 @@ def hard_topk(
         raise SmartpruneError(f"hard_topk: k={k!r} is not a number; give the number (or the cost) of blocks to keep")
     forced = forced_blocks(scores, floor, layer)
     if cost is None:
-        if limit != int(limit) or not 0 <= limit <= n:
+        if not math.isfinite(limit) or limit != int(limit) or not 0 <= limit <= n:
             raise SmartpruneError(f"hard_topk: k={limit!r} is not an integer in [0, {n}]; give the number to keep")
         least = int(forced.sum())
         if least > limit:
@@ -79,6 +79,9 @@ def hard_topk(
         raise SmartpruneError(f"hard_topk: k={limit!r} is negative; give the cost that may be spent")
     price, room, unit = _exact(cost, limit)
     spent = price[forced].sum().item()
+    if spent > room and layer is not None:
+        forced = _cheaper(forced, scores, price, room, layer.to(scores.device))
+        spent = price[forced].sum().item()
     if spent > room:
         raise SmartpruneError(
             f"hard_topk: floor={_shown(floor)} costs {spent / unit:g} but k={limit!r}; "
@@ -147,6 +150,36 @@ def forced_blocks(scores: Tensor, floor: float | Tensor | None, layer: Tensor | 
     rank = torch.arange(order.numel(), device=scores.device) - first[home]
     forced[order] = rank < least[home]
     return forced
+
+
+def _cheaper(forced: Tensor, scores: Tensor, price: Tensor, room: float, layer: Tensor) -> Tensor:
+    """As many blocks of every layer, of which some give way to cheaper ones until all fit, or until none is left to exchange: every
+    time where the least of the scores is lost for what is saved."""
+    forced, values = forced.clone(), scores.double()
+    spent = price[forced].sum().item()
+    while spent > room:
+        best: tuple[float, int, int] | None = None
+        for home in layer[forced].unique().tolist():
+            mine = layer == home
+            inside, outside = _extremes(mine & forced, values, price, False), _extremes(mine & ~forced, values, price, True)
+            for dear, a in inside.items():
+                for cheap, b in outside.items():
+                    if cheap < dear:
+                        loss = float(values[a] - values[b]) / (dear - cheap)
+                        best = min(best, (loss, a, b)) if best is not None else (loss, a, b)
+        if best is None:
+            return forced
+        _, a, b = best
+        forced[a], forced[b] = False, True
+        spent += (price[b] - price[a]).item()
+    return forced
+
+
+def _extremes(among: Tensor, values: Tensor, price: Tensor, highest: bool) -> dict[float, int]:
+    """For every price, the block with the highest, or the lowest, score."""
+    places = among.nonzero().squeeze(1)
+    order = places[values[places].sort(descending=not highest, stable=True).indices]
+    return {price[i].item(): int(i) for i in order}  # the last of a price stays
 
 
 def _shown(floor: float | Tensor | None) -> str:

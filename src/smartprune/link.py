@@ -33,6 +33,10 @@ def take_off(module: nn.Module) -> None:
     module.__class__ = type(module)._smartprune_class  # type: ignore[attr-defined]
 
 
+def is_on(module: nn.Module) -> bool:
+    return LINK in module.__dict__
+
+
 def plain_class(module: nn.Module) -> type[nn.Module]:
     """The class of a module as the user made it."""
     cls: type[nn.Module] = getattr(type(module), "_smartprune_class", type(module))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import numbers
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from .block import Block
 from .budget import Budget
 from .errors import SmartpruneError
 from .layers import CONVOLUTIONS, TRANSPOSED, Patterns
-from .link import plain_class, put_on, take_off
+from .link import is_on, plain_class, put_on, take_off
 from .masking import Masking
 from .methods.method import Clock, Method, State, settings
 from .plan import Plan, plan
@@ -63,6 +64,7 @@ class Pruner:
         if self._sharded and method.name in WHOLE:
             raise SmartpruneError(f"attach: {method.name} needs whole weights, and FSDP has split them; use DDP, or another method")
         self._through = bool(getattr(method, "through", False))
+        self._plain = bool(getattr(method, "plain", False))
         self._train_weights = bool(getattr(method, "train_weights", True))
         self._host_name, self._host = _last_module(model)
         self._state: State = {}
@@ -87,6 +89,7 @@ class Pruner:
                 self._state[name] = value
         self._watched: watch.Watched | None = None
         self._penalized = False
+        self._forgets: list[str] | None = None  # of a copy that has not run yet: parameters whose momentum is to be dropped
         guard.release(self.blocks.weights)  # of an earlier bake: this pruner decides now
         self._move()
         self._put_on()
@@ -142,7 +145,7 @@ class Pruner:
             self._clean()
             return
         self._follow()
-        self._require_attached()
+        self._require_attached("step")
         self._require_trained()
         self._require_finite()
         if self._live is not None:
@@ -163,6 +166,7 @@ class Pruner:
         """
         if self.phase != "search":
             raise SmartpruneError(f"pruner.freeze(): the mask is {self.phase} already")
+        self._require_attached("freeze")
         self._require_finite_weights("freeze")
         hard = _agree(self._choose())
         measure = getattr(self.method, "warmth", None)
@@ -218,7 +222,9 @@ class Pruner:
                 f"pruner.receipt(): the search is at step {self.count} of {self.steps} and no block is removed yet; finish it, or "
                 "call pruner.freeze() to harden the mask now"
             )
-        self._clean()
+        if self.phase == "frozen":  # a baked model is its owner's: what grew back there is told, not undone
+            self._require_attached("receipt")
+            self._clean()
         pairs = zip(self.plan.layers, self.blocks.weights, strict=True)
         weights = {layer.weight: whole(weight.detach()) for layer, weight in pairs}
         return make_receipt(self.plan, weights, self._hard.cpu(), self.method.name, settings(self.method))
@@ -229,6 +235,8 @@ class Pruner:
         A copy made by deepcopy after :func:`attach` follows; a plain copy, made before, becomes a masked one, and once this
         pruner is frozen its removed blocks are zeroed as well.
         """
+        if not isinstance(other, nn.Module):
+            raise SmartpruneError(f"pruner.apply_to(): {type(other).__name__} is no model; give a copy of the model")
         theirs = find_pruner(other)
         if theirs is self:
             raise SmartpruneError("pruner.apply_to(): that is the model this pruner is attached to; give a copy of it")
@@ -266,17 +274,24 @@ class Pruner:
             "floats": floats,
             "mask": None if self._hard is None else self._hard.clone(),
             "side": None if self.telemetry_.side is None else self.telemetry_.side.clone(),
+            "forgets": self._forgetful(),
+            **self._given(),
         }
+
+    def _given(self) -> dict[str, Any]:
+        """What the user attached with: a state that fits by its number of blocks alone may be of another search."""
+        return {"block": str(self.plan.block), "settings": settings(self.method)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues where another pruner, attached with the same arguments, stood."""
-        mine = {"method": self.method.name, "blocks": self.blocks.n, "limit": self.blocks.limit, "steps": self.steps}
+        mine: dict[str, Any] = {"method": self.method.name, "blocks": self.blocks.n, "limit": self.blocks.limit}
+        mine |= {"steps": self.steps}
+        mine |= {name: value for name, value in self._given().items() if isinstance(state, dict) and name in state}
         if not isinstance(state, dict) or state.get("format") != 1:
             raise SmartpruneError(
                 "pruner.load_state_dict(): this is not the state of a pruner; give what pruner.state_dict() returned"
             )
-        missing = [name for name in ("tensors", "floats", "seed", "count", "mask", "side") if name not in state]
-        if missing or (state["mask"] is not None and tuple(state["mask"].shape) != (self.blocks.n,)):
+        if not _sound(state, self.blocks.n):
             raise SmartpruneError("pruner.load_state_dict(): the state is damaged; give what pruner.state_dict() returned")
         for name, value in mine.items():
             if state.get(name) != value:
@@ -288,6 +303,11 @@ class Pruner:
             raise SmartpruneError("pruner.load_state_dict(): this model is baked; load into a freshly attached one")
         self._follow()
         now = self._all_state()
+        lacking = [name for name in self._trained if name not in state["tensors"]]
+        if lacking:
+            raise SmartpruneError(
+                f"pruner.load_state_dict(): the state has no {lacking[0]!r}; give what pruner.state_dict() returned"
+            )
         with torch.no_grad():
             for name, value in state["tensors"].items():
                 if name not in now or tuple(now[name].shape) != tuple(value.shape):
@@ -305,13 +325,32 @@ class Pruner:
         if self._hard is not None:
             self.masking.multiply_(self._hard.to(torch.float32), self.blocks.weights)
             guard.hold(self.blocks.weights, self.masking, self._hard)
+        else:
+            guard.release(self.blocks.weights)  # where this one was frozen and goes back into its search
+        self._forgets = list(state.get("forgets", []))
+        self._arm()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_live": None, "_inside": False, "_proven": False}
+        return {**self.__dict__, "_live": None, "_inside": False, "_proven": False, "_forgets": self._forgetful()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._last = watch.now()
+
+    def _forgetful(self) -> list[str]:
+        """The parameters whose momentum an optimizer drops before its next step: a resumed search has to do so, too."""
+        return watch.forgetful(self.model.named_parameters()) if self._forgets is None else self._forgets
+
+    def _arm(self) -> None:
+        """What optimizers are to do to these parameters is known to this process only: a copy says it again."""
+        if self._forgets is None:
+            return
+        if self._forgets:
+            chosen = set(self._forgets)
+            watch.forget(parameter for name, parameter in self.model.named_parameters() if name in chosen)
+        if self._watched is not None:
+            watch.hold_still(self.model.parameters())
+        self._forgets = None
 
     # -- how weights are masked -------------------------------------------------------------------------------------------
 
@@ -360,6 +399,7 @@ class Pruner:
         self._require_unsplit()
         self._live = None  # first, so that old and new weights are not held at once
         self._follow()
+        self._arm()
         if self._hard is not None:
             self._clean()
         weights: Sequence[Tensor] = self.blocks.weights
@@ -369,7 +409,9 @@ class Pruner:
             if self._hard is not None:
                 mask = self._hard
             elif mask is None:
-                mask = self._soft(self.seed * 1_000_003 + self.count if self.model.training else None)
+                seed = self.seed * 1_000_003 + self.count if self.model.training else None
+                sources = [*self.parameters(), *self.blocks.weights]
+                mask = _again(lambda: self._soft(seed), sources) if self._plain else self._soft(seed)
             factors = mask if self._hard is not None else self._amplified(mask)
             if self._sharded:
                 masked = []  # made one by one, when the layers ask
@@ -419,7 +461,9 @@ class Pruner:
     def _amplified(self, mask: Tensor) -> Tensor:
         """What weights are multiplied by: the mask, or more where the method makes up for its softness."""
         amplify = getattr(self.method, "amplify", None)
-        return mask if amplify is None else amplify(self.blocks, mask)
+        if amplify is None:
+            return mask
+        return _again(lambda: amplify(self.blocks, mask), [mask]) if self._plain else amplify(self.blocks, mask)
 
     def _key(self) -> tuple[int, ...]:
         return (self.count, watch.now(), *(parameter._version for parameter in self.parameters()))
@@ -486,8 +530,12 @@ class Pruner:
         for i, layer in enumerate(self.plan.layers):
             for module_name, attribute in layer.sites:
                 index.setdefault(module_name, {})[attribute] = i
+        self._modules = {name: self.model.get_submodule(name) for name in index}
+        if self._trained:
+            self._modules[self._host_name] = self._host
+        self._edges = self._way()
         for module_name, attributes in index.items():
-            put_on(self.model.get_submodule(module_name), self, attributes)
+            put_on(self._modules[module_name], self, attributes)
         self.model.__dict__[LINK] = self
         self.model.register_forward_pre_hook(self._before, prepend=True)
         self.model.register_forward_hook(self._after, always_call=True)
@@ -495,9 +543,8 @@ class Pruner:
         self.model.register_load_state_dict_post_hook(self._after_load)
 
     def _take_off(self) -> None:
-        names = {module_name for layer in self.plan.layers for module_name, _ in layer.sites}
-        for name in names:
-            take_off(self.model.get_submodule(name))
+        for name in {module_name for layer in self.plan.layers for module_name, _ in layer.sites}:
+            take_off(self._modules[name])
         for name in self._trained:
             trained = self._host._parameters.pop(PREFIX + name, None)
             assert trained is not None
@@ -547,16 +594,33 @@ class Pruner:
                 "stay whole on every rank"
             )
 
-    def _require_attached(self) -> None:
-        try:
-            inside = self.model.get_submodule(self._host_name) is self._host
-        except AttributeError:
-            inside = False
-        if not inside or any(PREFIX + name not in self._host._parameters for name in self._trained):
+    def _require_attached(self, call: str) -> None:
+        if not all(parent._modules.get(name) is child for parent, name, child in self._edges):
+            self._edges = self._way(call)  # wrapped since (torch.compile of a part, say), or gone
+        if any(PREFIX + name not in self._host._parameters for name in self._trained):
             raise SmartpruneError(
-                "pruner.step(): the scores are no longer part of the model (was its last module replaced after attach?); change "
+                f"pruner.{call}(): the scores are no longer part of the model (was its last module replaced after attach?); change "
                 "the model before you attach"
             )
+
+    def _way(self, call: str = "attach") -> list[tuple[nn.Module, str, nn.Module]]:
+        """How the masked layers, and the module with the scores, are reached from the model: (parent, name, child)."""
+        pairs = [(parent, *item) for parent in self.model.modules() for item in parent._modules.items()]
+        way = [(parent, name, child) for parent, name, child in pairs if child is not None]
+        inside = {id(self.model), *(id(child) for _, _, child in way)}
+        gone = [name for name, module in self._modules.items() if id(module) not in inside]
+        if gone:
+            raise SmartpruneError(
+                f"pruner.{call}(): {gone[0]} is no longer part of the model: it was taken out or replaced after attach, and what "
+                "stands in its place would not be pruned; change the model before you attach"
+            )
+        wanted = {id(module) for module in self._modules.values()}
+        found = []
+        for parent, name, child in reversed(way):  # from the leaves up: a parent is wanted when a child is
+            if id(child) in wanted:
+                wanted.add(id(parent))
+                found.append((parent, name, child))
+        return found
 
     def _require_trained(self) -> None:
         """The scores must move when the other parameters do; once they did, they are in an optimizer."""
@@ -619,6 +683,42 @@ class Pruner:
         return self.blocks.n * self.blocks.limit / max(self.blocks.total, 1)
 
 
+def _sound(state: dict[str, Any], n: int) -> bool:
+    """Whether a state has all its parts, of the kinds that they have to be."""
+    if not isinstance(state.get("tensors"), dict) or not all(isinstance(value, Tensor) for value in state["tensors"].values()):
+        return False
+    if not isinstance(state.get("floats"), dict) or not all(isinstance(state.get(name), int) for name in ("seed", "count")):
+        return False
+    vectors = [state.get(name, ...) for name in ("mask", "side")]
+    fits = all(value is None or (isinstance(value, Tensor) and tuple(value.shape) == (n,)) for value in vectors)
+    return fits and bool(state["count"] >= 0)
+
+
+class _Again(torch.autograd.Function):
+    """A tensor made by torch's own operations, whose gradient can be taken more than once."""
+
+    @staticmethod
+    def forward(ctx: Any, make: Callable[[], Tensor], sources: list[Tensor], *inputs: Tensor) -> Tensor:
+        with torch.enable_grad():
+            ctx.made, ctx.sources = make(), sources
+        return ctx.made.detach()  # type: ignore[no-any-return]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return None, None, *torch.autograd.grad(ctx.made, ctx.sources, grad, retain_graph=True, allow_unused=True)
+
+
+def _again(make: Callable[[], Tensor], sources: Sequence[Tensor]) -> Tensor:
+    """What ``make`` gives of ``sources``. Parts of a model that are checkpointed, and batches whose gradients add up without a
+    forward pass of the whole model, each bring a backward pass, and torch's operations stand one. (A captured graph has one.)"""
+    sources = [source for source in sources if source.requires_grad]
+    if not sources or not torch.is_grad_enabled() or (sources[0].is_cuda and torch.cuda.is_current_stream_capturing()):
+        return make()
+    out: Tensor = _Again.apply(make, sources, *sources)  # type: ignore[no-untyped-call]
+    return out
+
+
 # Inside torch.compile these run as they are. (torch.compiler.disable would load the compiler for everybody.)
 _refresh_uncompiled = torch._disable_dynamo(Pruner._refresh)  # type: ignore[attr-defined]
 _ensure_uncompiled = torch._disable_dynamo(Pruner._ensure)  # type: ignore[attr-defined]
@@ -653,18 +753,29 @@ def attach(
     scores are one more parameter, the last. ``seed`` is for methods that draw at random. The other arguments are those of
     :func:`plan`.
     """
+    if isinstance(method, str) or not hasattr(method, "rank"):
+        raise SmartpruneError(
+            f"attach: method={method!r} is no method; give its settings, such as smartprune.Smart() (all by name: "
+            "smartprune.METHODS)"
+        )
     if isinstance(method, type):
         raise SmartpruneError(f"attach: method is the class {method.__name__}; give its settings, at least {method.__name__}()")
     if not isinstance(model, nn.Module):
         raise SmartpruneError(f"attach: model is a {type(model).__name__}; give a torch.nn.Module")
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+    if isinstance(steps, bool) or not isinstance(steps, numbers.Integral) or steps < 1:
         raise SmartpruneError(f"attach: steps={steps!r}; give the length of the search as a number of optimizer steps, at least 1")
     if find_pruner(model) is not None:
         raise SmartpruneError("attach: the model has a pruner already; bake it first, or start from a fresh model")
     if sparsity is None and budget is None:
         raise SmartpruneError("attach: no budget given; give sparsity=0.95, or budget=smartprune.macs(0.5, example=x)")
     planned = plan(model, block, sparsity, budget, floor=floor, include=include, skip=skip, example=example).require()
-    return Pruner(model, method, planned, steps, seed)
+    taken = [layer.name for layer in planned.layers if any(is_on(model.get_submodule(name)) for name, _ in layer.sites)]
+    if taken:
+        raise SmartpruneError(
+            f"attach: {taken[0]} belongs to another pruner already, that of a larger model or of one that shares the layer; bake "
+            f"that one first, or leave the layer out: skip={taken[0]!r}"
+        )
+    return Pruner(model, method, planned, int(steps), int(seed))
 
 
 def bake(model: nn.Module, hold: bool = True) -> Receipt:
@@ -673,6 +784,8 @@ def bake(model: nn.Module, hold: bool = True) -> Receipt:
     Parameters stay the same objects. With ``hold``, torch optimizers of this process that go on training the model leave the
     zeros at zero; ``hold=False`` lets them grow back.
     """
+    if not isinstance(model, nn.Module):
+        raise SmartpruneError(f"bake: model is a {type(model).__name__}; give a torch.nn.Module")
     pruner = find_pruner(model)
     if pruner is None:
         raise SmartpruneError("bake: the model has no pruner; attach one first (a baked model is plain and needs no second bake)")
@@ -694,11 +807,12 @@ def bake(model: nn.Module, hold: bool = True) -> Receipt:
 
 def find_pruner(model: nn.Module) -> Pruner | None:
     """The pruner of a model, also through wrappers such as DDP and torch.compile."""
-    for module in model.modules():
-        pruner = module.__dict__.get(LINK)
-        if pruner is not None:
-            return pruner  # type: ignore[no-any-return]
-    return None
+    found = {name: module.__dict__[LINK] for name, module in model.named_modules() if LINK in module.__dict__}
+    if len(found) > 1:
+        raise SmartpruneError(
+            f"the model has {len(found)} pruners, on {' and '.join(found)}; give the part that is meant, model.{next(iter(found))}"
+        )
+    return next(iter(found.values()), None)
 
 
 def _last_module(model: nn.Module) -> tuple[str, nn.Module]:

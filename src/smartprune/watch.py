@@ -76,6 +76,11 @@ def forget(parameters: Iterable[Tensor]) -> None:
         _forgetful[parameter] = True
 
 
+def forgetful(parameters: Iterable[tuple[str, Tensor]]) -> list[str]:
+    """The names of those whose momentum is still to be dropped."""
+    return [name for name, parameter in parameters if parameter in _forgetful]
+
+
 def now() -> int:
     """The number of optimizer steps in this process so far. (Fused optimizers do not raise a tensor's version counter.)"""
     hook()
@@ -101,14 +106,42 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     _stepped[optimizer] = _steps
 
 
-def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     if not _still and not _forgetful:
-        return
+        return None
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if _forgetful.pop(parameter, None):
+                _forget_one(optimizer.state.get(parameter, {}), parameter)
+    _drop_gradients(optimizer)
+    return _with_closure(optimizer, args, kwargs)
+
+
+def _forget_one(state: dict[str, Any], parameter: Tensor) -> None:
+    for name, value in state.items():
+        if isinstance(value, Tensor) and (value.shape == parameter.shape or name == "step"):
+            value.zero_()  # Adam corrects its averages by the number of steps that they are made of
+
+
+def _drop_gradients(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter in _still:
                 parameter.grad = None
-            if _forgetful.pop(parameter, None):
-                for value in optimizer.state.get(parameter, {}).values():
-                    if isinstance(value, Tensor) and value.shape == parameter.shape:
-                        value.zero_()
+
+
+def _with_closure(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+    """The arguments of ``optimizer.step`` with a closure that leaves no gradients either: it is called inside the step."""
+    place = 1 if len(args) > 1 and callable(args[1]) else None
+    closure = kwargs.get("closure") if place is None else args[place]
+    if closure is None or not _still:
+        return None
+
+    def without_gradients() -> Any:
+        loss = closure()
+        _drop_gradients(optimizer)
+        return loss
+
+    if place is None:
+        return args, {**kwargs, "closure": without_gradients}
+    return (args[0], without_gradients, *args[2:]), kwargs

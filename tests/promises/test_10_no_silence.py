@@ -183,3 +183,109 @@ def test_export_before_bake() -> None:
     pruner.freeze(force=True)
     sp.bake(case.model)
     torch.export.export(case.model, (case.x,))
+
+
+def three() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(12, 20), nn.ReLU(), nn.Linear(20, 20), nn.ReLU(), nn.Linear(20, 4))
+
+
+EVERY = {"block": (4, 4), "sparsity": 0.7, "include": "*"}
+
+
+def test_two_pruners_on_one_layer() -> None:
+    model = three()
+    sp.attach(model, sp.Smart(), steps=4, **EVERY)  # type: ignore[arg-type]
+    with pytest.raises(sp.SmartpruneError, match="belongs to another pruner"):
+        sp.attach(model[2], sp.Smart(), steps=4, **EVERY)  # type: ignore[arg-type]
+    shared, other = three(), three()
+    other[2] = shared[2]
+    sp.attach(shared, sp.Smart(), steps=4, **EVERY)  # type: ignore[arg-type]
+    with pytest.raises(sp.SmartpruneError, match=r"2\b.*belongs to another pruner.*skip="):
+        sp.attach(other, sp.Smart(), steps=4, **EVERY)  # type: ignore[arg-type]
+
+
+def test_two_parts_with_a_pruner_each() -> None:
+    model = nn.ModuleDict({"a": three(), "b": three()})
+    for part in model.values():
+        sp.attach(part, sp.Magnitude(), steps=1, **EVERY).freeze()  # type: ignore[arg-type]
+    with pytest.raises(sp.SmartpruneError, match=r"2 pruners, on a and b; give the part that is meant, model\.a"):
+        sp.bake(model)
+    assert sp.bake(model["a"]).met
+    assert sp.bake(model["b"]).met
+
+
+@pytest.mark.parametrize("place", [0, 2, 4])
+@pytest.mark.parametrize("method", [sp.Gradual(), sp.Smart()], ids=["gradual", "smart"])
+def test_a_layer_that_was_replaced_after_attach(method: Method, place: int) -> None:
+    model = three()
+    pruner = sp.attach(model, method, steps=3, **EVERY)  # type: ignore[arg-type]
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model[place] = nn.Linear(model[place].in_features, model[place].out_features)
+    model(torch.ones(2, 12)).sum().backward()
+    optimizer.step()
+    with pytest.raises(sp.SmartpruneError, match=rf"pruner\.step\(\): {place} is no longer part of the model"):
+        pruner.step()
+    with pytest.raises(sp.SmartpruneError, match=r"pruner\.freeze\(\)"):
+        pruner.freeze()
+
+
+def test_a_part_that_was_wrapped_after_attach_goes_on() -> None:
+    class Wrapper(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.inner(x)
+            return out
+
+    model = three()
+    pruner = sp.attach(model, sp.Gradual(), steps=3, **EVERY)  # type: ignore[arg-type]
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model[2] = Wrapper(model[2])
+    for _ in range(3):
+        model(torch.ones(2, 12)).sum().backward()
+        optimizer.step()
+        pruner.step()
+    assert pruner.receipt().met
+
+
+@pytest.mark.parametrize("method", ["smart", None, 3])
+def test_no_method(method: object) -> None:
+    with pytest.raises(sp.SmartpruneError, match=r"method=.* is no method; give its settings, such as smartprune\.Smart\(\)"):
+        sp.attach(three(), method, steps=3, **EVERY)  # type: ignore[arg-type]
+
+
+def test_early_freeze_goes_by_weights_where_nothing_is_known() -> None:
+    """Not by the order of blocks, which would empty the last layers."""
+    for method in (sp.Awg(stages=4, cap="off"), sp.Pas()):
+        model = three()
+        pruner = sp.attach(model, method, steps=40, **EVERY)  # type: ignore[arg-type]
+        size = pruner.blocks.mean(torch.abs)
+        pruner.freeze()
+        kept = pruner.mask
+        assert float(size[kept].min()) >= float(size[~kept].max())
+
+
+@pytest.mark.parametrize("how", ["argument", "keyword"])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.LBFGS])
+def test_nothing_moves_while_a_method_watches(kind: type[torch.optim.Optimizer], how: str) -> None:
+    """Also where the optimizer is given a closure, which makes the gradients inside its step."""
+    model = three()
+    pruner = sp.attach(model, sp.Awg(stages=2, calibration=0.5, cap="off"), steps=20, **EVERY)  # type: ignore[arg-type]
+    optimizer = kind(model.parameters(), lr=0.05)  # type: ignore[call-arg]
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 12)).square().mean()
+        loss.backward()
+        return loss
+
+    if how == "argument":
+        optimizer.step(closure)  # type: ignore[arg-type]
+    else:
+        optimizer.step(closure=closure)  # type: ignore[arg-type]
+    pruner.step()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

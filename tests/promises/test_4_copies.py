@@ -170,6 +170,40 @@ def test_activation_checkpointing(reentrant: bool) -> None:
         assert torch.allclose(a, b, atol=1e-6)
 
 
+class Stacked(nn.Module):
+    """Every part is checkpointed in the old way, which brings a backward pass for each of them."""
+
+    def __init__(self, again: bool) -> None:
+        super().__init__()
+        self.again, self.parts = again, nn.ModuleList([nn.Linear(12, 12), nn.Linear(12, 12), nn.Linear(12, 4)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.parts:
+            x = checkpoint(part, x, use_reentrant=True) if self.again else part(x)
+        return x
+
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        return self(x).square().mean() if self.again else self.parts[2](self.parts[1](self.parts[0](x))).square().mean()
+
+
+@pytest.mark.parametrize(
+    "method", [sp.Pdp(tau=1e-2), sp.Smart(gain=True), sp.Smart(), sp.Pas(), sp.Gradual()], ids=lambda m: str(m)
+)
+def test_more_than_one_backward_pass(method: object) -> None:
+    """Of parts that are checkpointed, and of a loss that does not go through the model's own forward."""
+    grads = []
+    for again in (True, False):
+        torch.manual_seed(0)
+        model = Stacked(again)
+        pruner = sp.attach(model, method, block=(4, 4), sparsity=0.5, include="*", steps=9)  # type: ignore[arg-type]
+        x = torch.randn(8, 12)
+        for batch in x.chunk(2):
+            model.loss(batch.clone().requires_grad_()).backward()
+        grads.append([parameter.grad for parameter in (*model.parts.parameters(), *pruner.parameters())])
+    for a, b in zip(*grads, strict=True):
+        assert (a is None and b is None) or torch.allclose(a, b, atol=1e-7), method
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast(small: Case, dtype: torch.dtype) -> None:
     pruner = small.attach(steps=3)

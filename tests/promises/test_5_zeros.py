@@ -75,6 +75,63 @@ def test_writes_behind_our_back_are_cleaned_before_use() -> None:
     assert torch.count_nonzero(saved[pruner.plan.layers[0].weight][gone[0]]) == 0
 
 
+@pytest.mark.parametrize("swap", [False, True], ids=["copied", "swapped"])
+def test_writes_that_leave_no_trace(swap: bool) -> None:
+    """Through ``weight.data``, as many an EMA and Lookahead do: no version counter rises."""
+    case = Case("plain_cnn")
+    dense = copy.deepcopy(case.model.state_dict())
+    pruner = case.attach(sp.Magnitude(), steps=1)
+    optimizer = case.optimizer()
+    case.train(pruner, optimizer, 1)
+    gone = removed_elements(pruner)
+
+    def write() -> None:
+        for name, parameter in case.model.named_parameters():
+            if swap:
+                parameter.data = dense[name].clone()
+            else:
+                parameter.data.copy_(dense[name])
+
+    write()
+    case.model.eval()
+    clean = {name: value.clone() for name, value in case.model.state_dict().items()}
+    assert revived([clean[layer.weight] for layer in pruner.plan.layers], gone) == 0
+    expected = case.model(case.x).detach()
+    write()
+    assert torch.equal(case.model(case.x), expected)
+    write()
+    assert pruner.receipt().met
+    write()
+    assert sp.bake(case.model).met
+    assert revived(list(pruner.blocks.weights), gone) == 0
+
+
+def test_two_forward_passes_and_then_backward() -> None:
+    """Cleaning at every forward pass must not look like a change to autograd."""
+    case = Case("plain_cnn")
+    pruner = case.attach(sp.Magnitude(), steps=1)
+    case.train(pruner, case.optimizer(), 1)
+    first = case.loss()
+    with torch.no_grad():
+        case.model(case.x)
+    (first + case.loss()).backward()
+    assert all(parameter.grad is not None for parameter in case.model.parameters())
+
+
+def test_a_receipt_changes_nothing_in_a_baked_model() -> None:
+    case = Case("plain_cnn")
+    pruner = case.attach(sp.Magnitude(), steps=1)
+    case.train(pruner, case.optimizer(), 1)
+    sp.bake(case.model, hold=False)
+    assert pruner.receipt().met
+    with torch.no_grad():
+        for weight in pruner.blocks.weights:
+            weight.fill_(1.0)
+    with pytest.raises(sp.SmartpruneError, match="not zero"):
+        pruner.receipt()
+    assert all(bool((weight == 1).all()) for weight in pruner.blocks.weights)
+
+
 def test_ema_of_frozen_and_of_baked_models() -> None:
     case = Case("plain_cnn")
     pruner = case.attach(steps=2)

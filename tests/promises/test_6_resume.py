@@ -1,13 +1,17 @@
 """Promise 6, for a user's own loop: stop anywhere, resume, and end with the same bits. (Real kills:
 tests/test_resume.py.)"""
 
+import copy
 import io
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import smartprune as sp
 from conftest import Case
+from smartprune.pruner import find_pruner
 
 METHODS = [sp.Smart(), sp.Smart(mask_type="stochastic"), sp.Smart(ramp="cubic", clip=1.0), sp.Magnitude()]
 
@@ -51,3 +55,88 @@ def test_wrong_state_is_refused() -> None:
         pruner.load_state_dict({"a": 1})
     with pytest.raises(sp.SmartpruneError, match=r"method='smart', this one 'magnitude'"):
         Case("plain_cnn").attach(sp.Magnitude(), steps=4).load_state_dict(pruner.state_dict())
+
+
+STEPPED = [sp.Acdc(cycles=2, cap="off"), sp.Awg(stages=2, cap="off"), sp.Gradual(), sp.Pdp(), sp.Pas(), sp.Smart(gain=True)]
+
+
+def wheel(method: object, base: dict[str, torch.Tensor]) -> tuple[nn.Sequential, sp.Pruner, torch.optim.Optimizer]:
+    model = nn.Sequential(nn.Linear(12, 20), nn.ReLU(), nn.Linear(20, 4))
+    model.load_state_dict(base)
+    pruner = sp.attach(model, method, block=(4, 4), sparsity=0.7, include="*", steps=16)  # type: ignore[arg-type]
+    return model, pruner, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+
+
+def turn(model: nn.Module, pruner: sp.Pruner, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    x = torch.linspace(-1, 1, 16 * 12).sin().reshape(16, 12)
+    for _ in range(steps):
+        (model(x).square().mean() + pruner.penalty()).backward()
+        optimizer.step()
+        pruner.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["states", "whole"])
+@pytest.mark.parametrize("method", STEPPED, ids=lambda method: str(method.name))
+def test_every_step_is_a_place_to_stop(method: object, whole: bool) -> None:
+    """Also those after which an optimizer is to drop its momentum, or leaves everything where it is."""
+    torch.manual_seed(0)
+    base = nn.Sequential(nn.Linear(12, 20), nn.ReLU(), nn.Linear(20, 4)).state_dict()
+    for stop in range(1, 16):
+        first = wheel(method, base)
+        turn(*first, stop)
+        if whole:
+            model = copy.deepcopy(first[0])
+            pruner = find_pruner(model)
+            assert pruner is not None
+            second = (model, pruner, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
+            second[2].load_state_dict(copy.deepcopy(first[2].state_dict()))
+        else:
+            states = copy.deepcopy([part.state_dict() for part in first])
+            second = wheel(method, base)
+            for part, state in zip(second, states, strict=True):
+                part.load_state_dict(state)
+        turn(*first, 18 - stop)
+        turn(*second, 18 - stop)
+        for (name, a), b in zip(first[0].state_dict().items(), second[0].state_dict().values(), strict=True):
+            assert torch.equal(a, b), (name, stop)
+
+
+def test_back_into_the_search() -> None:
+    """A pruner that has frozen gets the state of before: its old mask has no say any more."""
+    torch.manual_seed(0)
+    base = nn.Sequential(nn.Linear(12, 20), nn.ReLU(), nn.Linear(20, 4)).state_dict()
+    parts = wheel(sp.Gradual(), base)
+    turn(*parts, 2)
+    states = copy.deepcopy([part.state_dict() for part in parts])
+    turn(*parts, 16)
+    before = [part.clone() for part in parts[0].state_dict().values()]
+    assert parts[1].phase == "frozen"
+    for part, state in zip(parts, states, strict=True):
+        part.load_state_dict(state)
+    turn(*parts, 1)
+    assert parts[1].phase == "search"
+    assert not any(bool((weight == 0).any()) for weight in parts[1].blocks.weights)
+    turn(*parts, 15)
+    assert all(torch.equal(a, b) for a, b in zip(before, parts[0].state_dict().values(), strict=True))
+
+
+def test_a_state_of_another_search_is_refused() -> None:
+    def state(block: tuple[int, int] = (4, 2), method: object = sp.Magnitude()) -> tuple[sp.Pruner, dict[str, Any]]:
+        model = nn.Linear(16, 16)
+        pruner = sp.attach(model, method, block=block, sparsity=0.5, include="*", steps=4)  # type: ignore[arg-type]
+        return pruner, pruner.state_dict()
+
+    pruner, good = state()
+    pruner.load_state_dict(good)
+    with pytest.raises(sp.SmartpruneError, match="block='2x4x1x1', this one '4x2x1x1'"):
+        pruner.load_state_dict(state((2, 4))[1])
+    with pytest.raises(sp.SmartpruneError, match=r"settings=.*l2"):
+        pruner.load_state_dict(state(method=sp.Magnitude(norm="l2"))[1])
+    for wrong in ({"mask": 3}, {"tensors": []}, {"count": -1}, {"side": torch.ones(3)}, {"tensors": {"mask": 3}}):
+        with pytest.raises(sp.SmartpruneError, match="damaged"):
+            pruner.load_state_dict({**good, **wrong})
+    smart, learned = state(method=sp.Smart())
+    with pytest.raises(sp.SmartpruneError, match="no 'scores'"):
+        smart.load_state_dict({**learned, "tensors": {k: v for k, v in learned["tensors"].items() if k != "scores"}})
+    smart.load_state_dict({k: v for k, v in learned.items() if k not in ("block", "settings", "forgets")})  # of an older version

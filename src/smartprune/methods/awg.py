@@ -86,12 +86,17 @@ class Awg:
             return Change({"importance": mean})
         stage = before.count * self.stages // clock.steps + 1
         limit = blocks.total - (blocks.total - blocks.limit) * stage // self.stages
-        rank = torch.where(state["mask"] > 0, mean, -1.0)
-        kept = hard_topk(rank, limit, blocks.cost, self.floor(blocks), layer)
+        alive = state["mask"] > 0
+        cost = None if blocks.cost is None else torch.where(alive, blocks.cost.to(alive.device), blocks.total + 1)
+        kept = hard_topk(torch.where(alive, mean, -1.0), limit, cost, self.floor(blocks), layer)  # what is gone has no price
         return Change({"mask": kept.to(torch.float32), "importance": torch.full_like(mean, math.nan)})
 
     def rank(self, blocks: Blocks, state: State) -> Tensor:
-        return state["mask"]  # type: ignore[no-any-return]
+        """Blocks that are there before those that are gone; by importance where that is known, else by the size of weights."""
+        size, known = blocks.mean(torch.abs), state["importance"]
+        inner = torch.where(known.isnan(), size / size.max().clamp(min=1e-30), known / known.nan_to_num().max().clamp(min=1e-30))
+        out: Tensor = 2 * state["mask"] + inner
+        return out
 
     def floor(self, blocks: Blocks) -> Tensor | None:
         return capped_floor(blocks, self.mspl, self.cap)

@@ -65,6 +65,8 @@ class Method(Protocol):
     - ``calibrates(clock)``: True while the method only watches: no parameter of the model moves then, and ``update``
       finds in ``state["watched"]`` the sum of ``|gradient * weight|`` over every block, [n].
     - ``amplify(blocks, mask)`` gives what weights are multiplied by in place of the mask; a hard one must come back as it is.
+    - ``plain``: True where gradients of the mask, or of ``amplify``, go through torch's own operations, which stand one backward
+      pass; the pruner then keeps what more than one need.
     - ``warmth(blocks, state)``: how far the soft mask is from its hard form at the end; too far raises.
     - ``floor(blocks)``: the fewest blocks each layer keeps, [number of layers], where that is not the budget's own floor.
     - ``final(blocks, state)``: the hard mask itself, bool [n], of a method that does not keep to the budget.

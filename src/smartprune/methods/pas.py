@@ -55,7 +55,10 @@ class Pas:
         return self.strength * (share - blocks.limit / blocks.total) ** 2
 
     def rank(self, blocks: Blocks, state: State) -> Tensor:
-        return state["gates"].detach()  # type: ignore[no-any-return]
+        """Gates; equal ones, such as all at the start, by the size of their weights, which is too small to decide otherwise."""
+        gates, size = state["gates"].detach().double(), blocks.mean(torch.abs).double()
+        out: Tensor = gates + 1e-9 * size / size.max().clamp(min=1e-30)
+        return out
 
     def final(self, blocks: Blocks, state: State) -> Tensor | None:
         return None if self.exact else state["gates"].detach() > 0.5

@@ -27,6 +27,7 @@ class Pdp:
     norm gives each layer at the start)."""
 
     name: ClassVar[str] = "pdp"
+    plain: ClassVar[bool] = True
 
     tau: float = 1e-4
     ramp: float = 0.8

@@ -83,6 +83,11 @@ class Smart:
         return cls(start, end, **{"unit": "absolute", "schedule": schedule, "follow": False, "reach": None, **settings})
 
     @property
+    def plain(self) -> bool:
+        """Whether its gradients go through torch's own operations."""
+        return self.gain
+
+    @property
     def through(self) -> bool:
         """Whether weights get the gradient of the masked weights unmasked."""
         return self.mask_type == "binary"
