@@ -795,3 +795,20 @@ def test_a_floor_takes_cheaper_blocks_where_the_best_do_not_fit() -> None:
 def test_k_that_is_no_count(k: float) -> None:
     with pytest.raises(SmartpruneError, match="is not an integer in"):
         hard_topk(torch.ones(3), k)
+
+
+def test_numbers_of_numpy_and_things_that_are_no_tensors() -> None:
+    scores = torch.tensor([1.0, 3.0, 2.0])
+    assert hard_topk(scores, np.int64(2)).tolist() == [False, True, True]
+    assert torch.equal(soft_topk(scores, np.float32(2), np.float32(0.5)), soft_topk(scores, 2.0, 0.5))
+    layer = torch.tensor([0, 0, 1])
+    for call, text in (
+        (lambda: hard_topk([1.0, 2.0], 1), "scores is a list"),  # type: ignore[arg-type]
+        (lambda: soft_topk([1.0, 2.0], 1, 0.1), "scores is a list"),  # type: ignore[arg-type]
+        (lambda: hard_topk(scores, 1, [1, 1, 1]), "cost is a list"),  # type: ignore[arg-type]
+        (lambda: hard_topk(scores, 1, None, 0.1, [0, 0, 1]), "layer is a list"),  # type: ignore[arg-type]
+        (lambda: hard_topk(scores, 1, None, [1, 1], layer), r"floor=\[1, 1\] is outside"),  # type: ignore[arg-type]
+        (lambda: hard_topk(scores, torch.tensor([1, 2])), "is not a number"),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(SmartpruneError, match=text):
+            call()

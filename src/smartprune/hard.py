@@ -1,6 +1,7 @@
 """Hard selection: exactly the best blocks, or as many as a cost pays for; and the checks shared with soft_topk."""
 
 import math
+import numbers
 from fractions import Fraction
 
 import torch
@@ -23,6 +24,9 @@ def kind_of(value: Tensor) -> str:
 
 
 def check_vectors(where: str, scores: Tensor, cost: Tensor | None) -> None:
+    for name, value in (("scores", scores), ("cost", cost)):
+        if not isinstance(value, Tensor) and (name == "scores" or value is not None):
+            raise SmartpruneError(f"{where}: {name} is a {type(value).__name__}; give a tensor, torch.as_tensor({name})")
     if scores.dim() != 1 or scores.dtype not in DTYPES or scores.numel() == 0:
         raise SmartpruneError(
             f"{where}: scores are {kind_of(scores)}; they must be one non-empty vector of float64, float32, bfloat16 or "
@@ -60,8 +64,8 @@ def hard_topk(
     scores, n = scores.detach(), scores.numel()
     if not bool(torch.isfinite(scores).all()):
         raise SmartpruneError(f"hard_topk: {FACTS[1]}")
-    limit = k.item() if isinstance(k, Tensor) else k
-    if isinstance(limit, bool) or not isinstance(limit, int | float) or math.isnan(limit):
+    limit = k.item() if isinstance(k, Tensor) and k.numel() == 1 else k
+    if isinstance(limit, bool) or not isinstance(limit, numbers.Real) or math.isnan(limit):
         raise SmartpruneError(f"hard_topk: k={k!r} is not a number; give the number (or the cost) of blocks to keep")
     forced = forced_blocks(scores, floor, layer)
     if cost is None:
@@ -117,8 +121,8 @@ def forced_blocks(scores: Tensor, floor: float | Tensor | None, layer: Tensor | 
     forced = torch.zeros_like(scores, dtype=torch.bool)
     if floor is None:
         return forced
-    if layer is None or layer.shape != scores.shape or layer.is_floating_point() or int(layer.min()) < 0:
-        given = "missing" if layer is None else kind_of(layer)
+    if not isinstance(layer, Tensor) or layer.shape != scores.shape or layer.is_floating_point() or int(layer.min()) < 0:
+        given = "missing" if layer is None else kind_of(layer) if isinstance(layer, Tensor) else f"a {type(layer).__name__}"
         raise SmartpruneError(
             f"hard_topk: floor={_shown(floor)} but layer is {given}; floor needs layer, {list(scores.shape)} integers "
             ">= 0 saying which layer each block belongs to"
@@ -138,7 +142,7 @@ def forced_blocks(scores: Tensor, floor: float | Tensor | None, layer: Tensor | 
                 f"{int(sizes[worst])}; lower it to at most that"
             )
     else:
-        if isinstance(floor, bool) or not 0 <= floor <= 1:
+        if isinstance(floor, bool) or not isinstance(floor, numbers.Real) or not 0 <= floor <= 1:
             raise SmartpruneError(f"hard_topk: floor={floor!r} is outside [0, 1]; give a share such as 0.02")
         share = Fraction(str(floor))  # 0.02 * 150 is more than 3 in binary
         counts = [math.ceil(share * size) for size in sizes.tolist()]

@@ -8,6 +8,7 @@ and subtracted first, because a threshold alone loses its fraction as soon as |s
 
 import importlib.util
 import math
+import numbers
 import os
 from functools import lru_cache
 from types import ModuleType
@@ -238,6 +239,6 @@ def _number(name: str, value: float | Tensor, device: torch.device) -> float | T
         if value.device == device and device.type != "cpu":
             return value.detach() if value.requires_grad else value
         value = value.item()
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise SmartpruneError(f"soft_topk: {name}={value!r} is not a number; give a number or a 0-dim tensor")
     return float(value)
