@@ -211,3 +211,32 @@ def test_record(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "- source of the runs: abc" in page
     assert "| smart | 91.00 ± 1.41 | 61.00 ± 1.41 (-30.00) | 51.00 ± 1.41 (-40.00) |" in page
     assert run("compare", str(runs), "--record", str(tmp_path / "No Name"), "--note", "x") == 1
+
+
+def test_budgets_in_cycles(tmp_path: Path) -> None:
+    made(tmp_path / "runs", 0.8, sparsity=None, cycles=0.3)
+    made(tmp_path / "runs", 0.7, sparsity=0.5)
+    page, plot = tmp_path / "page.html", tmp_path / "plot.svg"
+    assert run("compare", str(tmp_path / "runs"), "--html", str(page), "--plot", str(plot)) == 0
+    assert "30 % of NPU cycles" in page.read_text()
+    assert "share of NPU cycles removed" in plot.read_text()
+    assert "share of blocks removed" in plot.read_text()
+
+
+@pytest.mark.parametrize("damage", [{"sparsity": "abc"}, {"sparsity": [0.9]}, {"include": [1]}, {"settings": 3}])
+def test_one_damaged_run_stops_nothing(runs: Path, damage: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    broken = made(runs, 0.1, sparsity=0.7)
+    config = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps({**config, **damage}))
+    assert run("compare", str(runs)) == 0
+    assert str(broken) in "".join(capsys.readouterr())
+
+
+def test_a_record_does_not_go_over_a_run(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    victim = made(tmp_path, 0.5)
+    before = (victim / "config.json").read_text()
+    assert run("compare", str(runs), "--record", str(victim), "--note", "n") == 1
+    assert "holds no record" in capsys.readouterr().err
+    assert (victim / "config.json").read_text() == before
+    for note in ("first", "second"):  # a record grows
+        assert run("compare", str(runs), "--record", str(tmp_path / "record"), "--note", note) == 0

@@ -19,7 +19,7 @@ from smartprune.cli import main
 from smartprune.config import configure, load
 from smartprune.tasks.imagefolder import ImageFolder, Split
 from smartprune.tasks.pictures import MEAN, STD, Shelf, cut
-from smartprune.train import resume, train
+from smartprune.train import check, resume, train
 
 Image = pytest.importorskip("PIL.Image")
 CPU = torch.device("cpu")
@@ -260,3 +260,28 @@ def test_the_real_data() -> None:
     task = ImageFolder(limit=20)
     assert kept(task, "train").shape == kept(task, "test").shape == (200, 128, 128, 3)
     assert task.data("train", CPU).labels.bincount().tolist() == [20] * 10  # type: ignore[attr-defined]
+
+
+def test_sixteen_bits_of_grey(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    write_classes(tmp_path)
+    ramp = np.linspace(0, 65535, 256).astype(np.uint16).reshape(16, 16)
+    image.fromarray(ramp).save(tmp_path / "train" / "cat" / "0.png")
+    task = ImageFolder(folder=str(tmp_path), size=16)
+    place = sorted(path.name for path in (tmp_path / "train").iterdir()).index("cat") * TRAIN
+    assert np.array_equal(kept(task, "train")[place].numpy(), (ramp >> 8).astype(np.uint8)[:, :, None].repeat(3, axis=2))
+
+
+@pytest.mark.parametrize("damage", ["gone", "class", "cut"])
+def test_what_is_wrong_with_the_test_pictures_is_told_at_once(tmp_path: Path, damage: str) -> None:
+    """Not after a dense stage of hours."""
+    write_classes(tmp_path / "data")
+    if damage == "gone":
+        shutil.rmtree(tmp_path / "data" / "val")
+    elif damage == "class":
+        shutil.rmtree(tmp_path / "data" / "val" / "cat")
+    else:
+        (tmp_path / "data" / "val" / "cat" / "0.png").write_bytes(b"no picture")
+    given = {"task": "imagefolder", "task_settings": {"folder": str(tmp_path / "data"), "size": 16}, "model": "resnet8", "batch": 4}
+    with pytest.raises(SmartpruneError, match="val"):
+        check(configure({**given, "block": "4x2", "sparsity": 0.5, "out": str(tmp_path / "run")}))

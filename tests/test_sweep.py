@@ -499,3 +499,30 @@ def test_stopped_at_the_limit_with_a_checkpoint(tmp_path: Path) -> None:
     assert "stopped in" in job.last_lines()[-1]
     assert (out / name / "checkpoint.pt").exists()
     assert not job.adopted
+
+
+def test_models_with_a_slash_in_their_name() -> None:
+    given = {**OPTIONS, "model": "some/where:net"}
+    for cell in lay_out([grid(options=given)]):
+        assert "/" not in cell.name
+        assert cell.dense is not None
+        assert "/" not in cell.dense
+
+
+@pytest.mark.parametrize("kind", ["macs", "cycles"])
+def test_two_budgets(tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """None of the two is dropped without a word."""
+    with pytest.raises(SystemExit) as stop:
+        main(arguments(tmp_path / "a", f"--{kind}", "0.5"))
+    assert stop.value.code == 2
+    assert f"--sparsities and --{kind}" in capsys.readouterr().err
+    file = tmp_path / "grid.json"
+    file.write_text(json.dumps({"sparsities": [0.9], "options": {kind: 0.5}}))
+    with pytest.raises(SystemExit) as stop:
+        main(["sweep", "--grid", str(file), "--out", str(tmp_path / "b")])
+    assert stop.value.code == 2
+    assert f"sparsities and {kind}" in capsys.readouterr().err
+    file.write_text(json.dumps({"sparsities": [0.9]}))
+    with pytest.raises(SystemExit) as stop:
+        main(["sweep", "--grid", str(file), f"--{kind}", "0.5", "--out", str(tmp_path / "b")])
+    assert stop.value.code == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 from dataclasses import asdict, replace
@@ -14,11 +15,12 @@ from safetensors.torch import load_file, save_file
 
 from jobs import SMALL, assert_same_run, rows, small
 from smartprune import METHODS, SmartpruneError
+from smartprune.cli.train import asked, train_verb
 from smartprune.config import configure, load
 from smartprune.progress import Progress, Tick
 from smartprune.receipt import Receipt
 from smartprune.tasks.digits import Digits
-from smartprune.train import Result, check, resume, train
+from smartprune.train import Result, check, resolved, resume, train
 from smartprune.verify import verify
 
 
@@ -259,6 +261,89 @@ def test_resuming_a_finished_run_changes_nothing(done: Path) -> None:
     before = {path.name: path.stat().st_mtime_ns for path in done.iterdir()}
     assert resume(done) == Result.load(done)
     assert {path.name: path.stat().st_mtime_ns for path in done.iterdir()} == before
+
+
+def test_a_page_that_a_kill_left_out_is_made_up_for(done: Path) -> None:
+    before = (done / "report.html").read_bytes()
+    (done / "report.html").unlink()
+    resume(done)
+    assert len((done / "report.html").read_bytes()) == len(before)
+
+
+def test_the_folder_we_are_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    train(small(Path()))
+    assert (tmp_path / "result.json").exists()
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_threads_are_decided_once(tmp_path: Path) -> None:
+    """A resumed run must not depend on how many cores are free by then."""
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        config = resolved(small(tmp_path / "run", threads=0))
+    finally:
+        torch.set_num_threads(before)
+    assert config.threads == 2
+    assert resolved(config).threads == 2
+
+
+def test_a_dense_file_that_went_away(done: Path, tmp_path: Path) -> None:
+    """The run has a copy; what it is interrupted by may also move its folders."""
+    file = tmp_path / "dense.safetensors"
+    file.write_bytes((done / "dense.safetensors").read_bytes())
+    whole, parted = tmp_path / "whole", tmp_path / "parted"
+    train(small(whole, dense=str(file)))
+    count = 0
+
+    def stop() -> bool:
+        nonlocal count
+        count += 1
+        return count == 3
+
+    with pytest.raises(SmartpruneError, match="stopped in search"):
+        train(small(parted, dense=str(file)), stop=stop)
+    file.unlink()
+    resume(parted)
+    assert_same_run(whole, parted)
+
+
+def test_a_network_given_as_an_object(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "objects.py").write_text(
+        "from smartprune.models import build\nNET = build('resnet8', num_classes=10, in_channels=1)\n"
+        "from torch import nn\nNONE = nn.Flatten()\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    train(small(tmp_path / "run", model="objects:NET"))
+    with pytest.raises(SmartpruneError, match="has no parameters"):
+        check(small(tmp_path / "other", model="objects:NONE"))
+
+
+def test_a_network_that_does_not_fit_the_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "unfit.py").write_text(
+        "from smartprune.models import build\ndef net():\n    return build('resnet8', num_classes=3, in_channels=1)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SmartpruneError, match=r"model='unfit:net': its first step on digits failed \(IndexError: Target \d"):
+        train(small(tmp_path / "run", model="unfit:net"))
+
+
+def test_a_file_for_another_task(tmp_path: Path) -> None:
+    """What the file does not say comes from the task that the command names."""
+    (tmp_path / "f.json").write_text('{"sparsity": 0.8}')
+    parser = argparse.ArgumentParser()
+    train_verb(parser.add_subparsers())
+    args = parser.parse_args(["train", "scenes", "--config", str(tmp_path / "f.json")])
+    given = asked(args)
+    assert configure(given).model == "segnet"
+    assert given["sparsity"] == 0.8
+    (tmp_path / "f.json").write_text('{"sparsity": 0.8, "sparsity": 0.9}')
+    with pytest.raises(SmartpruneError, match="a key comes twice"):
+        asked(args)
+    (tmp_path / "f.json").write_text('{"lr": ' + "9" * 400 + "}")
+    with pytest.raises(SmartpruneError, match=r"f\.json: lr="):
+        asked(args)
 
 
 class Screen:

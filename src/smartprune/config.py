@@ -5,7 +5,6 @@ Nothing here imports torch at the top, so the command line can show its help at 
 
 from __future__ import annotations
 
-import json
 import math
 import types
 from collections.abc import Mapping
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
 from .errors import SmartpruneError
+from .files import parse_json
 
 if TYPE_CHECKING:
     from .methods import Method
@@ -155,16 +155,22 @@ def configure(given: Mapping[str, Any]) -> Config:
     return config
 
 
-def load(path: str | Path) -> Config:
-    """Reads a ``config.json``."""
+def read(path: str | Path) -> dict[str, Any]:
+    """What a ``config.json`` says, as it stands there."""
     try:
-        values = json.loads(Path(path).read_text())
-    except (OSError, ValueError) as error:
+        values = parse_json(Path(path).read_bytes(), str(path))
+    except (OSError, SmartpruneError) as error:
         raise SmartpruneError(f"{path} cannot be read as a configuration: {error}") from None
     if not isinstance(values, dict):
         raise SmartpruneError(f"{path} holds a {type(values).__name__}; a configuration is a JSON object")
+    return values
+
+
+def load(path: str | Path, **instead: Any) -> Config:
+    """Reads a ``config.json``; what is given besides stands in place of what it says."""
+    values = read(path)
     try:
-        return configure(values)
+        return configure({**values, **instead})
     except SmartpruneError as error:
         raise SmartpruneError(f"{path}: {error}") from None
 
@@ -221,8 +227,15 @@ def _fits(value: Any, hint: Any) -> bool:
     if get_origin(hint) is not None and type(hint).__name__ == "_LiteralGenericAlias":
         return value in parts
     if hint is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and _finite(value)
     return type(value) is hint or (hint is type(None) and value is None)
+
+
+def _finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer of 400 digits
+        return False
 
 
 def _named(hint: Any) -> str:
@@ -286,15 +299,15 @@ def _check(config: Config, task: Task) -> None:
     if sum(getattr(config, name) is not None for name in BUDGETS) != 1:
         given = ", ".join(f"{name}={getattr(config, name)}" for name in BUDGETS)
         raise SmartpruneError(f"{given}: give one of them")
-    if config.cycles is not None:
-        read_npu(config.npu)
+    read_npu(config.npu)
     if config.model not in task.models and not foreign(config.model):
         raise SmartpruneError(
             f"model={config.model!r} does not fit {config.task}; it takes: {', '.join(task.models)}; or write {HOW}"
         )
     for name in (*BUDGETS, "floor"):
         if getattr(config, name) is not None:
-            as_share(getattr(config, name), name)
+            told = ("the least share of its blocks that each layer keeps",) if name == "floor" else ()
+            as_share(getattr(config, name), name, *told)
     Block.of(config.block)
 
 

@@ -107,7 +107,8 @@ class Plan:
     def require(self) -> Plan:
         """Returns the plan itself, or raises if its budget cannot be met."""
         if self.problem is not None:
-            most = math.floor(10_000 * (1 - Fraction(max(self._least(), 1), self.bound[1]))) / 10_000
+            smallest = 1 if self.cost is None else int(self.cost.min())
+            most = math.floor(10_000 * (1 - Fraction(max(self._least(), smallest), self.bound[1]))) / 10_000
             cure = "lower floor, or remove less" if self.floor else "remove less"
             raise SmartpruneError(f"plan: {self.problem}; {cure}: at most {most:g} of the {self.unit} can go")
         return self

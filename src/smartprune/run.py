@@ -128,7 +128,7 @@ def settled(config: Config) -> Iterator[None]:
 def start(folder: Path, config: Config) -> Run:
     """A run at its beginning, or at its last checkpoint."""
     task, device = configs.make_task(config.task, config.task_settings), torch.device(config.device)
-    model = fresh(task, config, None if config.dense is None else Path(config.dense), device)
+    model = fresh(task, config, dense_file(folder, config), device)
     if config.sync_bn == "on" and ranks.world() > 1:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     if config.parallel == "fsdp" and ranks.world() > 1:
@@ -154,6 +154,14 @@ def start(folder: Path, config: Config) -> Run:
     if state:
         restore(run, state)
     return run
+
+
+def dense_file(folder: Path, config: Config) -> Path | None:
+    """The dense model that was given; where that is gone, the copy of it that a run keeps."""
+    if config.dense is None:
+        return None
+    given, own = Path(config.dense), folder / rundir.DENSE
+    return own if own.exists() and not given.exists() else given
 
 
 def fresh(task: Task, config: Config, weights: Path | None, device: torch.device) -> nn.Module:
@@ -203,7 +211,10 @@ def budget_of(config: Config, example: Any) -> Budget | None:
 
 def prune(model: nn.Module, config: Config, task: Task, steps: int) -> Pruner:
     """Attaches the configured method; ``steps`` is the length of the search."""
-    example = task.example().to(next(model.parameters()).device)
+    first = next(model.parameters(), None)
+    if first is None:
+        raise SmartpruneError(f"model={config.model!r} has no parameters, so there is nothing to train or prune; give another one")
+    example = task.example().to(first.device)
     return attach(
         model,
         configs.make_method(config.method, config.settings),

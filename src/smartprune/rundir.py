@@ -30,7 +30,8 @@ DENSE, MODEL, RECEIPT = "dense.safetensors", "model.safetensors", "receipt.json"
 
 
 def create(config: Config) -> Path:
-    """Makes the run folder with its ``config.json``; both appear together."""
+    """Makes the run folder with its ``config.json``; both appear together, unless an empty folder is there already: it may be the
+    one we are in, or one that is mounted, and stays."""
     out = Path(config.out)
     if out.exists() and not out.is_dir():
         raise SmartpruneError(f"{out} is a file; give a folder for the run")
@@ -40,6 +41,9 @@ def create(config: Config) -> Path:
                 f"{out} already holds a run; continue it with: smartprune train --resume --out {out}, or choose another folder"
             )
         raise SmartpruneError(f"{out} is not empty and holds no run; choose another folder")
+    if out.exists():
+        write_json(out / CONFIG, asdict(config))
+        return out
     temporary = out.with_name(f".{out.name}.{os.getpid()}.part")
     try:
         temporary.mkdir(parents=True)

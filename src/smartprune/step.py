@@ -67,7 +67,7 @@ def require_finite(run: Run) -> None:
     if not math.isfinite(float(run.losses)):
         raise SmartpruneError(
             f"the loss is {float(run.losses)} in {run.stage}, step {run.step + 1} of {run.steps(run.stage)}; "
-            "lower the learning rate of this stage, or that of the scores (score_lr), and start again"
+            f"lower the learning rate of this stage{' or that of the scores (score_lr)' * (run.stage == 'search')}, and start again"
         )
 
 

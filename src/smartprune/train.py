@@ -27,6 +27,7 @@ from .deliver import deliver, require
 from .errors import SmartpruneError
 from .graph import capturable
 from .judge import FOUND, Figures, judge, write_found
+from .models.named import foreign
 from .progress import Tick
 from .pruner import WHOLE, bake
 from .receipt import Receipt
@@ -100,7 +101,10 @@ def resume(folder: str | Path, progress: Callable[[Tick], None] = _ignore, stop:
     if not (folder / rundir.CONFIG).exists():
         raise SmartpruneError(f"{folder} holds no run (no {rundir.CONFIG}); start one without --resume")
     if (folder / rundir.RESULT).exists():
-        return Result.load(folder)
+        result = Result.load(folder)
+        if not (folder / PAGE).exists():  # killed between the two
+            write_run_page(folder, own=True)
+        return result
     config = resolved(configs.load(folder / rundir.CONFIG))
     with ranks.joined(config.device):
         return _work(folder, config, progress, stop)
@@ -119,7 +123,7 @@ def check(config: Config) -> None:
         model = task.model(config.model)
         if config.dense is not None:
             rundir.load_weights(model, Path(config.dense))
-        data = task.data("train", torch.device("cpu"))
+        data, *_ = (task.data(split, torch.device("cpu")) for split in ("train", "validation", "test"))
         ranks.require_shares(data, config.batch)
         steps = config.search_epochs * -(-data.steps(config.batch) // config.accumulate)
         reason = capturable(prune(model, config, task, steps).method)
@@ -151,7 +155,7 @@ def resolved(config: Config) -> Config:
     if ranks.world() > 1 and config.sync_bn == "on" and device != "cuda":
         raise SmartpruneError("sync_bn='on' needs GPUs: torch has no such batch norm for the CPU; use --sync-bn off")
     amp = config.amp if config.amp != "auto" else "bf16" if device == "cuda" else "off"
-    return replace(config, device=device, amp=amp)
+    return replace(config, device=device, amp=amp, threads=config.threads or torch.get_num_threads())
 
 
 def _work(folder: Path, config: Config, progress: Callable[[Tick], None], stop: Callable[[], bool]) -> Result:
@@ -176,7 +180,15 @@ def _train_stage(run: Run, progress: Callable[[Tick], None], stop: Callable[[], 
     saved, cost, shown = time.monotonic(), 0.0, 0.0
     while run.step < total:
         for batches in steps_of_epoch(run):
-            take_step(run, *batches)
+            try:
+                take_step(run, *batches)
+            except (TypeError, ValueError, IndexError, KeyError, AttributeError, RuntimeError) as error:
+                if run.step or not foreign(run.config.model):
+                    raise
+                raise SmartpruneError(
+                    f"model={run.config.model!r}: its first step on {run.config.task} failed ({type(error).__name__}: "
+                    f"{rundir.first_line(error)}); a network has to take and give what the task's own, {run.task.recipe.model}, does"
+                ) from error
             if run.step % run.per_epoch == 0:
                 _end_epoch(run)
             now = time.monotonic()

@@ -11,12 +11,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import SmartpruneError
-from ..files import write_whole
-from .verb import Verbs, add_verb, arguments
+from ..files import check_folder, write_whole
+from .verb import Verbs, add_verb, arguments, check_outputs, run_files
 
 if TYPE_CHECKING:
     from ..compare import Comparison
     from ..compare.chart import Chart
+
+
+SHARES = {
+    "sparsity": "sparsity (share of blocks removed)",
+    "macs": "share of MACs removed",
+    "cycles": "share of NPU cycles removed",
+}
 
 
 def compare_verb(verbs: Verbs) -> None:
@@ -49,7 +56,13 @@ def run_compare(args: argparse.Namespace) -> int:
             raise SmartpruneError("--note belongs to --record; give both")
         if args.plot and Path(args.plot).suffix.lower() not in (".svg", ".png"):
             raise SmartpruneError(f"--plot {args.plot}: name a file that ends in .svg or .png")
+        if args.record:
+            check_folder(args.record)
     found = compare(args.runs)
+    with arguments(args):
+        outputs = {f"--{name}": getattr(args, name) for name in ("csv", "plot", "html", "json")}
+        for entry in found.entries:
+            check_outputs(outputs, run_files(entry.folder))
     print(found)
     if args.csv:
         write_whole(args.csv, found.csv().encode())
@@ -80,7 +93,7 @@ def charts(found: Comparison) -> list[Chart]:
 
     out = []
     for (data, model, block, _, metric), rows in found.groups().items():
-        for kind in ("sparsity", "macs"):
+        for kind, named in SHARES.items():
             of_kind = [row for row in rows if row.entries[0].share[0] == kind]
             if not of_kind:
                 continue
@@ -92,7 +105,6 @@ def charts(found: Comparison) -> list[Chart]:
             lines = tuple(Series(name, tuple(points)) for name, points in series.items())
             dense = {entry.config["seed"]: entry.dense for row in of_kind for entry in row.entries}
             level = ("dense", 100 * statistics.fmean(dense.values()))
-            named = {"sparsity": "sparsity (share of blocks removed)", "macs": "share of MACs removed"}[kind]
             out.append(Chart(f"{data}, {model}, blocks of {block}", named, f"{metric}, %", lines, level))
     return out
 

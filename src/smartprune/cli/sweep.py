@@ -9,7 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ..config import BUDGETS
 from ..errors import SmartpruneError
+from ..files import check_folder
 from .train import add_flags, asked, setting, stop_signals
 from .verb import Verbs, add_verb, arguments
 
@@ -69,6 +71,7 @@ def run_sweep(args: argparse.Namespace) -> int:
             raise SmartpruneError(f"--jobs {args.jobs} should be at least 1")
         if args.minutes is not None and not args.minutes > 0:
             raise SmartpruneError(f"--minutes {args.minutes:g} should be above 0")
+        check_folder(args.out)
         cells = lay_out(_grids(args))
         known = recorded([Path(folder) for folder in args.recorded or ()], cells)
         sweep = Sweep(Path(args.out), [cell for cell in cells if cell.name not in known], args.jobs, args.minutes)
@@ -105,8 +108,9 @@ def _grids(args: argparse.Namespace) -> list[Grid]:
             if getattr(args, name) is not None:
                 raise SmartpruneError(f"--grid and --{name.replace('_', '-')}: the file has its own; give one of the two")
         return [grid.under(given, settings) for grid in read_grids(Path(args.grid))]
-    if args.sparsities and args.macs is not None:
-        raise SmartpruneError("--sparsities and --macs: give one of the two")
+    for kind in BUDGETS[1:]:
+        if args.sparsities and getattr(args, kind, None) is not None:
+            raise SmartpruneError(f"--sparsities and --{kind}: give one of the two")
     return [
         Grid(
             label=args.label,
@@ -134,7 +138,10 @@ def _tell(args: argparse.Namespace, outcome: Outcome) -> int:
     from ..compare import compare
 
     if outcome.done:
-        print(compare([cell.folder(Path(args.out)) for cell in outcome.done]))
+        try:
+            print(compare([cell.folder(Path(args.out)) for cell in outcome.done]))
+        except SmartpruneError as error:  # of a task that is judged elsewhere, say: the runs are done all the same
+            print(f"smartprune: {error}", file=sys.stderr)
     for failure in outcome.failed:
         print(f"\n{failure.name} failed with exit code {failure.code}; the end of {failure.log}:", file=sys.stderr)
         print("\n".join(f"  {line}" for line in failure.lines), file=sys.stderr)

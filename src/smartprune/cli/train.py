@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
 from ..config import BUDGETS, Config, flags
 from ..errors import SmartpruneError
+from ..files import check_folder
 from .verb import Verbs, add_verb, arguments
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ def run_train(args: argparse.Namespace) -> int:
         config = configure({"out": "", **given})
         if not args.out:
             config = configure({**asdict(config), "out": str(_free(_default_out(config)))})
+        check_folder(config.out)
         check(config)
     return _carry_out(args, Path(config.out), resuming=False, config=config)
 
@@ -91,11 +93,11 @@ def _restarted(args: argparse.Namespace) -> bool:
 def _carry_out(args: argparse.Namespace, folder: Path, resuming: bool, config: Config | None = None) -> int:
     from .. import ranks, rundir
     from ..progress import Progress
-    from ..train import Result, resume, train
+    from ..train import resume, train
 
     if resuming and (folder / rundir.RESULT).exists():
         print(f"smartprune: the run in {folder} is finished; nothing to resume", file=sys.stderr)
-        return _print_result(args, folder, Result.load(folder))
+        return _print_result(args, folder, resume(folder))
     progress = Progress(None if ranks.rank() == 0 else io.StringIO())
     with stop_signals(progress.say) as stop:
         try:
@@ -140,8 +142,12 @@ def asked(args: argparse.Namespace) -> dict[str, Any]:
 
     out: dict[str, Any] = {}
     if args.config:
-        out = asdict(configs.load(args.config))
-        out.pop("out")
+        out = configs.read(args.config)
+        usual = {"task": args.task or "digits", "method": getattr(args, "method", None) or "smart"}
+        out = {**usual, **out}
+        other = args.task is not None and args.task != out["task"]
+        configs.load(args.config, task=args.task if other else out["task"], **({"task_settings": {}} if other else {}))
+        out.pop("out", None)
     flagged = {field.name: getattr(args, field.name) for field in flags() if getattr(args, field.name) is not None}
     if args.task is not None:
         flagged["task"] = args.task
@@ -179,12 +185,13 @@ def setting(text: str) -> tuple[str, Any]:
 
 def _default_out(config: Config) -> Path:
     from ..config import make_task
+    from ..sweep.grid import plain_name
 
     own = make_task(config.task, config.task_settings).recipe.model
     kind, number = config.asked
     share = f"{kind if kind != 'sparsity' else ''}{number:g}"
     parts = [config.task, *([config.model] if config.model != own else []), config.method, config.block, share]
-    return Path("runs") / "-".join([*parts, f"s{config.seed}"]).replace("*", "all")
+    return Path("runs") / plain_name("-".join([*parts, f"s{config.seed}"]).replace("*", "all"))
 
 
 def _numbered(base: Path) -> Iterator[Path]:

@@ -168,10 +168,13 @@ def compare(paths: Sequence[str | Path]) -> Comparison:
             continue
         try:
             entry = read_entry(folder)
+            same, _ = key(entry.config), (entry.group, entry.share, entry.method)
         except SmartpruneError as error:
             left_out.append((folder, str(error)))
             continue
-        same = key(entry.config)
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            left_out.append((folder, f"its configuration is damaged ({type(error).__name__}: {error})"))
+            continue
         if same in seen:
             left_out.append((folder, f"the same settings and seed as {seen[same]}; counted once"))
             continue

@@ -56,6 +56,8 @@ def save_charts(charts: Sequence[Chart], path: str | Path) -> None:
 
 def svg(charts: Sequence[Chart]) -> str:
     """The panels as one SVG text."""
+    if not charts:
+        raise SmartpruneError("there is nothing to draw: no run has a budget in blocks, MACs or cycles")
     longest = min(LONGEST, max(len(series.name) for chart in charts for series in chart.series))
     width, height = round(LEFT + PLOT + LEGEND + LETTER * max(longest, 8)), HEIGHT * len(charts)
     parts = [

@@ -9,6 +9,7 @@ from ..report.shell import header, name, page, tiles, words
 from . import Comparison, Row
 from .chart import Chart, svg
 
+UNITS = {"macs": "MACs", "cycles": "NPU cycles"}
 HEAD = ("Method", "Removed", "Metric, %", "Deviation", "n", "Dense, %", "Difference, points")
 
 
@@ -70,4 +71,4 @@ def _section(group: tuple[str, str, str, str, str], rows: Sequence[Row]) -> str:
 
 def _removed(row: Row) -> str:
     kind, share = row.entries[0].share
-    return f"{100 * share:g} % of {'MACs' if kind == 'macs' else 'blocks'}"
+    return f"{100 * share:g} % of {UNITS.get(kind, 'blocks')}"

@@ -191,6 +191,8 @@ def save_record(
     if not note.strip():
         raise SmartpruneError("a record needs a note: what does the number not show?")
     rows = check_rows(result, str(folder / RESULT))
+    if folder.is_dir() and any(folder.iterdir()) and "rows" not in _peek(folder / RESULT):
+        raise SmartpruneError(f"{folder} is not empty and holds no record; give another folder (a record is written anew)")
     commit = git_commit()
     result = {"note": note, "recorded_at": commit, "commands": list(commands), **result}
     page = [f"# {folder.name}", "", note, ""]
@@ -210,6 +212,14 @@ def save_record(
     write_whole(folder / RESULT, (json.dumps(result, indent=1, allow_nan=False) + "\n").encode())
     write_whole(folder / CONFIG, (json.dumps(settings, indent=1, allow_nan=False) + "\n").encode())
     write_whole(folder / README, "\n".join(page).encode())
+
+
+def _peek(path: Path) -> dict[str, Any]:
+    try:
+        found = parse_json(read_capped(path, LARGEST_FILE), str(path))
+    except SmartpruneError:
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def table_lines(rows: Sequence[Mapping[str, Any]], only: Mapping[str, str], link: str) -> list[str]:

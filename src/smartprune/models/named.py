@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import inspect
 import sys
@@ -81,7 +82,7 @@ def _imported(name: str) -> Any:
 
 def _made(name: str, found: Any, settings: dict[str, int]) -> nn.Module:
     if isinstance(found, nn.Module):
-        return found
+        return copy.deepcopy(found)  # the object stays as the module made it: a run needs more than one
     if not callable(found):
         raise SmartpruneError(f"{name} is a {type(found).__name__}; it should be a function that returns a torch.nn.Module")
     try:

@@ -96,6 +96,9 @@ def _cell(grid: Grid, method: str, sparsity: float | None, seed: int) -> Cell:
     own = dict(grid.settings.get(method, {}))
     given = {**grid.options, "method": method, "settings": own, "seed": seed}
     if sparsity is not None:
+        for kind in BUDGETS[1:]:
+            if grid.options.get(kind) is not None:
+                raise SmartpruneError(f"sparsities and {kind}: a run has one budget; give one of the two")
         given |= {**dict.fromkeys(BUDGETS), "sparsity": sparsity}
     if given.get("dense"):
         given["dense"] = str(given["dense"]).replace("{seed}", str(seed))
@@ -105,16 +108,21 @@ def _cell(grid: Grid, method: str, sparsity: float | None, seed: int) -> Cell:
     special = [f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}" for name, value in own.items()]
     label = [grid.label] if grid.label is not None else []
     parts = [config.task, config.model, *label, method, *special, config.block.replace("*", "all"), share, f"s{seed}"]
-    name = re.sub(r"[^\w.=+-]", "_", "-".join(parts))
+    name = plain_name("-".join(parts))
     dense_seed = seed if grid.dense_seed is None else grid.dense_seed
     return Cell(name, config, None if config.dense else dense_name(replace(config, seed=dense_seed)), dense_seed)
+
+
+def plain_name(text: str) -> str:
+    """A name that can be that of a file or a folder, whatever the model is called."""
+    return re.sub(r"[^\w.=+-]", "_", text)
 
 
 def dense_name(config: Config) -> str:
     """``digits-resnet8-s0-1f0c22ab``: a name for everything that a dense model depends on."""
     told = {name: value for name, value in asdict(config).items() if name not in AFTER_DENSE}
     digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:8]
-    return f"{config.task}-{config.model}-s{config.seed}-{digest}"
+    return plain_name(f"{config.task}-{config.model}-s{config.seed}-{digest}")
 
 
 def dense_config(config: Config, out: Path) -> Config:
@@ -140,7 +148,7 @@ def read_grids(path: Path) -> list[Grid]:
         lists = {name: item.get(name, usual) for name, usual in (("methods", ["smart"]), ("sparsities", [None]), ("seeds", [0]))}
         for name, value in lists.items():
             if not isinstance(value, list) or not value:
-                raise SmartpruneError(f"{where}: {name} is {value!r}; it must be a list")
+                raise SmartpruneError(f"{where}: {name} is {value!r}; it must be a list with something in it")
         for method in lists["methods"]:
             if not isinstance(method, str):
                 raise SmartpruneError(f"{where}: methods has {method!r}; it must be a list of names")

@@ -233,7 +233,7 @@ def checked_finds(data: object, truth: Truth, where: str) -> list[dict[str, Any]
 
 def load(files: Files, picture: Picture, size: int) -> Tensor:
     """One picture as bytes [size, size, 3]: its longer side brought to ``size``, grey around the shorter."""
-    image = files.picture(picture.name).convert("RGB")
+    image = files.colours(picture.name)
     if image.size != (picture.width, picture.height):
         raise SmartpruneError(
             f"{files.where(picture.name)} has {image.size[0]}x{image.size[1]} pixels, but its entry "

@@ -213,7 +213,7 @@ def everything(place: Path, names: tuple[str, ...], side: int) -> Tensor:
 
 def load(files: Files, name: str, side: int) -> Tensor:
     """One picture [side, side, 3]: its shorter side brought to ``side``, then the middle of the longer one."""
-    image = files.picture(name, least=side).convert("RGB")
+    image = files.colours(name, least=side)
     short = min(image.size)
     if short != side:
         image = image.resize([max(side, round(length * side / short)) for length in image.size], resample=3)  # bicubic

@@ -11,6 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -66,6 +67,18 @@ class Files:
             said = str(error).split(" <")[0]
             raise SmartpruneError(f"{self.where(name)} cannot be read as a picture ({said}); fetch it again or delete it") from None
         return image
+
+    def colours(self, name: str, least: int = 0) -> Any:
+        """The picture in 8 bits of red, green and blue; of 16 bits the upper eight, where Pillow would make most of them white."""
+        image = self.picture(name, least)
+        if image.mode.startswith("I"):
+            from PIL import Image
+
+            wide = np.asarray(image, dtype=np.int64)
+            if wide.min() < 0 or wide.max() > 65535:
+                raise SmartpruneError(f"{self.where(name)} has numbers outside 0 to 65535; store it in 8 or 16 bits")
+            image = Image.fromarray((wide >> 8).astype(np.uint8))
+        return image.convert("RGB")
 
 
 Place = tuple[str, int, int]  # of a file: path, first byte, number of bytes (-1: all)

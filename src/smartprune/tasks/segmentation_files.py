@@ -104,7 +104,7 @@ def mask(files: Files, name: str, resize: tuple[int, int] | None) -> NDArray[np.
 
 def load(files: Files, pair: Pair, count: int, resize: tuple[int, int] | None) -> Tensor:
     """Picture and mask as bytes [height, width, 4]; the mask is the last channel."""
-    image = files.picture(pair[0]).convert("RGB")
+    image = files.colours(pair[0])
     own = image.size
     if resize is not None and own != resize:
         image = image.resize(resize, resample=2)  # bilinear
