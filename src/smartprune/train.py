@@ -187,7 +187,7 @@ def _train_stage(run: Run, progress: Callable[[Tick], None], stop: Callable[[], 
                     raise
                 raise SmartpruneError(
                     f"model={run.config.model!r}: its first step on {run.config.task} failed ({type(error).__name__}: "
-                    f"{rundir.first_line(error)}); a network has to take and give what the task's own, {run.task.recipe.model}, does"
+                    f"{rundir.first_line(error)}); it has to take and give what the task's own, {run.task.recipe.model}, does"
                 ) from error
             if run.step % run.per_epoch == 0:
                 _end_epoch(run)
