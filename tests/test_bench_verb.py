@@ -237,3 +237,47 @@ def test_bad_arguments(words: list[str], message: str, capsys: pytest.CaptureFix
         cli.main(["bench", *words])
     assert caught.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def fails(*given: object, **more: object) -> Bench:
+    timings = (Timing("torch", 1, 0.0, (), 0.0, "no such class"), Timing("smartprune", 1, 0.0, (), 0.25, "off"))
+    return Bench("m", "16x8", 1, 0.5, timings, (), {}, {})
+
+
+def half_fails(*given: object, **more: object) -> Bench:
+    found = fails()
+    return Bench("m", "16x8", 1, 0.5, (*found.timings, Timing("onnxruntime", 1, 2.0, (2.0,), 0.0)), (), {}, {})
+
+
+def test_where_every_engine_fails_the_exit_code_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["bench", "resnet18", "--input", "3x32x32", "--out", str(tmp_path / "b.json"), "--json"]
+    monkeypatch.setattr(engines, "bench", fails)
+    assert cli.main(words) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert told == json.loads((tmp_path / "b.json").read_text())
+    assert [(row["ms"], row["error"], row["failed"]) for row in told["timings"]] == [
+        (None, None, "no such class"),
+        (None, 0.25, "off"),
+    ]
+    monkeypatch.setattr(engines, "bench", half_fails)
+    assert cli.main(words) == 0
+    assert [row["ms"] for row in json.loads(capsys.readouterr().out)["timings"]] == [None, None, 2.0]
+
+
+def test_bench_keeps_what_it_reads(done: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    weights = str(done / "model.safetensors")
+    common = ["bench", "resnet18", "--input", "3x32x32", "--weights", weights]
+    for words, message in (
+        ([*common, "--out", weights], "is the file of --weights itself"),
+        ([*common, "--out", str(tmp_path / "no" / "b.json")], "there is no folder"),
+        ([*common, "--plot", str(tmp_path / "no" / "b.svg")], "there is no folder"),
+        ([*common, "--out", str(tmp_path / "b.svg"), "--plot", str(tmp_path / "b.svg")], "--out and --plot are both"),
+        (["bench", str(done), "--out", str(done / "config.json")], "is the config.json of the run itself"),
+        (["bench", str(done / "model.packed.safetensors")], "smartprune unpack makes a plain one"),
+    ):
+        with pytest.raises(SystemExit) as caught:
+            cli.main(words)
+        assert caught.value.code == 2
+        assert message in capsys.readouterr().err

@@ -264,3 +264,25 @@ def test_a_closed_pipe_is_quiet(work: Path) -> None:
     assert process.stderr.read() == ""
     assert process.wait(60) == 1
     process.stderr.close()
+
+
+def test_paths_that_cannot_be_written_are_bad_arguments(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (work / "file").write_bytes(b"")
+    before = sorted(work.rglob("*"))
+    run_file = "runs/a/config.json"
+    for words, message in (
+        (["train", *FLAGS, "--out", "file"], "is a file; give a folder"),
+        (["train", *FLAGS, "--out", "file/inner"], "is a file"),
+        (["sweep", "--out", "file"], "is a file; give a folder"),
+        (["compare", "runs/a", "--csv", "no/such.csv"], "--csv no/such.csv: cannot be written (there is no folder no)"),
+        (["compare", "runs/a", "--html", run_file], f"--html {run_file} is the config.json of the run itself"),
+        (["compare", "runs/a", "--csv", "x.html", "--html", "x.html"], "--csv and --html are both x.html"),
+        (["compare", "runs/a", "--record", "file", "--note", "n"], "is a file; give a folder"),
+        (["report", "runs/a", "--html", run_file], f"--html {run_file} is the config.json of the run itself"),
+        (["pack", "runs/a", "--out", "runs/a/dense.safetensors"], "is the dense.safetensors of the run itself"),
+        (["eval", "runs/a/model.packed.safetensors"], "smartprune unpack runs/a/model.packed.safetensors --out"),
+    ):
+        capsys.readouterr()
+        assert run(*words) == 2, words
+        assert message in capsys.readouterr().err, words
+    assert sorted(work.rglob("*")) == before

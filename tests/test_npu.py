@@ -489,7 +489,7 @@ def test_report_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         (["--npu", "edge"], "--npu needs the network of"),
         (["--npu", "edge", "--model", "resnet18"], "--npu needs the shape of one sample"),
         (["--npu", "none", "--model", "resnet18"], "npu 'none' is not known"),
-        (["--model", "resnet18"], "--model and --input go with --npu"),
+        (["--input", "3x32x32"], "--input goes with --npu"),
     ):
         assert run("report", path, *words) == 2
         assert message in capsys.readouterr().err
@@ -528,7 +528,60 @@ def test_plan_by_cycles(capsys: pytest.CaptureFixture[str]) -> None:
     for words, message in (
         (["--cycles", "0.9"], "--cycles needs the shape of one sample"),
         (["--npu", "edge", "--macs", "0.5", "--input", "3x32x32"], "--npu says whose cycles --cycles counts"),
-        (["--cycles", "0.999", "--npu", "small", "--input", "3x32x32"], "cycles(0.999) cannot be met"),
     ):
         assert run("plan", "resnet18", *words) == 2
         assert message in capsys.readouterr().err
+
+
+def test_plan_of_cycles_that_cannot_be_met(capsys: pytest.CaptureFixture[str]) -> None:
+    """The plan is shown with the problem, as for a floor that is too high, and the exit code is that of a failure."""
+    words = ("plan", "resnet18", "--cycles", "0.999", "--npu", "small", "--input", "3x32x32")
+    assert run(*words) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "Blocks of 16x8x1x1"
+    assert lines[-2] == "budget   cycles 0.999 removed"
+    assert lines[-1].startswith("problem  cycles(0.999) cannot be met: ")
+    assert run(*words, "--json") == 1
+    data = json.loads(capsys.readouterr().out)
+    assert data["feasible"] is False
+    assert data["problem"].startswith("cycles(0.999) cannot be met")
+    assert data["budget"] == {"kind": "cycles", "share": "999/1000"}
+    assert data["layers"]
+
+
+def test_the_gain_can_be_more_than_that_of_the_multiplications() -> None:
+    """A dense layer that waits for its weights gains by their absence too, so nothing calls the MACs' ratio a bound."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 256))
+    grid = Block(4, 4).grid((256, 256))
+    with torch.no_grad():
+        model[0].weight.mul_(grid.expand((torch.rand(grid.n) > 0.9).float()))
+    found = NPU.edge().estimate(model, torch.zeros(1, 256), (4, 4))
+    assert found.speedup > found.mac_speedup
+    assert found.to_json()["mac_speedup"] == found.mac_speedup
+    assert "bound" not in json.dumps(found.to_json())
+    assert "bound" not in str(found)
+
+
+def test_report_and_verify_with_the_network_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from smartprune.models import MODELS
+
+    path = str(tmp_path / "model.pt")
+    torch.save(MODELS["mobilenetv2"]().state_dict(), path)
+    for verb in ("report", "verify"):
+        assert run(verb, path, "--block", "16x8", "--json") == 0
+        alone = json.loads(capsys.readouterr().out)
+        assert run(verb, path, "--block", "16x8", "--model", "mobilenetv2", "--json") == 0
+        told = json.loads(capsys.readouterr().out)
+        assert alone["axes_assumed"]
+        assert told["axes_assumed"] == []
+        assert told["blocks"] != alone["blocks"]  # depthwise convolutions have a row of blocks per channel
+        assert run(verb, path, "--block", "16x8", "--model", "resnet18") == 1
+        assert "does not belong to the model" in capsys.readouterr().err
+        assert run(verb, path, "--block", "16x8", "--model", "nothing") == 2
+        assert "unknown model 'nothing'" in capsys.readouterr().err
+    page = tmp_path / "page.html"
+    assert run("report", path, "--block", "16x8", "--html", str(page)) == 0
+    assert "taken as (out, in, ...)" in page.read_text()
+    assert run("report", path, "--block", "16x8", "--html", str(page), "--model", "mobilenetv2") == 0
+    assert "taken as (out, in, ...)" not in page.read_text()

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 import smartprune as sp
 import zoo
@@ -275,7 +276,7 @@ def test_what_the_graph_does_not_use(tmp_path: Path) -> None:
     receipt = make_receipt(plan, model.state_dict(), mask, "every other one")
     done = sp.export_onnx(model, tmp_path / "m.onnx", torch.randn(2, 3, 8, 8), receipt=receipt)
     assert done.missing == ("aid.weight",)
-    assert "1 weights are not used outside training and not in the file: aid.weight" in str(done)
+    assert "1 weight is used by no node, such as one for training alone, and not in the file: aid.weight" in str(done)
     found = sp.verify(tmp_path / "m.onnx")
     assert found.ok  # and not held against a receipt that speaks of more
     assert found.receipt is None
@@ -564,3 +565,140 @@ def test_export_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert run("verify", out / "model.onnx") == 0
     entry = json.loads((out / "model.mask.json").read_text())["weights"][0]
     assert len(base64.b64decode(entry["bits"])) == -(-math.prod(entry["grid"]) // 8)
+
+
+# --- what torch's exporter makes of odd models
+
+
+def emptied(*layers: nn.Module) -> nn.Sequential:
+    """A network, all of whose convolutions and linear layers but the last are zero."""
+    model = nn.Sequential(*layers).eval()
+    with torch.no_grad():
+        for layer in [layer for layer in model if isinstance(layer, (nn.Linear, nn.Conv2d))][:-1]:
+            layer.weight.zero_()
+    return model
+
+
+MERGED = {
+    "linear": (lambda: emptied(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16), nn.Linear(16, 4)), (16,)),
+    "batch of rows": (lambda: emptied(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8), nn.Linear(8, 16), nn.Linear(16, 4)), (3, 8)),
+    "conv": (lambda: emptied(nn.Conv2d(8, 8, 1), nn.ReLU(), nn.Conv2d(8, 8, 1), nn.Conv2d(8, 4, 1)), (8, 4, 4)),
+    "folded": (
+        lambda: emptied(
+            nn.Conv2d(8, 8, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 1, bias=False), nn.BatchNorm2d(8),
+            nn.Conv2d(8, 4, 1),
+        ),
+        (8, 4, 4),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", sorted(MERGED))
+@pytest.mark.parametrize("int8", [False, True])
+def test_equal_weights_are_stored_one_by_one(case: str, int8: bool, tmp_path: Path) -> None:
+    """The exporter merges small tensors that are equal; two layers whose blocks are all gone are."""
+    make, shape = MERGED[case]
+    torch.manual_seed(0)
+    model, x = make(), torch.randn(2, *shape)
+    counted = sp.verify(model, (4, 4))
+    found = sp.plan(model, (4, 4), counted.zero / counted.blocks, include="*")
+    weights = dict(model.named_parameters())
+    mask = torch.cat([layer.grid.sum(weights[layer.weight].detach() != 0).bool() for layer in found.layers])
+    receipt = make_receipt(found, weights, mask, "magnitude")
+    calibration = [torch.randn(4, *shape) for _ in range(2)] if int8 else None
+    done = sp.export_onnx(model, tmp_path / "m.onnx", x, (4, 4), receipt=receipt, int8=int8, calibration=calibration)
+    assert done.missing == ()
+    assert done.layers == len(found.layers)
+    assert "note" not in str(done)
+    told = sp.verify(tmp_path / "m.onnx")
+    assert told.receipt is not None  # it went into the file
+    assert [layer.weight for layer in told.layers] == [layer.weight for layer in found.layers]
+    assert [layer.zero for layer in told.layers] == [layer.zero for layer in sp.verify(model, (4, 4)).layers]
+    if not int8:
+        with torch.no_grad():
+            assert (ran(tmp_path / "m.onnx", x) - model(x)).abs().max() < 1e-5
+
+
+def test_an_unused_weight_that_equals_a_used_one_stays_missing(tmp_path: Path) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.unused, self.twice, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+            for layer in (self.unused, self.twice):
+                nn.init.zeros_(layer.weight)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.twice(self.twice(x).relu()))
+
+    done = sp.export_onnx(Net().eval(), tmp_path / "m.onnx", torch.randn(2, 8), (4, 4))
+    assert done.missing == ("unused.weight",)
+    assert "1 weight is used by no node, such as one for training alone, and not in the file: unused.weight" in str(done)
+
+
+def test_outputs_that_are_no_floats(tmp_path: Path) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            y = self.a(x)
+            return y, y > 0, y.argmax(1)
+
+    torch.manual_seed(0)
+    done = sp.export_onnx(Net().eval(), tmp_path / "m.onnx", torch.randn(2, 8), (4, 4))
+    assert done.difference < 1e-5
+
+
+def test_a_model_that_cannot_be_exported_says_why(tmp_path: Path) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.a(x)
+            return y if y.sum() > 0 else -y
+
+    with pytest.raises(sp.SmartpruneError, match=r"torch could not export the model \(\w+: .*data-dependent") as caught:
+        sp.export_onnx(Net().eval(), tmp_path / "m.onnx", torch.randn(2, 8), (4, 4))
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 500
+
+
+def test_float64_is_named(tmp_path: Path) -> None:
+    model, x = nn.Sequential(nn.Conv2d(8, 8, 3)).double().eval(), torch.randn(2, 8, 6, 6)
+    for example in (x.double(), x):  # an operation that onnxruntime lacks, and an input that does not fit
+        with pytest.raises(sp.SmartpruneError, match=r"float64.*give model\.float\(\), and a float32 example"):
+            sp.export_onnx(model, tmp_path / "m.onnx", example, (4, 4))
+    linear = nn.Sequential(nn.Linear(8, 8)).double().eval()
+    assert sp.export_onnx(linear, tmp_path / "m.onnx", torch.randn(2, 8).double(), (4, 4)).difference < 1e-12
+
+
+def test_nothing_is_replaced_unless_all_can_be_written(tmp_path: Path) -> None:
+    path = tmp_path / "m.onnx"
+    path.write_bytes(b"old")
+    (tmp_path / "m.mask.json").mkdir()
+    with pytest.raises(sp.SmartpruneError, match=r"m\.mask\.json: cannot be written \(it is a folder"):
+        sp.export_onnx(nn.Sequential(nn.Linear(8, 8)), path, torch.randn(2, 8), (4, 4))
+    assert path.read_bytes() == b"old"
+    masked = nn.Sequential(nn.Linear(8, 8))
+    prune.l1_unstructured(masked[0], "weight", 0.5)
+    with pytest.raises(sp.SmartpruneError, match=r"0\.weight is masked by torch\.nn\.utils\.prune.*remove"):
+        sp.export_onnx(masked, tmp_path / "n.onnx", torch.randn(2, 8), (4, 4))
+
+
+def test_the_export_verb_keeps_what_it_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paper = tmp_path / "m.mask.json"
+    paper.write_text("{}")
+    common = ["export", "resnet18", "--input", "3x32x32", "--block", "16x8"]
+    for words, message in (
+        (["--out", str(tmp_path / "m.onnx"), "--receipt", str(paper)], "the mask beside --out .* is the receipt itself"),
+        (["--out", str(tmp_path / "no" / "m.onnx")], "--out .*there is no folder"),
+        (["--out", str(tmp_path / "m.bin")], r"--out .* must end in \.onnx"),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            main([*common, *words])
+        assert stop.value.code == 2
+        assert re.search(message, capsys.readouterr().err)
+    assert [path.name for path in tmp_path.iterdir()] == ["m.mask.json"]

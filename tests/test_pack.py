@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
@@ -459,3 +461,128 @@ def test_wrong_arguments(folder: Path, capsys: pytest.CaptureFixture[str]) -> No
     for verb in ("pack", "unpack"):
         assert run(verb, "--help") == 0
         assert f"example:\n  smartprune {verb}" in capsys.readouterr().out
+
+
+# --- what cannot be packed, and what cannot be loaded
+
+
+def test_models_without_tensors_are_refused(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU()).eval()
+    path = tmp_path / "p"
+    with pytest.raises(sp.SmartpruneError, match="pack: ReLU has no tensors, so there is nothing to store"):
+        sp.pack(nn.ReLU(), path, (4, 4))
+    with pytest.raises(sp.SmartpruneError, match=r"made by smartprune\.accelerate.*give the model that it was made from"):
+        sp.pack(sp.accelerate(model, backend="reference"), path, (4, 4))
+
+    class Odd(nn.Module):  # cannot be traced, so that its layers are accelerated one by one
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.scale = nn.Linear(8, 8), nn.Parameter(torch.ones(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.a(x) * self.scale if x.sum() > 0 else self.a(-x)
+
+    with pytest.raises(sp.SmartpruneError, match=r"made by smartprune\.accelerate"):
+        sp.pack(sp.accelerate(Odd().eval(), backend="reference"), path, (4, 4))
+    assert not path.exists()
+
+
+def test_where_nothing_can_be_cut_it_is_said(tmp_path: Path) -> None:
+    done = sp.pack(nn.BatchNorm2d(3), tmp_path / "p", (4, 4))
+    assert done.layers == ()
+    assert str(done).startswith("no weight can be cut into blocks of 4x4x1x1: every tensor is stored as it is\n")
+    assert sp.unpack(tmp_path / "p").keys() == nn.BatchNorm2d(3).state_dict().keys()
+
+
+def test_axes_that_were_assumed_are_named(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.ConvTranspose2d(8, 4, 1), nn.Linear(8, 8))
+    done = sp.pack(model.state_dict(), tmp_path / "p", (4, 2))
+    assert done.assumed == ("0.weight",)
+    assert done.to_json()["axes_assumed"] == ["0.weight"]
+    assert "axes of 1 weight taken as (out, in, ...), without groups" in str(done)
+    assert "To be sure, pack the model itself" in " ".join(str(done).split())
+    assert sp.pack(model, tmp_path / "p", (4, 2)).assumed == ()
+    assert sp.pack(tmp_path / "p", tmp_path / "q").assumed == ()  # the file says them
+
+
+def test_models_that_can_hold_no_values(tmp_path: Path) -> None:
+    path = tmp_path / "p"
+    sp.pack(nn.Linear(8, 8), path, (4, 4))
+    for model, message in (
+        (nn.Linear(8, 8, device="meta"), r"weight of the model is on the meta device.*model\.to_empty\(device='cpu'\)"),
+        (nn.LazyLinear(8), "weight of the model has no shape yet .*run one forward pass first"),
+        ({"weight": torch.zeros(8, 8)}, r"model is a dict; give a torch\.nn\.Module"),
+    ):
+        with pytest.raises(sp.SmartpruneError, match=message):
+            sp.unpack(path, model)  # type: ignore[arg-type]
+    empty = nn.Linear(8, 8, device="meta").to_empty(device="cpu")
+    assert torch.equal(sp.unpack(path, empty)["weight"], empty.weight)
+
+
+def test_misuse_is_named(tmp_path: Path) -> None:
+    model, path = nn.Linear(8, 8), tmp_path / "p"
+    for wrong in (None, 3, "a\0b"):
+        with pytest.raises(sp.SmartpruneError, match=r"pack: path: .* is no path"):
+            sp.pack(model, wrong, (4, 4))  # type: ignore[arg-type]
+    with pytest.raises(sp.SmartpruneError, match="'__metadata__' is a name that safetensors files keep for themselves"):
+        sp.pack({"__metadata__": torch.zeros(8, 8)}, path, (4, 4))
+    with pytest.raises(sp.SmartpruneError, match=r"pack: receipt is a str; give a Receipt"):
+        sp.pack(model, path, (4, 4), receipt="receipt.json")  # type: ignore[arg-type]
+    assert not path.exists()
+    sp.pack(model, path, (4, 4))
+    for limit in ("1", -1, 1.5, True):
+        with pytest.raises(sp.SmartpruneError, match=r"unpack: limit=.* must be a number of bytes"):
+            sp.unpack(path, limit=limit)  # type: ignore[arg-type]
+    with pytest.raises(sp.SmartpruneError, match=r"unpack: path: .* is no path"):
+        sp.unpack("a\0b")
+
+
+def test_a_packed_file_says_its_block(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = nn.Linear(8, 8)
+    first, again = tmp_path / "first.safetensors", tmp_path / "again.safetensors"
+    sp.pack(model, first, (2, 4))
+    assert sp.pack(first, again).block == Block(2, 4)
+    assert again.read_bytes() == first.read_bytes()
+    assert main(["pack", str(first), "--out", str(tmp_path / "third"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["block"] == "2x4x1x1"
+
+
+def test_what_is_read_is_not_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, receipt = baked()
+    save_file({name: tensor.clone() for name, tensor in model.state_dict().items()}, tmp_path / "model.safetensors")
+    receipt.save(tmp_path / "receipt.json")
+    sp.pack(tmp_path, tmp_path / "p.safetensors")
+    (tmp_path / "link").symlink_to("model.safetensors")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    run, file, paper, packed = (str(tmp_path / name) for name in (".", "model.safetensors", "receipt.json", "p.safetensors"))
+    for target in ("model.safetensors", "receipt.json", "link"):
+        with pytest.raises(sp.SmartpruneError, match=r"is the (model|receipt) itself"):
+            sp.pack(tmp_path, tmp_path / target)
+    for words, message in (
+        (["pack", run, "--out", file], "--out .* is the model.safetensors of the run itself"),
+        (["pack", run, "--out", paper], "--out .* is the receipt.json of the run itself"),
+        (["pack", file, "--receipt", paper, "--out", paper], "--out .* is the receipt itself"),
+        (["pack", file, "--block", "4x4", "--out", str(tmp_path / "link")], "--out .* is the model itself"),
+        (["unpack", packed, "--out", packed], "--out .* is the packed file itself"),
+        (["report", file, "--html", file], "--html .* is the model itself"),
+        (["report", run, "--html", paper], "--html .* is the receipt.json of the run itself"),
+        (["pack", run, "--out", str(tmp_path)], "--out .*it is a folder; add the name of a file"),
+        (["unpack", packed, "--out", str(tmp_path / "no" / "a.safetensors")], "--out .*there is no folder"),
+        (["report", file, "--html", str(tmp_path / "no" / "a.html")], "--html .*there is no folder"),
+        (["report", file, "--figures", file], "is a file; give a folder"),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            main(words)
+        assert stop.value.code == 2, words
+        assert re.search(message, capsys.readouterr().err), words
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_special_files_are_written_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(tmp_path / "p")
+    done = sp.pack(nn.Linear(8, 8), path, (4, 4))
+    assert sp.pack(nn.Linear(8, 8), "/dev/null", (4, 4)).size == done.size
+    (tmp_path / "null.safetensors").symlink_to("/dev/null")
+    assert main(["unpack", path, "--out", str(tmp_path / "null.safetensors"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["dense"] == done.dense
+    assert stat.S_ISCHR(os.stat("/dev/null").st_mode)

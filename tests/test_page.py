@@ -322,7 +322,10 @@ def test_command(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         with pytest.raises(SystemExit, match="2"):
             main(["report", str(run), "--html", str(tmp_path / "c.html"), *words])
         assert message in capsys.readouterr().err
-    assert main(["report", str(run), "--html", str(tmp_path / "absent" / "c.html")]) == 1
+    with pytest.raises(SmartpruneError, match=r"report: .* is the model itself"):
+        write_page(run / "model.safetensors", run)
+    with pytest.raises(SystemExit, match="2"):
+        main(["report", str(run), "--html", str(tmp_path / "absent" / "c.html")])
     assert "cannot be written" in capsys.readouterr().err
 
 
@@ -369,3 +372,21 @@ def test_speed_is_shown_where_it_was_measured(tmp_path: Path) -> None:
     ):
         (tmp_path / "bench.json").write_text(damaged)
         assert read_story(tmp_path).times() == {}
+
+
+def test_weights_that_are_no_numbers_are_shown(run: Path, tmp_path: Path) -> None:
+    """With a receipt and without one, in layers that it lists and in those that it does not."""
+    good, bad = torch.ones(8, 8), torch.ones(8, 8)
+    bad[0, 0] = math.nan
+    page = render(look({"good.weight": good, "bad.weight": bad}, (4, 4)))
+    assert "Do not ship this file as it is." in page
+    assert "bad.weight: holds NaN or infinity" in page
+    assert "good.weight: holds" not in page
+    state = load_file(run / "model.safetensors")
+    listed = {row.weight for row in Receipt.load(run / "receipt.json").layers}
+    name = next(name for name, tensor in state.items() if tensor.dim() > 1 and name not in listed)
+    state[name].view(-1)[0] = math.inf
+    save_file(state, tmp_path / "model.safetensors")
+    (tmp_path / "receipt.json").write_bytes((run / "receipt.json").read_bytes())
+    assert f"{name}: holds NaN or infinity" in render(look(tmp_path))
+    assert "holds NaN" not in render(look(run))

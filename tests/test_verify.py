@@ -1,3 +1,4 @@
+import dataclasses
 import io
 import json
 import os
@@ -6,16 +7,21 @@ import random
 import zipfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 import zoo
 from smartprune.block import Block
 from smartprune.errors import SmartpruneError
+from smartprune.npu import NPU
+from smartprune.pack import pack
 from smartprune.plan import plan
 from smartprune.receipt import Receipt, make_receipt
+from smartprune.report import report
 from smartprune.verify import verify
 
 
@@ -327,3 +333,142 @@ def test_fuzzed_checkpoints_are_read_or_refused(zipped: bool, tmp_path: Path) ->
         path.write_bytes(damaged(buffer.getvalue(), rng))
         refused += refusal(path, receipt, "model.pt")
     assert refused > 80
+
+
+# --- axes that a file does not tell
+
+
+def turned() -> tuple[nn.Module, tuple[int, int]]:
+    """Layers whose blocks are found by no file alone: of four in each, one is left."""
+    model = nn.Sequential(nn.ConvTranspose2d(32, 16, 1), nn.Conv2d(16, 16, 1, groups=4), nn.Flatten(), nn.Linear(32, 16))
+    with torch.no_grad():
+        for i in (0, 1, 3):
+            model[i].weight.zero_()
+        model[0].weight[:8, :16] = 1
+        model[1].weight[:4] = 1
+        model[3].weight[:16, :8] = 1
+    return model, (16, 8)
+
+
+def test_axes_are_assumed_only_where_nothing_tells_them(tmp_path: Path) -> None:
+    model, block = turned()
+    save_file(model.state_dict(), tmp_path / "m.safetensors")
+    torch.save({"model": model.state_dict()}, tmp_path / "m.pt")
+    want = [(layer.blocks, layer.zero) for layer in verify(model, block).layers]
+    assert want == [(4, 3)] * 3
+    assert verify(model, block).assumed == ()
+    for stored in (model.state_dict(), tmp_path / "m.safetensors", tmp_path / "m.pt"):
+        alone = verify(stored, block)
+        assert alone.assumed == ("0.weight", "1.weight")
+        assert [(layer.blocks, layer.zero) for layer in alone.layers] == [(4, 2), (1, 0), (4, 3)]
+        assert alone.to_json()["axes_assumed"] == ["0.weight", "1.weight"]
+        said = " ".join(str(alone).split())
+        assert "axes of 2 weights taken as (out, in, ...), without groups" in said
+        assert "0.weight, 1.weight. To be sure, give the model, by model= or --model NAME" in said
+        assert max(map(len, str(alone).splitlines()[1:])) <= 80
+        told = verify(stored, block, model=model)
+        assert [(layer.blocks, layer.zero) for layer in told.layers] == want
+        assert told.assumed == ()
+        assert "taken as" not in str(told)
+        assert verify(stored).assumed == ("0.weight", "1.weight")  # in the shapes that are tried too
+        assert verify(stored, model=model).assumed == ()
+    assert verify(model.state_dict(), (1, 1)).assumed == ()  # single weights are the same either way
+    assert verify({"fc.weight": torch.zeros(8, 8)}, (4, 4)).assumed == ()
+    assert verify({"a.in_proj_weight": torch.zeros(24, 8)}, (16, 8)).assumed == ("a.in_proj_weight",)  # three in one
+
+
+def test_reports_name_the_same_axes() -> None:
+    model, block = turned()
+    alone, told = report(model.state_dict(), block), report(model.state_dict(), block, model=model)
+    assert alone.assumed == ("0.weight", "1.weight")
+    assert alone.to_json()["axes_assumed"] == ["0.weight", "1.weight"]
+    assert "axes of 2 weights taken as (out, in, ...)" in str(alone)
+    assert told.assumed == ()
+    assert [row.blocks for row in told.layers] == [row.blocks for row in report(model, block).layers]
+    assert report(model=model, block=block).blocks == told.blocks
+
+
+def test_the_model_may_be_given_by_name() -> None:
+    model, block = turned()
+    assert verify(model=model, block=block) == verify(model, block)
+    assert verify(model=model.state_dict(), block=block).zero == verify(model.state_dict(), block).zero
+    with pytest.raises(SmartpruneError, match=r"verify: give a torch\.nn\.Module, a state dict, or the path"):
+        verify(block=block)
+    with pytest.raises(SmartpruneError, match=r"verify: model= is a dict; give the torch\.nn\.Module"):
+        verify(model.state_dict(), block, model={})
+
+
+def test_a_model_that_the_file_does_not_belong_to() -> None:
+    model, block = turned()
+    state = model.state_dict()
+    with pytest.raises(SmartpruneError, match=r"does not belong to the model: 0\.weight is 8x8 in the model and 32x16x1x1 there"):
+        verify(state, block, model=nn.Sequential(nn.Linear(8, 8)))
+    with pytest.raises(SmartpruneError, match=r"4\.weight \(4x4\) is not in the model"):
+        verify({**state, "4.weight": torch.zeros(4, 4)}, block, model=model)
+    del state["3.weight"]
+    with pytest.raises(SmartpruneError, match=r"3\.weight is 16x32 in the model and nothing there"):
+        verify(state, block, model=model)
+    with pytest.raises(SmartpruneError, match=r"0\.weight has no shape yet"):
+        verify(state, block, model=nn.Sequential(nn.LazyLinear(8)))
+
+
+def test_a_model_on_the_meta_device_says_it_too() -> None:
+    model, block = turned()
+    wrapped = {f"module.{name}": tensor for name, tensor in model.state_dict().items()}
+    assert verify(wrapped, block, model=model.to("meta")).zero == 9
+
+
+def test_a_receipt_that_reads_the_axes_in_another_way() -> None:
+    model, receipt = baked("unet")
+    assert verify(model.state_dict(), receipt=receipt, model=model).ok
+    row = next(row for row in receipt.layers if row.transposed)
+    other = dataclasses.replace(row, transposed=False)
+    layers = tuple(other if each is row else each for each in receipt.layers)
+    found = verify(model.state_dict(), receipt=dataclasses.replace(receipt, layers=layers), model=model)
+    assert any("transposed=False, the model groups=1, transposed=True" in problem for problem in found.problems)
+
+
+# --- other forms of weights
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz])
+def test_eight_bit_floats(dtype: torch.dtype) -> None:
+    weight = torch.zeros(8, 8)
+    weight[:4, :4] = 1
+    found = verify({"a.weight": weight.to(dtype)}, (4, 4))
+    assert (found.ok, found.zero, found.blocks) == (True, 3, 4)
+    assert verify({"a.weight": weight.to(dtype)}).block == Block(4, 4)
+    weight[0, 0] = torch.nan
+    assert verify({"a.weight": weight.to(dtype)}, (4, 4)).problems == ("a.weight: holds NaN or infinity",)
+
+
+def test_weights_under_the_masks_of_torch(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3))
+    for i in (0, 2):
+        prune.ln_structured(model[i], "weight", 0.5, 2, 0)
+    torch.save(model.state_dict(), tmp_path / "m.pt")
+    cure = r"0\.weight is masked by torch\.nn\.utils\.prune.*torch\.nn\.utils\.prune\.remove\(module, 'weight'\)"
+    for stored in (model, model.state_dict(), tmp_path / "m.pt"):
+        for look in (verify, report):
+            with pytest.raises(SmartpruneError, match=cure):
+                look(stored, "channel")
+        with pytest.raises(SmartpruneError, match=cure):
+            pack(stored, tmp_path / "p", "channel")
+    with pytest.raises(SmartpruneError, match=cure):
+        NPU.edge().estimate(model, torch.zeros(1, 8, 9, 9))
+    for i in (0, 2):
+        prune.remove(model[i], "weight")
+    assert verify(model, "channel").zero == 8
+    assert [path.name for path in tmp_path.iterdir()] == ["m.pt"]
+
+
+def test_a_receipt_that_is_a_dead_link(run: Path) -> None:
+    (run / "receipt.json").unlink()
+    (run / "receipt.json").symlink_to("gone.json")
+    with pytest.raises(SmartpruneError, match=r"receipt\.json: is a link to gone\.json, which is not there"):
+        verify(run, (4, 4))
+
+
+@pytest.mark.parametrize("block", [(np.int64(4), np.int32(4)), np.array([4, 4])])
+def test_blocks_of_numpy(block: object) -> None:
+    assert verify({"a.weight": torch.zeros(8, 8)}, block).block == Block(4, 4)  # type: ignore[arg-type]

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,6 +31,7 @@ class Block:
     sizes: tuple[int | None, ...]
 
     def __init__(self, *sizes: int | None) -> None:
+        sizes = tuple(int(size) if isinstance(size, np.integer) else size for size in sizes)
         good = all(size is None or (type(size) is int and size > 0) for size in sizes)
         if not good or len(sizes) < 2:
             raise SmartpruneError(
@@ -46,9 +48,9 @@ class Block:
         """Reads ``(16, 8)``, ``"16x8"``, ``"16x8x1x1"``, ``"1x*x*x*"`` or ``"channel"``."""
         if isinstance(value, Block):
             return value
-        if value == "channel":
-            return Block(1, None, None)
         if isinstance(value, str):
+            if value == "channel":
+                return Block(1, None, None)
             try:
                 return Block(*(None if part in ("none", "*") else int(part) for part in value.lower().split("x")))
             except ValueError:
@@ -56,7 +58,7 @@ class Block:
                     f"block={value!r} cannot be read; write sizes joined by 'x' such as '16x8' or '16x8x1x1' "
                     "('*' takes a whole axis), or 'channel'"
                 ) from None
-        if isinstance(value, Sequence):
+        if isinstance(value, Sequence) or (isinstance(value, np.ndarray) and value.ndim == 1):
             return Block(*value)
         raise SmartpruneError(f"block={value!r} is a {type(value).__name__}; write a tuple such as (16, 8)")
 

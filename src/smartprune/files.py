@@ -4,17 +4,45 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import tempfile
+from collections.abc import Mapping
+from io import FileIO
 from pathlib import Path
 
 from .errors import SmartpruneError
 
 
+def check_target(path: str | os.PathLike[str]) -> None:
+    """Raises now what :func:`write_whole` would raise after the work: for a folder, a folder that is not there, a disk."""
+    _target(path)
+
+
+def check_folder(path: str | os.PathLike[str]) -> None:
+    """Raises now what making a folder would raise after the work."""
+    place = as_path(path, "folder").absolute()
+    if os.path.lexists(place) and not place.is_dir():
+        raise SmartpruneError(f"{place}: is a file; give a folder")
+    while not place.is_dir():
+        if os.path.lexists(place):
+            raise SmartpruneError(f"{os.fspath(path)}: the folder cannot be made ({place} is a file)")
+        place = place.parent
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise SmartpruneError(f"{os.fspath(path)}: the folder cannot be made ({place} does not allow it)")
+
+
 def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
-    """Writes a file that a crash leaves either as it was or complete: a temporary file beside it takes its place."""
-    target = Path(path)
+    """Writes a file that a crash leaves either as it was or complete: a temporary file beside it takes its place.
+
+    A link is followed, and what it points to is replaced. A pipe or a device such as ``/dev/null`` is written to.
+    """
+    target = _target(path)
     try:
-        handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent)
+        if target.exists() and not target.is_file():
+            with open(target, "wb", buffering=0) as stream:
+                _pour(stream, data)
+            return
+        handle, name = tempfile.mkstemp(prefix=f".{target.name[:50]}.", suffix=".part", dir=target.parent)
         try:
             with os.fdopen(handle, "wb") as file:
                 file.write(data)
@@ -35,6 +63,60 @@ def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
                 os.close(folder)
     except OSError as error:
         raise SmartpruneError(f"{target}: cannot be written ({error.strerror or error})") from error
+
+
+def _pour(stream: FileIO, data: bytes) -> None:
+    rest = memoryview(data)
+    while rest:
+        rest = rest[stream.write(rest) :]
+
+
+def _target(path: str | os.PathLike[str]) -> Path:
+    """Where the bytes go: the path itself, or what a link at that path leads to."""
+    shown = _shown(path)
+    if shown is None or not os.fspath(path):
+        raise SmartpruneError(f"{path!r} is no path of a file to write; give one such as 'model.safetensors'")
+    try:
+        kind = os.stat(path).st_mode
+    except FileNotFoundError:
+        kind = stat.S_IFREG
+    except OSError as error:  # such as links that lead in a circle, or a file where a folder should be
+        raise SmartpruneError(f"{shown}: cannot be written ({error.strerror or error})") from error
+    if stat.S_ISFIFO(kind) or stat.S_ISCHR(kind):
+        return Path(path)  # where /dev/stdout leads has no name
+    if not stat.S_ISREG(kind):
+        what = "a folder; add the name of a file" if stat.S_ISDIR(kind) else "a disk or a socket; give the path of a file"
+        raise SmartpruneError(f"{shown}: cannot be written (it is {what})")
+    target = Path(os.path.realpath(path)) if os.path.islink(path) else Path(path)
+    if not target.parent.is_dir():
+        raise SmartpruneError(f"{shown}: cannot be written (there is no folder {target.parent}); make it first")
+    if not os.access(target.parent, os.W_OK | os.X_OK):
+        raise SmartpruneError(f"{shown}: cannot be written (the folder {target.parent} does not allow it)")
+    return target
+
+
+def _shown(path: object) -> str | None:
+    """A path as text; None where it is none."""
+    text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
+    return text if isinstance(text, str) and "\0" not in text else None
+
+
+def as_path(path: object, where: str) -> Path:
+    """A path that can be asked for a file."""
+    if _shown(path) is None:
+        raise SmartpruneError(f"{where}: {path!r} is no path; give that of a file, such as 'model.safetensors'")
+    return Path(path)  # type: ignore[arg-type]
+
+
+def keep_apart(target: str | os.PathLike[str], read: Mapping[str, str | os.PathLike[str] | None], where: str) -> None:
+    """Refuses to write over a file that is read, whatever name it goes by. ``read`` has a word for each of them."""
+    for what, path in read.items():
+        try:
+            same = path is not None and os.path.isfile(path) and os.path.samefile(target, path)
+        except (OSError, ValueError):  # the target is not there yet
+            continue
+        if same:
+            raise SmartpruneError(f"{where} {os.fspath(target)} is {what} itself; give another path for the file to write")
 
 
 def read_capped(path: str | os.PathLike[str], most: int) -> bytes:

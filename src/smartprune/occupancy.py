@@ -22,12 +22,26 @@ def nonzero(weight: Tensor) -> Tensor:
         raise SmartpruneError("the weight is on the meta device and has no values; load the model first")
     if weight.layout is not torch.strided:  # making it dense could take any amount of memory
         raise SmartpruneError(f"{weight.layout} weights are not dense")
+    return readable(weight) != 0
+
+
+def readable(weight: Tensor) -> Tensor:
+    """The same numbers in a form that torch compares: no quantized ones, and no 8-bit floats, which not every device knows."""
     weight = weight.detach()
     if weight.is_quantized:
         weight = weight.dequantize()
-    if weight.is_floating_point() and weight.element_size() == 1:  # torch compares no 8-bit floats on every device
-        weight = weight.float()
-    return weight != 0
+    return weight.float() if weight.is_floating_point() and weight.element_size() == 1 else weight
+
+
+def finite(weight: Tensor) -> bool:
+    """Whether a dense tensor is free of NaN and infinity.
+
+    >>> finite(torch.zeros(2, dtype=torch.float8_e5m2)), finite(torch.tensor([1.0, torch.nan]))
+    (True, False)
+    """
+    if weight.layout is not torch.strided or not weight.is_floating_point():
+        return True
+    return bool(readable(weight).isfinite().all())
 
 
 def occupied(grid: Grid, weight: Tensor) -> Tensor:

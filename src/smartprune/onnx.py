@@ -6,8 +6,8 @@ import copy
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from . import text
 from .block import Block
 from .errors import SmartpruneError
-from .files import write_whole
+from .files import as_path, check_target, write_whole
 from .occupancy import map_hash, occupied, pack_bits
 from .onnxfile import OnnxFile, need, parse_onnx
 from .onnxgraph import check_half_steps, clean, describe, export_graph, outputs_of, quantized, serialized, session_of
 from .receipt import Receipt
-from .source import Cut, Source
+from .source import Cut, Source, check_not_masked
 from .tally import Count
 from .verify import verify
 
@@ -52,7 +52,7 @@ class Exported:
     blocks: Count
     vanished: int  # blocks that are not zero in the model and are zero in the file
     layers: int
-    missing: tuple[str, ...]  # weights that are not in the graph: the model does not use them outside training
+    missing: tuple[str, ...]  # weights that are not in the graph: no node uses them, such as those for training alone
     batchnorms: int  # left in the graph
     int8_error: float | None
 
@@ -72,7 +72,8 @@ class Exported:
             lines.append(f"int8     outputs differ from float by {100 * self.int8_error:.2f}% (root mean square)")
         if self.missing:
             names = ", ".join(self.missing[:3]) + (", ..." if len(self.missing) > 3 else "")
-            lines.append(f"note     {len(self.missing)} weights are not used outside training and not in the file: {names}")
+            many = "1 weight is" if len(self.missing) == 1 else f"{len(self.missing)} weights are"
+            lines.append(f"note     {many} used by no node, such as one for training alone, and not in the file: {names}")
         if self.vanished:
             lines.append(f"note     {self.vanished:,} kept blocks became zero by folding or rounding")
         if self.batchnorms:
@@ -114,9 +115,13 @@ def export_onnx(
         raise SmartpruneError("export_onnx: calibration= is for int8=True")
     if any(hasattr(type(module), "_smartprune_class") for module in model.modules()):
         raise SmartpruneError("export_onnx: the model is still being pruned; call smartprune.bake(model) first")
-    target = Path(path)
+    target = as_path(path, "export_onnx: path")
     if target.suffix != ".onnx":
         raise SmartpruneError(f"export_onnx: {target} must end in .onnx, or nothing will know what it is")
+    mask = target.with_suffix(SIDECAR)
+    for file_path in (target, mask):
+        check_target(file_path)
+    check_not_masked(model.state_dict(), f"export_onnx: {type(model).__name__}")
     if any(tensor.dtype == torch.bfloat16 for tensor in model.parameters()):
         raise SmartpruneError(
             "export_onnx: onnxruntime does not compute in bfloat16, so nothing can be compared; give model.float()"
@@ -130,14 +135,15 @@ def export_onnx(
         raise SmartpruneError(f"export_onnx: {type(model).__name__} has no weight that can be cut into blocks of {block}")
     inputs = _inputs(example)
     batches = [inputs, *_random(inputs, dynamic_batch)]
-    wanted = [_run(plain, batch) for batch in batches]
-    graph = export_graph(plain, inputs, len(wanted[0]), fold, dynamic_batch)
-    missing = clean(graph, cuts)
-    if receipt is not None and any(row.weight in missing for row in receipt.layers):
-        receipt = None  # it speaks of more than the file holds
-    describe(graph, block, receipt)
-    data = serialized(graph)
-    difference, scale = _compare(data, batches, wanted, tolerance)
+    with _float64_named(plain):
+        wanted = [_run(plain, batch) for batch in batches]
+        graph = export_graph(plain, inputs, len(wanted[0]), fold, dynamic_batch)
+        missing = clean(graph, cuts)
+        if receipt is not None and any(row.weight in missing for row in receipt.layers):
+            receipt = None  # it speaks of more than the file holds
+        describe(graph, block, receipt)
+        data = serialized(graph)
+        difference, scale = _compare(data, batches, wanted, tolerance)
     int8_error = None
     if int8:
         assert calibration is not None
@@ -156,7 +162,6 @@ def export_onnx(
     blocks, vanished = _zeros(file, [cut for cut in cuts if cut.weight not in missing], where)
     if receipt is not None and not vanished and not (found := verify(file.tensors(), receipt=receipt)).ok:
         raise SmartpruneError(f"{where}: the graph is not what the receipt says: {found.problems[0]}")
-    mask = target.with_suffix(SIDECAR)
     write_whole(target, data)
     write_whole(mask, (json.dumps(mask_json(file, block), indent=1) + "\n").encode())
     return Exported(
@@ -200,6 +205,19 @@ def mask_json(file: OnnxFile, block: Block) -> dict[str, object]:
             }
         )
     return {"format": "smartprune.mask", "version": 1, "block": str(block), "mask_hash": map_hash(block, maps), "weights": rows}
+
+
+@contextmanager
+def _float64_named(model: nn.Module) -> Iterator[None]:
+    """Says what to do where a model in float64 fails: onnxruntime knows few operations in it."""
+    try:
+        yield
+    except SmartpruneError as error:
+        if not any(tensor.dtype == torch.float64 for tensor in model.parameters()):
+            raise
+        raise SmartpruneError(
+            f"{error}; the model is in float64, in which onnxruntime knows little: give model.float(), and a float32 example"
+        ) from error
 
 
 def _inputs(example: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -251,7 +269,7 @@ def _compare(
                 raise SmartpruneError("export_onnx: the graph gives NaN or infinity where the model does not, or the reverse")
             real = b.isfinite()
             difference = max(difference, float((a.double() - b.double())[real].abs().max()) if bool(real.any()) else 0.0)
-            scale = max(scale, float(b[real].abs().max()) if bool(real.any()) else 0.0)
+            scale = max(scale, float(b.double()[real].abs().max()) if bool(real.any()) else 0.0)
     half = any(x.dtype in (torch.float16, torch.bfloat16) for x in (*batches[0], *wanted[0]))
     allowed = (COARSE if half else ROUNDING) if tolerance is None else tolerance
     if difference > allowed * scale:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import logging
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from .errors import SmartpruneError
 from .onnxfile import BLOCK, QUANTIZED, RECEIPT, OnnxFile, need
 from .receipt import Receipt
 from .source import Cut
+
+SCOPES = "pkg.torch.onnx.name_scopes"  # where torch's exporter notes the module of a node
 
 
 def export_graph(model: nn.Module, inputs: tuple[Tensor, ...], outputs: int, fold: bool, dynamic_batch: bool) -> Any:
@@ -42,10 +45,18 @@ def export_graph(model: nn.Module, inputs: tuple[Tensor, ...], outputs: int, fol
                 verbose=False,
             )
     except Exception as error:  # the exporter has many ways to fail, each with its own type
-        first = (str(error).strip().splitlines() or [""])[0][:300]
-        raise SmartpruneError(f"export_onnx: torch could not export the model ({type(error).__name__}: {first})") from error
+        raise SmartpruneError(f"export_onnx: torch could not export the model ({_cause(error)})") from error
     assert program is not None
     return program.model_proto
+
+
+def _cause(error: BaseException) -> str:
+    """What went wrong in the end: exporters wrap an error in others that say less, in colours and with lists of their steps."""
+    seen = [error]
+    while (inner := seen[-1].__cause__) is not None and inner not in seen:
+        seen.append(inner)
+    lines = [line for line in str(seen[-1]).strip().splitlines() if line.strip()] or [""]
+    return text.printable(f"{type(seen[-1]).__name__}: {lines[0].strip()[:300]}")
 
 
 @contextmanager
@@ -67,26 +78,88 @@ def _quiet() -> Iterator[None]:
 
 def clean(graph: Any, cuts: Sequence[Cut]) -> list[str]:
     """Drops what only the exporter cares about (paths of source files among it), and gives weights their own names back
-    where it stores them turned, or under another name that they have. Returns the weights that are not in the graph."""
-    graph.doc_string = ""
-    del graph.metadata_props[:]
-    for part in (graph.graph, *graph.graph.node, *graph.graph.value_info, *graph.graph.initializer):
-        part.doc_string = ""
-        del part.metadata_props[:]
+    where it stores them turned, under another name that they have, or once for several that are equal. Returns the weights
+    that are not in the graph."""
     arrays = {tensor.name: need("onnx").numpy_helper.to_array(tensor) for tensor in graph.graph.initializer}
     free = [name for name in arrays if name not in {cut.weight for cut in cuts}]
     missing = []
     for cut in cuts:
         if cut.weight in arrays:
             continue
-        given = cut.tensor.numpy()
-        same = (name for name in free if any(np.array_equal(arrays[name], form) for form in (given, given.T)))
+        same = (name for name in free if _equal(arrays[name], cut))
         if name := next(same, None):
             _rename(graph, name, cut.weight)
             free.remove(name)
+            arrays[cut.weight] = arrays.pop(name)
         else:
-            missing.append(cut.weight)
-    return missing
+            missing.append(cut)
+    found = _split(graph, arrays, cuts, missing)
+    graph.doc_string = ""
+    del graph.metadata_props[:]
+    for part in (graph.graph, *graph.graph.node, *graph.graph.value_info, *graph.graph.initializer):
+        part.doc_string = ""
+        del part.metadata_props[:]
+    return [cut.weight for cut in missing if cut.weight not in found]
+
+
+def _equal(array: Any, cut: Cut) -> bool:
+    given = cut.tensor.numpy()
+    return any(np.array_equal(array, form) for form in (given, given.T))
+
+
+def _split(graph: Any, arrays: Mapping[str, Any], cuts: Sequence[Cut], missing: Sequence[Cut]) -> set[str]:
+    """Gives equal weights that the exporter merged, such as small ones whose blocks are all gone, a tensor each again. Returns
+    those that got one.
+
+    A node says which module it comes from, but after folding that may be the normalization: the nodes that are left go to
+    the weights that are left, in order, which changes nothing that is computed, for the values are equal.
+    """
+    done: set[str] = set()
+    for name in [cut.weight for cut in cuts if cut.weight in arrays]:
+        group = [cut for cut in missing if cut.weight not in done and _equal(arrays[name], cut)]
+        if not group:
+            continue
+        group.insert(0, next(cut for cut in cuts if cut.weight == name))
+        users = [(node, i) for node in graph.graph.node for i, entry in enumerate(node.input) if entry == name]
+        owner: dict[int, Cut] = {}
+        for place, (node, i) in enumerate(users):
+            scopes = _scopes(node)
+            named = [cut for cut in group if cut.weight.rpartition(".")[0] in scopes and _fits(node, i, arrays[name], cut)]
+            if named:
+                owner[place] = max(named, key=lambda cut: len(cut.weight))  # the innermost
+        for cut in group:
+            left = (place for place, (node, i) in enumerate(users) if place not in owner and _fits(node, i, arrays[name], cut))
+            if cut not in owner.values() and (first := next(left, None)) is not None:
+                owner[first] = cut
+        for place, cut in owner.items():
+            if cut.weight != name:
+                node, i = users[place]
+                node.input[i] = cut.weight
+                if cut.weight not in done:
+                    copied = graph.graph.initializer.add()
+                    copied.CopyFrom(next(tensor for tensor in graph.graph.initializer if tensor.name == name))
+                    copied.name = cut.weight
+                done.add(cut.weight)
+    return done
+
+
+def _scopes(node: Any) -> list[str]:
+    """The modules that a node comes from, by name, as torch's exporter writes them."""
+    said = next((entry.value for entry in node.metadata_props if entry.key == SCOPES), "[]")
+    try:
+        found = ast.literal_eval(said)
+    except (ValueError, SyntaxError):
+        return []
+    return [name for name in found[1:-1] if isinstance(name, str)] if isinstance(found, list) else []
+
+
+def _fits(node: Any, index: int, array: Any, cut: Cut) -> bool:
+    """Whether a node that reads ``array`` can be the one of this weight, by the axes that it expects."""
+    turned = index == 1 and (
+        node.op_type == "MatMul" or (node.op_type == "Gemm" and not any(a.name == "transB" and a.i for a in node.attribute))
+    )
+    shape = tuple(cut.tensor.shape)
+    return tuple(array.shape) == (shape[::-1] if turned else shape)
 
 
 def _rename(graph: Any, old: str, new: str) -> None:

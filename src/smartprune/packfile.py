@@ -22,6 +22,7 @@ from .occupancy import map_hash, nonzero
 from .receipt import Receipt
 
 KEY = "smartprune.packed"  # the one entry of the safetensors metadata
+METADATA = "__metadata__"  # which no tensor can be called
 VERSION = 1
 VALUES, ROWS, COLS = "#values", "#rows", "#cols"
 ALIGNED = 64  # bytes: where the data starts, and every block whose size allows it
@@ -129,6 +130,8 @@ class PackedFile:
         for name in self.names:
             if not name.isprintable() or not 0 < len(name) <= 1000:
                 raise SmartpruneError(f"pack: {name[:40]!r} is no name of 1 to 1000 printable characters; rename it")
+            if name == METADATA:
+                raise SmartpruneError(f"pack: {name!r} is a name that safetensors files keep for themselves; rename the tensor")
         header = {
             "version": VERSION,
             "block": str(self.block),
@@ -164,6 +167,15 @@ class PackedFile:
 
 def is_packed(metadata: Mapping[str, str] | None) -> bool:
     return metadata is not None and KEY in metadata
+
+
+def is_packed_file(path: Path) -> bool:
+    """Whether a file is a packed one, whatever its name."""
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            return is_packed(file.metadata())
+    except Exception:  # not a safetensors file, or none at all; the library has no error type for all of it
+        return False
 
 
 def read_packed(path: Path, limit: int | None = None) -> PackedFile:
@@ -337,7 +349,7 @@ def safetensors_bytes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
     multiple of 64 bytes, and tensors whose size is a multiple of 64 come first.
     """
     order = sorted(tensors, key=lambda name: (_size(tensors[name]) % ALIGNED != 0, -tensors[name].element_size(), name))
-    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    header: dict[str, object] = {METADATA: dict(metadata)} if metadata else {}
     start = 0
     for name in order:
         tensor = tensors[name]

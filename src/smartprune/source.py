@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import pickle
+import textwrap
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -14,8 +15,10 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from . import text
 from .block import Block, Grid
 from .errors import SmartpruneError
+from .files import as_path
 from .layers import Skipped, candidates, find
 from .layout import Layout
 from .occupancy import nonzero
@@ -29,6 +32,7 @@ Model = nn.Module | Mapping[str, Tensor] | str | os.PathLike[str]
 RUN_MODEL, RUN_RECEIPT = "model.safetensors", "receipt.json"
 NESTED = ("model", "state_dict", "model_state_dict")
 WRAPPERS = ("module.", "_orig_mod.")  # what data-parallel and compiled models put before every name
+SHOWN = 3  # names in a message
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
@@ -42,6 +46,7 @@ class Cut:
     grid: Grid
     transposed: bool
     tensor: Tensor = field(repr=False)
+    assumed: bool = False  # nothing says which axis is which and whether there are groups, and it would matter
 
 
 @dataclass(frozen=True)
@@ -96,7 +101,7 @@ class Source:
         """Every weight that can be cut into blocks, and those that cannot, with the reason.
 
         A model says which axes are which, and so does a packed file. Other files do not: what the receipt lists is cut as it
-        says, any other weight as that of a plain convolution or linear layer.
+        says, any other weight as that of a plain convolution or linear layer, and marked as ``assumed``.
         """
         if self.model is not None:
             if next(candidates(self.model), None) is None:
@@ -120,19 +125,55 @@ class Source:
             if layout is None and self.complete:
                 left.append(Skipped(name, "tensor", shape, "not the weight of a convolution or linear layer"))
                 continue
-            if layout is None or layout.shape != shape:
+            unknown = layout is None or layout.shape != shape
+            if layout is None or unknown:
                 layout = Layout(name, "matrix" if tensor.dim() == 2 else "kernel", shape)
             try:
                 if tensor.numel() == 0:
                     raise SmartpruneError("no weights")
-                cuts.append(Cut(layout.name, key, layout.kind, layout.cut(block), layout.transposed, tensor))
+                several = tensor.dim() > 2 or key.endswith("in_proj_weight")  # any other matrix is that of a linear layer
+                assumed = unknown and several and block != Block(1, 1)
+                cuts.append(Cut(layout.name, key, layout.kind, layout.cut(block), layout.transposed, tensor, assumed))
             except SmartpruneError as error:
                 left.append(Skipped(layout.name, layout.kind, shape, str(error)))
         return tuple(cuts), tuple(left)
 
 
-def read_source(model: Model) -> Source:
-    """The stored weights of a model, a state dict, a file or a run folder. Nothing is unpickled but plain tensors."""
+def read_source(model: Model, network: nn.Module | None = None) -> Source:
+    """The stored weights of a model, a state dict, a file or a run folder. Nothing is unpickled but plain tensors.
+
+    ``network`` is the model that they belong to: it says which layers are transposed or grouped.
+    """
+    source = _stored_weights(model)
+    check_not_masked(source.tensors, source.where)
+    return source if network is None else _belonging(source, network)
+
+
+def given(stored: Model | None, model: Model | None, where: str) -> tuple[Model, nn.Module | None]:
+    """What to look at, and the network that it belongs to; a network alone is what to look at."""
+    if stored is None and model is None:
+        raise SmartpruneError(f"{where}: give a torch.nn.Module, a state dict, or the path of a file or of a run folder")
+    if stored is None or model is None:
+        return (model if stored is None else stored), None  # type: ignore[return-value]
+    if not isinstance(model, nn.Module):
+        raise SmartpruneError(f"{where}: model= is a {type(model).__name__}; give the torch.nn.Module that the weights belong to")
+    return stored, model
+
+
+def about_axes(assumed: Sequence[str], width: int, cure: str = "give the model, by model= or --model NAME") -> list[str]:
+    """Lines that say whose axes were taken for granted; none where nothing was."""
+    if not assumed:
+        return []
+    names = ", ".join(map(text.printable, assumed[:SHOWN])) + (", ..." if len(assumed) > SHOWN else "")
+    many = "1 weight" if len(assumed) == 1 else f"{len(assumed)} weights"
+    told = (
+        f"axes of {many} taken as (out, in, ...), without groups, for nothing here says which layers are transposed or "
+        f"grouped: {names}. To be sure, {cure}"
+    )
+    return ["", *textwrap.wrap(told, width, break_on_hyphens=False)]
+
+
+def _stored_weights(model: Model) -> Source:
     if isinstance(model, nn.Module):
         return Source(type(model).__name__, dict(_stored(model)), model)
     if isinstance(model, Mapping):
@@ -141,14 +182,65 @@ def read_source(model: Model) -> Source:
         raise SmartpruneError(
             f"model is a {type(model).__name__}; give a torch.nn.Module, a state dict, or the path of a file or of a run folder"
         )
-    path = Path(model)
+    path = as_path(model, "model")
     if path.is_dir():
         if not (path / RUN_MODEL).is_file():
             raise SmartpruneError(f"{path}: a run folder holds {RUN_MODEL}, and this folder does not; give a file")
         receipt = path / RUN_RECEIPT
+        if receipt.is_symlink() and not receipt.exists():
+            raise SmartpruneError(f"{receipt}: is a link to {os.readlink(receipt)}, which is not there; mend or remove it")
         source = replace(_read(path / RUN_MODEL), where=str(path))
         return replace(source, receipt=Receipt.load(receipt)) if receipt.exists() else source
     return _read(path)
+
+
+def files_of(model: Model) -> dict[str, Path]:
+    """The files that are read for a path, by what they are; none for what is in memory."""
+    if not isinstance(model, (str, os.PathLike)):
+        return {}
+    path = Path(model)
+    return {"the model": path / RUN_MODEL, "the receipt": path / RUN_RECEIPT} if path.is_dir() else {"the model": path}
+
+
+def check_not_masked(names: Iterable[str], where: str) -> None:
+    """Refuses what torch.nn.utils.prune leaves: a weight in two parts, neither of which is the weight."""
+    known = dict.fromkeys(names)
+    for name in known:
+        stem = name.removesuffix("_orig")
+        if stem != name and f"{stem}_mask" in known and stem not in known:
+            attribute = stem.rpartition(".")[2]
+            raise SmartpruneError(
+                f"{where}: {stem} is masked by torch.nn.utils.prune, which stores it as {attribute}_orig and {attribute}_mask; "
+                f"make that permanent first, in every such layer: torch.nn.utils.prune.remove(module, {attribute!r})"
+            )
+
+
+def _belonging(source: Source, network: nn.Module) -> Source:
+    """The source with the axes that its network says."""
+    check_not_masked((name for name, _ in _stored(network)), type(network).__name__)
+    parameters = list(network.named_parameters(remove_duplicate=False))
+    found = {id(weight): tensor for name, weight in parameters if (tensor := source.get(name)) is not None}
+    own = {name: tensor for name, _ in network.named_buffers() if (tensor := source.get(name)) is not None}
+    for name, weight in parameters:
+        if isinstance(weight, nn.UninitializedParameter):
+            raise SmartpruneError(f"model: {name} has no shape yet (a lazy layer); run one forward pass first")
+        tensor = found.get(id(weight))  # a tied weight may be stored under one of its names only
+        if tensor is None and weight.dim() < 2:  # such as a normalization that was folded away
+            continue
+        if tensor is None or tensor.shape != weight.shape:
+            given = "nothing" if tensor is None else text.sizes(tensor.shape)
+            raise SmartpruneError(
+                f"{source.where} does not belong to the model: {name} is {text.sizes(weight.shape)} in the model and {given} "
+                "there; give the model that it was made from"
+            )
+        own[name] = tensor
+    for name, tensor in source._unwrapped.items():
+        if name not in own and tensor.dim() > 1 and _learnable(name, tensor) and not source.rounded:  # a graph has constants
+            raise SmartpruneError(
+                f"{source.where} does not belong to the model: {name} ({text.sizes(tensor.shape)}) is not in the model; give the "
+                "model that it was made from"
+            )
+    return replace(source, tensors=own, model=network, layouts={})
 
 
 def _read(path: Path) -> Source:

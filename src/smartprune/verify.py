@@ -12,9 +12,9 @@ from torch import Tensor
 from . import text
 from .block import Block
 from .errors import SmartpruneError
-from .occupancy import map_hash, nonzero, occupied
+from .occupancy import finite, map_hash, nonzero, occupied
 from .receipt import Receipt
-from .source import Model, Source, read_source
+from .source import Model, Source, about_axes, given, read_source
 from .tally import Row
 
 WIDTH = 80
@@ -83,6 +83,7 @@ class Verification:
     receipt: Receipt | None = None
     mask_hash: str | None = None
     tried: tuple[Tried, ...] = ()
+    assumed: tuple[str, ...] = ()  # weights whose axes are taken as (out, in, ...), without groups, for nothing says it
 
     @property
     def ok(self) -> bool:
@@ -109,6 +110,7 @@ class Verification:
             "problems": list(self.problems),
             "layers": [layer.to_json() for layer in self.layers],
             "tried": [tried.to_json() for tried in self.tried],
+            "axes_assumed": list(self.assumed),
         }
 
     def __str__(self) -> str:
@@ -137,6 +139,7 @@ class Verification:
             header = ("layer", "weight", "zero", f"blocks of {self.block}", "sparsity")
             total = ("all", "", f"{self.zero:,}", f"{self.blocks:,}", text.percent(self.zero, self.blocks))
             lines += ["", *text.table(header, [*checks, total], "<<>>>", WIDTH, (0, 1))]
+        lines += about_axes(self.assumed, WIDTH)
         lines.append("")
         if self.problems:
             count = len(self.problems)
@@ -149,16 +152,23 @@ class Verification:
 
 
 def verify(
-    model: Model,
+    stored: Model | None = None,
+    /,
     block: Block | str | Sequence[int | None] | None = None,
     receipt: Receipt | Mapping[str, object] | str | os.PathLike[str] | None = None,
+    *,
+    model: Model | None = None,
 ) -> Verification:
     """Counts zero blocks in what is really stored, and lists every difference from the receipt, if there is one.
 
-    ``model`` is a model, a state dict, a ``.safetensors`` file, a packed file, an ONNX file, a torch checkpoint or a run
+    ``stored`` is a model, a state dict, a ``.safetensors`` file, a packed file, an ONNX file, a torch checkpoint or a run
     folder; a receipt that comes with it is read too. Without one, ``block`` says what to count (a packed file says it
     itself); without either, the usual shapes are tried. A model that is still masked is judged by its own weights, not by
     the masked ones. In an ONNX file, where weights were scaled or rounded, kept blocks may have become zero.
+
+    A state dict, a checkpoint and a plain ``.safetensors`` file do not say which layers are transposed or grouped. Where no
+    receipt does, their axes are taken as (out, in, ...), without groups, and the result names those weights (``assumed``).
+    ``model`` says it: the torch.nn.Module that they belong to. ``verify(model=...)`` alone is the same as ``verify(...)``.
 
     >>> w = torch.zeros(4, 4)
     >>> w[:2, :2] = 1
@@ -167,7 +177,7 @@ def verify(
     (True, 3, 4)
     """
     wanted = None if block is None else Block.of(block)
-    source = read_source(model)
+    source = read_source(*given(stored, model, "verify"))
     if receipt is None:
         receipt = source.receipt
     elif isinstance(receipt, (str, os.PathLike)):
@@ -180,12 +190,13 @@ def verify(
         return _against(source, receipt, wanted)
     wanted = source.block if wanted is None else wanted
     if wanted is not None:
-        layers, problems = _count(source, wanted)
-        return Verification(source.where, wanted, layers, problems)
+        layers, problems, assumed = _count(source, wanted)
+        return Verification(source.where, wanted, layers, problems, assumed=assumed)
     tried = tuple(_try(source, shape) for shape in USUAL)
     found = _best(tried)
-    layers, problems = _count(source, found or Block(1, 1))
-    return Verification(source.where, found, layers, problems, tried=tried)
+    layers, problems, _ = _count(source, found or Block(1, 1))
+    assumed = tuple(cut.weight for cut in source.cuts(Block(2, 2))[0] if cut.assumed)  # it mattered to the shapes that were tried
+    return Verification(source.where, found, layers, problems, tried=tried, assumed=assumed)
 
 
 def _against(source: Source, receipt: Receipt, wanted: Block | None) -> Verification:
@@ -197,6 +208,7 @@ def _against(source: Source, receipt: Receipt, wanted: Block | None) -> Verifica
             f"the receipt itself says that {receipt.asked.used:,} {receipt.asked.kind} were kept where "
             f"{receipt.asked.limit:,} were asked for"
         )
+    problems += _other_axes(source, receipt)
     checks: list[LayerCheck] = []
     maps: list[tuple[str, tuple[int, ...], Tensor]] = []
     for row in receipt.layers:
@@ -214,6 +226,19 @@ def _against(source: Source, receipt: Receipt, wanted: Block | None) -> Verifica
     if digest is not None and digest != receipt.mask_hash and not fewer:
         problems.append(f"the hash is {digest}, the receipt says {receipt.mask_hash}")
     return Verification(source.where, receipt.block, tuple(checks), tuple(problems), receipt, digest)
+
+
+def _other_axes(source: Source, receipt: Receipt) -> list[str]:
+    """Where the receipt reads the axes of a weight in another way than the model does."""
+    if source.model is None:
+        return []
+    own = {cut.weight: (cut.grid.axes[0].parts, cut.transposed) for cut in source.cuts(receipt.block)[0]}
+    rows = [(row.weight, (row.parts, row.transposed), own.get(row.weight)) for row in receipt.layers]
+    return [
+        f"{name}: the receipt says groups={said[0]}, transposed={said[1]}, the model groups={found[0]}, transposed={found[1]}"
+        for name, said, found in rows
+        if found is not None and found != said
+    ]
 
 
 def _check(row: Row, tensor: Tensor, block: Block, problems: list[str], rounded: bool) -> tuple[Tensor, LayerCheck]:
@@ -237,7 +262,7 @@ def _check(row: Row, tensor: Tensor, block: Block, problems: list[str], rounded:
     return bits, LayerCheck(row.name, row.weight, row.shape, grid.n, zero, tuple(wrong.tolist()))
 
 
-def _count(source: Source, block: Block) -> tuple[tuple[LayerCheck, ...], tuple[str, ...]]:
+def _count(source: Source, block: Block) -> tuple[tuple[LayerCheck, ...], tuple[str, ...], tuple[str, ...]]:
     problems: list[str] = []
     checks = []
     cuts, skipped = source.cuts(block)
@@ -251,11 +276,11 @@ def _count(source: Source, block: Block) -> tuple[tuple[LayerCheck, ...], tuple[
             raise SmartpruneError(f"{cut.weight}: {error}") from None
         _finite(cut.weight, cut.tensor, problems)
         checks.append(LayerCheck(cut.name, cut.weight, cut.grid.weight_shape, cut.grid.n, zero))
-    return tuple(checks), tuple(problems)
+    return tuple(checks), tuple(problems), tuple(cut.weight for cut in cuts if cut.assumed)
 
 
 def _finite(name: str, tensor: Tensor, problems: list[str]) -> None:
-    if tensor.is_floating_point() and tensor.layout is torch.strided and not bool(tensor.isfinite().all()):
+    if not finite(tensor):
         problems.append(f"{name}: holds NaN or infinity")
 
 

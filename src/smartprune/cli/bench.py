@@ -6,11 +6,15 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from ..errors import SmartpruneError
 from .export import from_run, load_weights, training_inputs
 from .look import find_model, sample
-from .verb import Verbs, add_verb, arguments
+from .verb import Verbs, add_verb, arguments, check_outputs, run_files
+
+if TYPE_CHECKING:
+    from ..engines import Bench
 
 
 def bench_verb(verbs: Verbs) -> None:
@@ -21,7 +25,8 @@ def bench_verb(verbs: Verbs) -> None:
         "  smartprune bench runs/mine\n"
         "  smartprune bench resnet18 --weights model.safetensors --input 3x32x32 --batch 1 8 --plot speed.svg\n\n"
         "Every engine has a process of its own; outputs are compared before anything is timed.\n"
-        "onnxruntime and OpenVINO take part where they are installed: smartprune[onnx], and openvino beside it.",
+        "onnxruntime and OpenVINO take part where they are installed: smartprune[onnx], and openvino beside it.\n"
+        "Exit code 1: no engine could be timed.",
     )
     parser.add_argument("model", help="a run folder, a network by name, or MODULE:FUNCTION that returns a torch.nn.Module")
     parser.add_argument("--weights", metavar="FILE", help="weights to load into the model: any file that verify reads")
@@ -56,6 +61,14 @@ def run_bench(args: argparse.Namespace) -> int:
             raise SmartpruneError("--batch and --seconds should be above 0")
         if args.plot and Path(args.plot).suffix not in (".svg", ".png"):
             raise SmartpruneError(f"--plot {args.plot} should end in .svg or .png")
+        out = args.out or (folder / "bench.json" if folder.is_dir() else None)
+        read = {"the file of --weights": args.weights, **run_files(folder, but="bench.json")}
+        check_outputs({"--out": out, "--plot": args.plot}, read)
+        if folder.is_file():
+            raise SmartpruneError(
+                f"{folder} is a file; give the network that it belongs to, by name, and the file as --weights {folder} "
+                "(a packed file too; smartprune unpack makes a plain one of it)"
+            )
         if folder.is_dir():
             model, example, receipt, task, config = from_run(folder)
             block = str(receipt.block) if receipt is not None else config.block
@@ -83,12 +96,21 @@ def run_bench(args: argparse.Namespace) -> int:
         only=args.engines,
         tell=lambda words: print(words, file=sys.stderr),
     )
-    out = args.out or (folder / "bench.json" if folder.is_dir() else None)
+    data = json.dumps(_measured(found), indent=2)
     if out is not None:
-        write_whole(Path(out), (json.dumps(found.to_json(), indent=2) + "\n").encode())
+        write_whole(Path(out), f"{data}\n".encode())
     if folder.is_dir() and args.out is None:
         write_run_page(folder, own=True)  # it shows the speed
     if args.plot:
         found.save(args.plot)
-    print(json.dumps(found.to_json(), indent=2) if args.json else found)
-    return 0
+    print(data if args.json else found)
+    return 0 if any(timing.failed is None for timing in found.timings) else 1
+
+
+def _measured(found: Bench) -> dict[str, Any]:
+    """The figures as plain data, with none for what failed."""
+    data = found.to_json()
+    for row in data["timings"]:
+        if row["failed"] is not None:
+            row |= {"ms": None, "error": row["error"] or None}
+    return data

@@ -66,6 +66,7 @@ def _place(args: argparse.Namespace) -> tuple[Path, Config]:
     """The file of the weights, and the settings it was made with."""
     from .. import rundir
     from ..config import configure, load
+    from ..packfile import is_packed_file
     from ..train import resolved
 
     given = Path(args.path)
@@ -76,6 +77,10 @@ def _place(args: argparse.Namespace) -> tuple[Path, Config]:
         raise SmartpruneError("--dense is for run folders; give the file of the dense model itself")
     if not path.is_file() and not _unscored(args):
         raise SmartpruneError(f"{path} is not there" + ("; the run is not finished" if given.is_dir() else ""))
+    if is_packed_file(path):
+        raise SmartpruneError(
+            f"{path} is a packed file, and eval reads plain ones; make one first: smartprune unpack {path} --out model.safetensors"
+        )
     if args.task is None and (path.parent / rundir.CONFIG).exists():
         values = asdict(load(path.parent / rundir.CONFIG))
     elif args.task is None:

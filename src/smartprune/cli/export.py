@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import SmartpruneError
 from .look import find_model, sample
-from .verb import Verbs, add_verb, arguments, show
+from .verb import Verbs, add_verb, arguments, check_outputs, run_files, show
 
 if TYPE_CHECKING:
     from torch import nn
@@ -44,13 +45,18 @@ def export_verb(verbs: Verbs) -> None:
 
 
 def run_export(args: argparse.Namespace) -> int:
-    from ..onnx import export_onnx
+    from ..onnx import SIDECAR, export_onnx
     from ..receipt import Receipt
 
     folder = Path(args.model)
+    out = Path(args.out or folder / "model.onnx")
     with arguments(args):
         if args.out is None and not folder.is_dir():
             raise SmartpruneError("--out is missing: the file to write, such as --out model.onnx")
+        if out.suffix != ".onnx":
+            raise SmartpruneError(f"--out {out} must end in .onnx, or nothing will know what it is")
+        read = {"the receipt": args.receipt, "the file of --weights": args.weights, "the file of --calibration": args.calibration}
+        check_outputs({"--out": out, "the mask beside --out": out.with_suffix(SIDECAR)}, {**read, **run_files(folder)})
         if args.calibration and not args.int8:
             raise SmartpruneError("--calibration is for --int8")
         if folder.is_dir():
@@ -73,7 +79,7 @@ def run_export(args: argparse.Namespace) -> int:
         batches = _array(args.calibration) if args.calibration else training_inputs(task, model, config)  # type: ignore[arg-type]
     found = export_onnx(
         model,
-        args.out or folder / "model.onnx",
+        out,
         example,
         args.block,
         receipt=Receipt.load(args.receipt) if args.receipt else receipt,
@@ -98,7 +104,7 @@ def from_run(folder: Path) -> tuple[nn.Module, Any, Any, Task, Config]:
     model = task.model(config.model)
     load_weights(model, folder / rundir.MODEL)
     receipt = folder / rundir.RECEIPT
-    return model, task.example(), Receipt.load(receipt) if receipt.exists() else None, task, config
+    return model, task.example(), Receipt.load(receipt) if os.path.lexists(receipt) else None, task, config
 
 
 def load_weights(model: nn.Module, path: str | Path) -> None:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import SmartpruneError
-from ..files import write_whole
-from .verb import Verbs, add_verb, arguments, show
+from ..files import check_folder, write_whole
+from .verb import Verbs, add_verb, arguments, check_outputs, run_files, show
 
 if TYPE_CHECKING:
     from torch import nn
 
     from ..npu import Estimate
+    from ..plan import Plan
 
 
 def plan_verb(verbs: Verbs) -> None:
@@ -49,7 +51,7 @@ def plan_verb(verbs: Verbs) -> None:
 
 def run_plan(args: argparse.Namespace) -> int:
     from ..budget import cycles, macs, params
-    from ..npu import read_npu
+    from ..npu import UnmetError, read_npu
     from ..plan import plan
 
     with arguments(args):
@@ -66,18 +68,24 @@ def run_plan(args: argparse.Namespace) -> int:
             budget = macs(args.macs, example=example)
         if args.cycles is not None:
             budget = cycles(args.cycles, example=example, npu=read_npu(args.npu or "edge"))
-        found = plan(
-            model,
-            args.block or block,
-            args.sparsity,
-            budget,
-            floor=args.floor,
-            include=args.include,
-            skip=args.skip,
-            example=example,
-        )
+        more = {"floor": args.floor, "include": args.include, "skip": args.skip, "example": example}
+        try:
+            found = plan(model, args.block or block, args.sparsity, budget, **more)
+        except UnmetError as error:
+            _show_unmet(args, plan(model, args.block or block, **more), budget, str(error))
+            return 1
     show(args, found)
     return 0 if found.feasible else 1
+
+
+def _show_unmet(args: argparse.Namespace, found: Plan, budget: Any, problem: str) -> None:
+    """The plan of a budget for which there is no limit, and why."""
+    if args.json:
+        wanted = {"kind": budget.kind, "share": str(budget.share)}
+        print(json.dumps({**found.to_json(), "budget": wanted, "feasible": False, "problem": problem}, indent=2))
+    else:
+        *lines, _ = str(found).splitlines()  # the last one says that there is no budget
+        print("\n".join([*lines, f"budget   {budget} removed", f"problem  {problem}"]))
 
 
 def find_model(text: str) -> tuple[nn.Module, str, Any]:
@@ -124,7 +132,11 @@ def report_verb(verbs: Verbs) -> None:
     parser.add_argument(
         "--npu", metavar="NAME", help="show the cycles on an NPU instead: small, edge, server, or a .json file of its settings"
     )
-    parser.add_argument("--model", help="with --npu, the network of a file, as in smartprune plan; a run folder knows its own")
+    parser.add_argument(
+        "--model",
+        metavar="NAME",
+        help="the network of a file, as in smartprune plan: says which layers are transposed or grouped; for --npu too",
+    )
     parser.add_argument("--input", metavar="SHAPE", help="with --npu, the shape of one sample, such as 3x32x32")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run_report)
@@ -138,10 +150,8 @@ def run_report(args: argparse.Namespace) -> int:
     if args.npu:
         show(args, _cycles(args))
         return 0
-    with arguments(args):
-        if args.model or args.input:
-            raise SmartpruneError("--model and --input go with --npu; leave them out, or add --npu edge")
-    found = report(args.path, _block(args))
+    _no_input(args)
+    found = report(args.path, _block(args), model=_network(args))
     if args.map:
         with arguments(args):
             print(found.map(args.map))
@@ -159,8 +169,13 @@ def _write_report(args: argparse.Namespace) -> int:
     with arguments(args):
         if args.json or (args.map and not args.figures):
             raise SmartpruneError("--json and --map are for the terminal; with --html leave them out (--map goes with --figures)")
+        check_outputs({"--html": args.html}, {"the model": args.path, "the file of --npu": args.npu, **run_files(args.path)})
+        if args.figures:
+            check_folder(args.figures)
+    if not args.npu:
+        _no_input(args)
     cycles = _cycles(args) if args.npu else run_cycles(args.path) if Path(args.path).is_dir() else None
-    view = look(args.path, _block(args), cycles)
+    view = look(args.path, _block(args), cycles, _network(args))
     if args.figures:
         with arguments(args):
             written, png = save_figures(view, args.figures, args.map)
@@ -171,6 +186,18 @@ def _write_report(args: argparse.Namespace) -> int:
         write_whole(args.html, render(view).encode())
         print(f"written to {args.html}", file=sys.stderr)
     return 0
+
+
+def _no_input(args: argparse.Namespace) -> None:
+    with arguments(args):
+        if args.input:
+            raise SmartpruneError("--input goes with --npu; leave it out, or add --npu edge")
+
+
+def _network(args: argparse.Namespace) -> nn.Module | None:
+    """The network that --model names, which the weights belong to."""
+    with arguments(args):
+        return find_model(args.model)[0] if args.model else None
 
 
 def _cycles(args: argparse.Namespace) -> Estimate:
@@ -204,12 +231,16 @@ def verify_verb(verbs: Verbs) -> None:
         "count the zero blocks of a stored model again, and hold its receipt against them",
         "  smartprune verify runs/mine\n"
         "  smartprune verify model.safetensors --receipt receipt.json\n"
-        "  smartprune verify model.safetensors --block 16x8\n\n"
+        "  smartprune verify model.safetensors --block 16x8\n"
+        "  smartprune verify model.safetensors --block 16x8 --model mypackage.net:build\n\n"
         "Exit code 1: something is not as the receipt says.",
     )
     parser.add_argument("path", help="a run folder, a .safetensors, packed or .onnx file, or a torch checkpoint")
     parser.add_argument("--receipt", metavar="FILE", help="receipt to compare with (default: the run folder's)")
     parser.add_argument("--block", help="block to count in; without it and without a receipt, usual shapes are tried")
+    parser.add_argument(
+        "--model", metavar="NAME", help="the network of a file, as in smartprune plan: says which layers are transposed or grouped"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run_verify)
 
@@ -217,7 +248,7 @@ def verify_verb(verbs: Verbs) -> None:
 def run_verify(args: argparse.Namespace) -> int:
     from ..verify import verify
 
-    found = verify(args.path, _block(args), args.receipt)
+    found = verify(args.path, _block(args), args.receipt, model=_network(args))
     show(args, found)
     return 0 if found.ok else 1
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import SmartpruneError
-from .verb import Verbs, add_verb, arguments, show
+from .verb import Verbs, add_verb, arguments, check_outputs, run_files, show
 
 
 def pack_verb(verbs: Verbs) -> None:
@@ -36,11 +36,19 @@ def run_pack(args: argparse.Namespace) -> int:
     with arguments(args):
         block = None if args.block is None else Block.of(args.block)
         out = Path(args.out or _default(Path(args.model)))
-        if block is None and args.receipt is None and not Path(args.model).is_dir():
+        if block is None and args.receipt is None and Path(args.model).is_file() and not _says_block(Path(args.model)):
             raise SmartpruneError("a file has no receipt that says which block to use: add --block, such as --block 16x8")
+        read = {"the model": args.model, "the receipt": args.receipt, **run_files(args.model)}
+        check_outputs({"--out": out}, read)
     receipt = None if args.receipt is None else Receipt.load(args.receipt)
     show(args, pack(args.model, out, block, receipt))
     return 0
+
+
+def _says_block(path: Path) -> bool:
+    from ..packfile import is_packed_file
+
+    return path.suffix == ".onnx" or is_packed_file(path)
 
 
 def _default(model: Path) -> Path:
@@ -72,11 +80,11 @@ def run_unpack(args: argparse.Namespace) -> int:
     with arguments(args):
         if out.suffix != ".safetensors":
             raise SmartpruneError(f"--out {out} must end in .safetensors, for that is what is written")
-        if out.exists() and out.resolve() == Path(args.file).resolve():
-            raise SmartpruneError(f"--out {out} is the packed file itself; give another name")
+        check_outputs({"--out": out}, {"the packed file": args.file})
     state = unpack(args.file, limit=args.limit)
-    write_whole(out, b"".join(safetensors_bytes(state)))
-    sizes: dict[str, Any] = {"packed": Path(args.file).stat().st_size, "dense": out.stat().st_size, "tensors": len(state)}
+    data = b"".join(safetensors_bytes(state))
+    write_whole(out, data)
+    sizes: dict[str, Any] = {"packed": Path(args.file).stat().st_size, "dense": len(data), "tensors": len(state)}
     if args.json:
         print(json.dumps({"path": str(out), **sizes}, indent=2))
     else:

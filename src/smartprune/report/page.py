@@ -12,9 +12,9 @@ import numpy as np
 
 from .. import text
 from ..block import Block
-from ..files import write_whole
+from ..files import keep_apart, write_whole
 from ..npu import Estimate
-from ..source import Model
+from ..source import Model, about_axes, files_of
 from .figures import BOTTOM, LEFT, RIGHT, TOP, WIDTH, Figure, figures
 from .shell import header, name, page, pairs, tiles, words
 from .story import STAGE_NAMES, STAGES, number
@@ -32,6 +32,7 @@ def write_page(
     estimate: Estimate | None = None,
 ) -> None:
     """Writes the page of a model, a file or a run folder; ``estimate`` are its cycles on an NPU."""
+    keep_apart(path, files_of(model), "report:")
     write_whole(path, render(look(model, block, estimate)).encode())
 
 
@@ -157,10 +158,11 @@ def _chips(view: View) -> str:
 
 
 def _problems(view: View) -> str:
-    if not view.problems:
+    found = list(dict.fromkeys([*view.problems, *(f"{weight}: holds NaN or infinity" for weight in view.broken)]))
+    if not found:
         return ""
-    lines = "".join(f"<li>{words(problem)}</li>" for problem in view.problems[:20])
-    more = f"<li>and {len(view.problems) - 20:,} more</li>" if len(view.problems) > 20 else ""
+    lines = "".join(f"<li>{words(problem)}</li>" for problem in found[:20])
+    more = f"<li>and {len(found) - 20:,} more</li>" if len(found) > 20 else ""
     return f'<div class="alert" role="alert"><strong>Do not ship this file as it is.</strong><ul>{lines}{more}</ul></div>'
 
 
@@ -225,6 +227,8 @@ def _layers(view: View, numbers: Mapping[str, int]) -> str:
         if view.receipt is not None and any(not layer.pruned for layer in view.layers)
         else ""
     )
+    told = " ".join(about_axes(view.report.assumed, 1000))
+    assumed = f'<p class="note">{words(told.strip())}.</p>' if told else ""
     skipped = "".join(
         f"<tr><th scope='row'>{name(s.name)}</th><td>{words(text.sizes(s.shape))}</td><td>{words(s.reason)}</td></tr>"
         for s in view.report.skipped
@@ -235,7 +239,7 @@ def _layers(view: View, numbers: Mapping[str, int]) -> str:
     return (
         f'<p class="note">{order}{grey}. A layer opens in the block map below.</p>'
         f'<div class="scroll" id="layer-table" tabindex="0" role="region" aria-label="Table of layers"><table>'
-        f"<thead><tr>{titles}</tr></thead><tbody>{''.join(lines)}</tbody></table></div>{skipped}"
+        f"<thead><tr>{titles}</tr></thead><tbody>{''.join(lines)}</tbody></table></div>{assumed}{skipped}"
     )
 
 

@@ -15,7 +15,7 @@ from ..block import Block
 from ..errors import SmartpruneError
 from ..layers import Skipped
 from ..occupancy import nonzero
-from ..source import Cut, Model, Source, read_source
+from ..source import Cut, Model, Source, about_axes, given, read_source
 from ..tally import Count
 
 WIDTH = 80
@@ -62,6 +62,7 @@ class Report:
     skipped: tuple[Skipped, ...]
     params: int  # of the whole model
     zeros: int
+    assumed: tuple[str, ...] = ()  # weights whose axes are taken as (out, in, ...), without groups, for nothing says it
 
     @property
     def pruned(self) -> tuple[ReportRow, ...]:
@@ -93,6 +94,7 @@ class Report:
             "pruned_blocks": Count.sum([row.blocks for row in self.pruned]).to_json(),
             "params": self.params,
             "zeros": self.zeros,
+            "axes_assumed": list(self.assumed),
             "layers": [row.to_json() for row in self.layers],
             "skipped": [{"name": s.name, "kind": s.kind, "shape": list(s.shape), "reason": s.reason} for s in self.skipped],
         }
@@ -131,7 +133,8 @@ class Report:
             ("single zeros, whole model", self.params, self.zeros),
         ]
         counts = [(name, f"{total:,}", f"{zero:,}", text.percent(zero, total)) for name, total, zero in totals]
-        return "\n".join([*lines, "", *text.table(("", "total", "zero", "share"), counts, "<>>>", WIDTH)])
+        lines += ["", *text.table(("", "total", "zero", "share"), counts, "<>>>", WIDTH)]
+        return "\n".join([*lines, *about_axes(self.assumed, WIDTH)])
 
     def map(self, layer: str, ascii_only: bool | None = None) -> str:
         """The blocks of one layer, a character each, a panel per kernel position; output channels run downwards.
@@ -170,10 +173,18 @@ class Report:
         return "\n".join(lines)
 
 
-def report(model: Model, block: Block | str | Sequence[int | None] | None = None) -> Report:
+def report(
+    stored: Model | None = None,
+    /,
+    block: Block | str | Sequence[int | None] | None = None,
+    *,
+    model: Model | None = None,
+) -> Report:
     """Where the zeros of a model are: anybody's model, state dict, file or run folder (see :func:`smartprune.verify`).
 
-    ``block`` is the receipt's in a run folder, a packed file's own, else 16x8, unless given.
+    ``block`` is the receipt's in a run folder, a packed file's own, else 16x8, unless given. ``model`` is the torch.nn.Module
+    that a state dict or a file belongs to: it says which layers are transposed or grouped. Without it, axes that nothing
+    else tells are taken as (out, in, ...), and ``assumed`` names those weights.
 
     >>> import torch
     >>> w = torch.zeros(4, 6)
@@ -187,7 +198,7 @@ def report(model: Model, block: Block | str | Sequence[int | None] | None = None
     .##
     ...
     """
-    source = read_source(model)
+    source = read_source(*given(stored, model, "report"))
     return report_of(source, cut_source(source, block))
 
 
@@ -214,7 +225,8 @@ def cut_source(source: Source, block: Block | str | Sequence[int | None] | None)
 
 def report_of(source: Source, slices: Slices) -> Report:
     block, cuts, skipped = slices.block, slices.cuts, slices.skipped
-    return Report(source.where, block, tuple(_row(cut) for cut in cuts), skipped, source.params, source.zeros)
+    assumed = tuple(cut.weight for cut in cuts if cut.assumed)
+    return Report(source.where, block, tuple(_row(cut) for cut in cuts), skipped, source.params, source.zeros, assumed)
 
 
 def _row(cut: Cut) -> ReportRow:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..block import Axis, Block
 from ..errors import SmartpruneError
 from ..npu import Estimate
-from ..pack import SUFFIX, pack
+from ..occupancy import finite, readable
+from ..pack import packed_sizes
 from ..receipt import Receipt
 from ..source import Cut, Model, read_source
 from ..tally import Count
@@ -57,6 +57,7 @@ class View:
     sizes: tuple[int, int] | None  # bytes of a plain and of a packed file
     estimate: Estimate | None
     problems: tuple[str, ...] = ()  # where the weights are not what the receipt says
+    broken: tuple[str, ...] = ()  # weights that hold NaN or infinity
 
     @property
     def blocks(self) -> Count:
@@ -70,9 +71,15 @@ class View:
         return (np.concatenate([s for s, _ in known]), np.concatenate([k for _, k in known])) if known else None
 
 
-def look(model: Model, block: Block | str | Sequence[int | None] | None = None, estimate: Estimate | None = None) -> View:
-    """Gathers what there is. ``estimate`` are the cycles on an NPU, which take the network itself to count."""
-    source = read_source(model)
+def look(
+    model: Model,
+    block: Block | str | Sequence[int | None] | None = None,
+    estimate: Estimate | None = None,
+    network: nn.Module | None = None,
+) -> View:
+    """Gathers what there is. ``estimate`` are the cycles on an NPU, which take the network itself to count; ``network`` is the
+    one that a file belongs to, and says which layers are transposed or grouped."""
+    source = read_source(model, network)
     slices = cut_source(source, block)
     report = report_of(source, slices)
     receipt = source.receipt if source.receipt is not None and source.receipt.block == slices.block else None
@@ -104,10 +111,11 @@ def look(model: Model, block: Block | str | Sequence[int | None] | None = None, 
                 scores=own,
             )
         )
-    problems = () if receipt is None else verify(model).problems
-    sizes = None if problems else _sizes(model, slices.block)
+    problems = () if receipt is None else verify(model, model=network).problems
+    sizes = None if problems else _sizes(model, slices.block, network)
     title = folder.resolve().name if folder is not None else Path(source.where).name
-    return View(title, report, tuple(layers), receipt, story, sizes, estimate, problems)
+    broken = tuple(cut.weight for cut in slices.cuts if not finite(cut.tensor))
+    return View(title, report, tuple(layers), receipt, story, sizes, estimate, problems, broken)
 
 
 def to_panels(values: Array, row: ReportRow) -> Array:
@@ -118,16 +126,13 @@ def to_panels(values: Array, row: ReportRow) -> Array:
 
 
 def _norms(cut: Cut) -> Array:
-    weight: Tensor = cut.tensor.detach()
-    weight = (weight.dequantize() if weight.is_quantized else weight).cpu().double()
+    weight: Tensor = readable(cut.tensor).cpu().double()
     return cut.grid.sum(weight * weight).sqrt().float().numpy()
 
 
-def _sizes(model: Model, block: Block) -> tuple[int, int] | None:
-    """Bytes of the tensors in a plain file, and in a packed one that is written for it and thrown away."""
-    with tempfile.TemporaryDirectory() as place:
-        try:
-            packed = pack(model, Path(place) / f"model{SUFFIX}", block)
-        except SmartpruneError:  # such as weights that no packed file can hold
-            return None
-    return packed.dense, packed.size
+def _sizes(model: Model, block: Block, network: nn.Module | None) -> tuple[int, int] | None:
+    """Bytes of the tensors in a plain file, and in a packed one."""
+    try:
+        return packed_sizes(model, block, network)
+    except SmartpruneError:  # such as weights that no packed file can hold
+        return None

@@ -1,0 +1,112 @@
+"""Files: what may be written over, and what may not."""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+from pathlib import Path
+
+import pytest
+
+from smartprune.errors import SmartpruneError
+from smartprune.files import as_path, check_folder, check_target, keep_apart, write_whole
+
+
+def test_a_link_is_followed(tmp_path: Path) -> None:
+    (tmp_path / "far").mkdir()
+    real, link = tmp_path / "far" / "real", tmp_path / "link"
+    real.write_bytes(b"old")
+    link.symlink_to(Path("far") / "real")
+    write_whole(link, b"new")
+    assert link.is_symlink()
+    assert real.read_bytes() == b"new"
+    dead = tmp_path / "dead"
+    dead.symlink_to(Path("far") / "not yet")
+    write_whole(dead, b"there")
+    assert dead.is_symlink()
+    assert (tmp_path / "far" / "not yet").read_bytes() == b"there"
+    assert sorted(os.listdir(tmp_path / "far")) == ["not yet", "real"]
+
+
+def test_links_that_lead_nowhere_are_refused(tmp_path: Path) -> None:
+    circle, lost = tmp_path / "circle", tmp_path / "lost"
+    circle.symlink_to("circle")
+    lost.symlink_to(Path("no") / "such")
+    for path in (circle, lost):
+        with pytest.raises(SmartpruneError, match="cannot be written"):
+            write_whole(path, b"x")
+        assert path.is_symlink()
+
+
+def test_a_pipe_stays_a_pipe(tmp_path: Path) -> None:
+    pipe, got = tmp_path / "pipe", []
+    os.mkfifo(pipe)
+    reader = threading.Thread(target=lambda: got.append(pipe.read_bytes()))
+    reader.start()
+    data = os.urandom(1 << 20)  # more than a pipe holds at once
+    write_whole(pipe, data)
+    reader.join()
+    assert got == [data]
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+    assert os.listdir(tmp_path) == ["pipe"]
+
+
+def test_a_device_stays_a_device(tmp_path: Path) -> None:
+    before = os.stat("/dev/null")
+    write_whole("/dev/null", b"x" * 100)
+    after = os.stat("/dev/null")
+    assert (before.st_ino, before.st_rdev, before.st_mode) == (after.st_ino, after.st_rdev, after.st_mode)
+    link = tmp_path / "link"
+    link.symlink_to("/dev/null")
+    write_whole(link, b"x")
+    assert link.is_symlink()
+    if os.path.exists("/dev/full"):
+        with pytest.raises(SmartpruneError, match=r"/dev/full: cannot be written \(No space left on device\)"):
+            write_whole("/dev/full", b"x")
+
+
+def test_what_cannot_be_written_is_said_before_the_work(tmp_path: Path) -> None:
+    for path, message in (
+        (tmp_path, "it is a folder; add the name of a file"),
+        (tmp_path / "no" / "such", "there is no folder .*no"),
+        ("", "is no path of a file to write"),
+        ("a\0b", "is no path of a file to write"),
+    ):
+        with pytest.raises(SmartpruneError, match=message):
+            check_target(path)
+        with pytest.raises(SmartpruneError, match=message):
+            write_whole(path, b"")
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(SmartpruneError, match=r"cannot be written \(Not a directory\)"):
+        check_target(tmp_path / "file" / "inner")
+    check_target(tmp_path / "new")
+    write_whole(tmp_path / ("n" * 250), b"long")  # as long as a name can be, nearly
+    assert sorted(map(len, os.listdir(tmp_path))) == [4, 250]
+
+
+def test_folders_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    check_folder(tmp_path)
+    check_folder(tmp_path / "a" / "b")
+    for path in (tmp_path / "file", tmp_path / "file" / "inner"):
+        with pytest.raises(SmartpruneError, match="is a file"):
+            check_folder(path)
+
+
+def test_a_file_that_is_read_is_not_written(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.write_bytes(b"weights")
+    (tmp_path / "link").symlink_to("model")
+    os.link(model, tmp_path / "hard")
+    for path in (model, tmp_path / "link", tmp_path / "hard", tmp_path / "." / "model"):
+        with pytest.raises(SmartpruneError, match=r"--out .* is the model itself"):
+            keep_apart(path, {"the receipt": None, "the model": model}, "--out")
+    keep_apart(tmp_path / "other", {"the model": model}, "--out")
+    keep_apart("/dev/null", {"the model": "/dev/null"}, "--out")  # nothing is lost there
+
+
+@pytest.mark.parametrize("path", [None, 3, b"bytes", "a\0b"])
+def test_what_is_no_path(path: object) -> None:
+    with pytest.raises(SmartpruneError, match=r"pack: path: .* is no path; give that of a file"):
+        as_path(path, "pack: path")
