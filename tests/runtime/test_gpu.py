@@ -205,3 +205,31 @@ def test_gpu_every_tile(case: tuple[int, int, tuple[int, int], int, int, int, in
         layer = Sparse(made, plain.shape, torch.bfloat16, tile).cuda()
         got = layer(x.cuda().bfloat16()).float().cpu()
         assert float((got - plain.relu()).abs().max()) < 0.03 * float(plain.max())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_changes_in_place_stay_in_order(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dense layers on the CPU, so that neither a GPU nor Triton is needed."""
+
+    class Net(nn.Module):
+        def __init__(self, hidden: bool) -> None:
+            super().__init__()
+            self.a, self.b, self.hidden = nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 3, padding=1), hidden
+
+        def forward(self, x: Tensor) -> Tensor:
+            z = torch.tanh(self.a(x))
+            w = self.b(z)
+            if self.hidden:
+                z[:, :4].sub_(1)
+            else:
+                z.sub_(1)
+            return F.relu(w) + z
+
+    monkeypatch.setattr(gpu, "chosen", lambda step, shapes, dtype, device: Dense(step, shapes[step.node], dtype))
+    model, x = Net(False).eval(), torch.randn(2, 8, 6, 6)
+    options = Options(dtype, 1, False)
+    with torch.no_grad():
+        ours, theirs = on_gpu(model, [(x,)], options, "cpu")(x).float(), model(x)
+    assert float((ours - theirs).abs().max()) < (1e-4 if dtype == "float32" else 5e-2)
+    with pytest.raises(SmartpruneError, match="under another name"):
+        on_gpu(Net(True).eval(), [(x,)], options, "cpu")

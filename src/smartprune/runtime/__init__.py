@@ -12,7 +12,9 @@ from ..block import Block
 from ..errors import SmartpruneError
 from ..layers import find
 from ..occupancy import occupied
-from .module import Accelerated, Options, Watch, copied, layered, trace
+from .layered import layered
+from .module import Accelerated, Options, copied
+from .tracing import trace
 
 DTYPES = ("float32", "int8")
 BACKENDS = ("native", "reference")
@@ -32,18 +34,21 @@ def accelerate(
     """A module that computes what ``model.eval()`` computes and does no work for pruned blocks.
 
     The model itself is not touched: its weights are copied, batch norms folded, and everything that the kernels know is
-    run as one program. What they do not know is run by torch in between; a model that cannot be traced keeps its own
-    code, with its convolutions and linear layers replaced. Zeros are found in the weights, whatever pruned them, and
-    dense layers are run by the same kernels. ``block`` is only checked: naming it makes a model without a single empty
-    block of that shape an error instead of a disappointment.
+    run as one program. What they do not know is run by torch in between. A model that cannot be traced keeps its own code,
+    with its convolutions and linear layers replaced (those inside torch's own modules, such as attention, stay); so does one
+    that changes its inputs or buffers, or values in place in an order that is not proved to be kept, one whose traced form
+    gives another result, and a call with inputs of an unknown class. int8 has no such form and raises. Zeros are found in
+    the weights, whatever pruned them, and dense layers are run by the same kernels. ``block`` is only checked: naming it
+    makes a model without a single empty block of that shape an error instead of a disappointment.
 
     ``example``: an input, or a list of inputs (a tuple is one input of several tensors). int8 needs it to measure how
     large activations become; with float32 it only saves time at the first call. ``threads``: torch's number of threads
     unless given. ``backend="reference"`` runs the same graph in torch, without a C compiler and without any gain.
 
-    Results agree with the model's to float rounding, and with int8 to its rounding; the first result for every input
-    shape is compared with the model's own. Inputs must be finite, for a block that is absent does not turn infinity
-    into NaN. For inference only: there are no gradients, and later changes of the model's weights are not seen.
+    Results agree with the model's to float rounding, and with int8 to its rounding; the first result for every structure,
+    shape and dtype of inputs is compared with the model's own, and so is one for random inputs. Inputs must be finite, for a
+    block that is absent does not turn infinity into NaN. For inference only: there are no gradients, and later changes of
+    the model's weights are not seen.
     """
     if not isinstance(model, nn.Module):
         raise SmartpruneError(f"accelerate: model is a {type(model).__name__}; give a torch module")
@@ -75,24 +80,16 @@ def _cpu(model: nn.Module, inputs: Sequence[tuple[Any, ...]], options: Options, 
             )
         if options.reference:
             raise SmartpruneError('accelerate: backend="reference" knows float32 only')
-    try:
-        traced = trace(own)
-    except Exception as error:  # whatever the model's own code raises when it meets a symbol instead of a tensor
-        if options.dtype == "int8":
-            raise SmartpruneError(
-                f"accelerate: torch.fx cannot trace the model, which int8 needs ({type(error).__name__}: {error}); use float32"
-            ) from error
-        out = layered(own, options)
-    else:
-        ranges: dict[str, tuple[float, float]] | None = None
-        if options.dtype == "int8":
-            ranges = {}
-            with torch.no_grad():
-                for one in inputs:
-                    Watch(traced, ranges).run(*one)
-        out = Accelerated(own, options, ranges)
+    out = Accelerated(own, options, {} if options.dtype == "int8" else None)
+    if options.dtype == "int8":
+        out.measure(inputs)
     if inputs:
         out(*inputs[0])
+        return out.own_code() or out
+    try:
+        trace(own)
+    except Exception:  # whatever the model's own code raises when it meets a symbol instead of a tensor
+        return layered(own, options)
     return out
 
 

@@ -16,8 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from ..errors import SmartpruneError
+from .inplace import Unproved
 from .lower import NOTHING, Activation, Shape, Step, fuse, lower
-from .module import Options, Watch, copied, tensors, trace
+from .module import Options, copied, copies
+from .tracing import Watch, tensors, trace
 
 DEEP = 8  # input channels of a block as the kernel sees it: 16 bytes of half-precision activations
 WIDE = 16  # output channels of a row: the least that a matrix unit takes
@@ -231,15 +233,19 @@ def on_gpu(model: nn.Module, inputs: Sequence[tuple[Any, ...]], options: Options
     dtype, own = DTYPES[options.dtype], copied(model).to(device)
     values = [v.to(device) if isinstance(v, Tensor) else v for v in inputs[0]]
     try:
-        traced = trace(own)
+        traced, _ = trace(own)
     except Exception as error:  # whatever the model's own code raises when it meets a symbol instead of a tensor
         raise SmartpruneError(
             f"accelerate: the model cannot be traced by torch.fx, which a GPU needs ({type(error).__name__}: {error})"
         ) from error
     with torch.no_grad():
         watch = Watch(traced)
-        expected = watch.run(*values)
-        out = rebuilt(traced.cpu(), watch.shapes, dtype, device)
+        expected = watch.run(*copies(values))
+        try:
+            copied_first = watch.aliases.settle(traced.graph)
+        except Unproved as why:
+            raise SmartpruneError(f"accelerate: {why}, which is not kept in order on a GPU") from why
+        out = rebuilt(traced.cpu(), watch.shapes, dtype, device, copied_first)
         for ours, theirs in zip(tensors(out(*values)), tensors(expected), strict=True):
             if theirs.is_floating_point() and theirs.numel():
                 apart, scale = float((ours.float() - theirs).abs().max()), float(theirs.abs().max())
@@ -251,8 +257,15 @@ def on_gpu(model: nn.Module, inputs: Sequence[tuple[Any, ...]], options: Options
     return out
 
 
-def rebuilt(traced: fx.GraphModule, shapes: Mapping[fx.Node, Shape], dtype: torch.dtype, device: str) -> fx.GraphModule:
-    """The network again: layers with what follows them as one module each, everything else as it was."""
+def rebuilt(
+    traced: fx.GraphModule,
+    shapes: Mapping[fx.Node, Shape],
+    dtype: torch.dtype,
+    device: str,
+    copied_first: Mapping[fx.Node, set[fx.Node]],
+) -> fx.GraphModule:
+    """The network again: layers with what follows them as one module each, everything else as it was. ``copied_first``: what
+    a node changes in place although others read it."""
     modules = dict(traced.named_modules())
     steps = lower(traced, shapes)
     for node in traced.graph.nodes:
@@ -278,7 +291,8 @@ def rebuilt(traced: fx.GraphModule, shapes: Mapping[fx.Node, Shape], dtype: torc
             made.add_module(name, chosen(layers[node], shapes, dtype, device))
             new[node] = graph.call_module(name, tuple(new[source] for source in layers[node].inputs))
             continue
-        new[node] = graph.node_copy(node, lambda source: new[source])
+        known = new | {source: graph.call_method("clone", (new[source],)) for source in copied_first.get(node, ())}
+        new[node] = graph.node_copy(node, known.__getitem__)
         if node.op == "placeholder" and node in shapes:
             form = torch.channels_last if len(shapes[node]) == 4 else torch.preserve_format
             new[node] = graph.call_method("to", (new[node], dtype), {"memory_format": form})

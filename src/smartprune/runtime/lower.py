@@ -97,17 +97,23 @@ def _step(context: Context, node: fx.Node) -> Step | None:
         module = context.modules[str(node.target)]
         if module._forward_hooks or module._forward_pre_hooks:
             return None
-        handler = MODULES.get(type(module))
-        return handler(context, node, (module, *node.args), node.kwargs) if handler else None
-    if node.op in ("call_function", "call_method"):
+        found = MODULES.get(type(module))
+        args, kwargs = (module, *node.args), node.kwargs
+        if set(kwargs) == {"input"} and not node.args:
+            args, kwargs = (module, kwargs["input"]), {}
+        if kwargs:
+            return None
+    elif node.op in ("call_function", "call_method"):
         found = FUNCTIONS.get(node.target) if node.op == "call_function" else METHODS.get(str(node.target))
-        if found is None:
-            return None
-        try:
-            return found(context, node, node.args, node.kwargs)
-        except (TypeError, ValueError, KeyError, IndexError):  # arguments of a form that is not known here
-            return None
-    return None
+        args, kwargs = node.args, node.kwargs
+    else:
+        return None
+    if found is None:
+        return None
+    try:
+        return found(context, node, args, kwargs)
+    except (TypeError, ValueError, KeyError, IndexError):  # arguments of a form that is not known here
+        return None
 
 
 def numpy(tensor: Tensor) -> Array:

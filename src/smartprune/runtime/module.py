@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import copy
-import operator
+import inspect
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, fx, nn
+from torch.utils._pytree import TreeSpec
 
 from ..errors import SmartpruneError
 from . import native
-from .lower import Shape, Step, fuse, lower
-from .program import Program
+from .compare import Apart, at_random, compare
+from .inputs import Unknown, described, filled, form
+from .plan import Plan
+from .tracing import Opaque, Watch, form_of, trace, version
 
 CHECKED = 1e-3  # how far the first result of a plan may lie from torch's, as a share of its largest number
 CHECKED_INT8 = 0.5  # int8 has its own error, and random deep networks blow it up; beyond this something is wrong
+MOST_PLANS, MOST_FORMS = 32, 8  # kept at a time; those not used for longest go
+STATE = "the model may keep state from call to call, change its inputs, or draw random numbers"
+
+Ranges = dict[str, dict[str, tuple[float, float]]]  # per form of graph and node: the smallest and the largest number
 
 
 @dataclass(frozen=True)
@@ -32,25 +39,41 @@ class Options:
     reference: bool
 
 
-class Accelerated(nn.Module):
+@dataclass(eq=False)
+class Form:
+    """The graph of calls that differ in shapes and dtypes alone, and what its plans share."""
+
+    traced: fx.GraphModule
+    result: TreeSpec | None
+    packed: dict[Any, Any]
+
+
+@dataclass(eq=False)
+class OwnCode:
+    """Stands where a plan would: such calls run the model's own code, with its layers replaced."""
+
+    why: str
+    expected: Any  # the model's own result for the first such call, until it has been compared
+
+
+class Accelerated(Opaque):
     """Computes what the model computed in eval mode; for inference only. Made by :func:`smartprune.accelerate`.
 
-    Plans are made per input shape, at the first call with it. Calls from several threads take turns. Copies and pickles
-    carry the model and plan anew.
+    Plans are made per structure, shapes and dtypes of the inputs, at the first call with them. Calls from several threads
+    take turns. Copies and pickles carry the model and plan anew.
     """
 
-    def __init__(self, model: nn.Module, options: Options, ranges: dict[str, tuple[float, float]] | None) -> None:
+    def __init__(self, model: nn.Module, options: Options, ranges: Ranges | None) -> None:
         super().__init__()
         self.options, self.ranges = options, ranges
         self._model = [model]  # in a list, so that it is no submodule: the parameters are the packed ones, not these
-        self._traced = [trace(model)]
-        places = [node for node in self._traced[0].graph.nodes if node.op == "placeholder"]
-        self._inputs = [(str(node.target), node.args) for node in places]  # name, default value if there is one
-        self._plans: dict[Any, Plan] = {}
-        self._packed: dict[Any, Any] = {}
+        self._own: list[nn.Module] = []  # the form that keeps the model's code, once it is needed
+        self._names = [p.name for p in parameters(model) if p.kind is p.POSITIONAL_OR_KEYWORD]
+        self._plans: OrderedDict[Any, Plan | OwnCode] = OrderedDict()
+        self._forms: OrderedDict[Any, Form] = OrderedDict()
         self._lock = threading.Lock()
         self._library: native.Library | None = None
-        self._pool, self._pool_lock = 0, threading.Lock()
+        self._pool, self._pool_lock = 0, threading.RLock()
         if not options.reference:
             self._library = native.load(options.dtype == "int8")
             self._pool, self._pool_lock = pool(self._library, options.threads)
@@ -61,248 +84,235 @@ class Accelerated(nn.Module):
         return self
 
     def __reduce__(self) -> Any:
-        return Accelerated, (self._model[0], self.options, self.ranges)
+        return type(self), (self._model[0], self.options, self.ranges)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Accelerated:
-        return Accelerated(self._model[0], self.options, self.ranges)  # nothing writes to the model
+        return type(self)(self._model[0], self.options, self.ranges)  # nothing writes to the model
 
     def extra_repr(self) -> str:
         isa = self._library.isa if self._library else "reference"
-        return f"{type(self._model[0]).__name__}, {self.options.dtype}, {isa}, threads={self.options.threads}"
+        out = f"{type(self._model[0]).__name__}, {self.options.dtype}, {isa}, threads={self.options.threads}"
+        why = next((plan.why for plan in self._plans.values() if isinstance(plan, OwnCode)), None)
+        return out if why is None else f"{out}, own code with its layers replaced: {why}"
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with torch.no_grad():
-            values = self._bind(args, kwargs)
-            key = shape_key(values)
-            with self._lock, self._pool_lock:
+            if kwargs:
+                args, kwargs = self._in_order(args, kwargs)
+            values: list[Any] = []
+            try:
+                key = described((args, kwargs) if kwargs else args, values)
+            except Unknown as unknown:
+                return self._unknown(unknown, args, kwargs)
+            with self._pool_lock, self._lock:  # in this order: a model may hold another one that has the same pool
                 plan = self._plans.get(key)
                 if plan is None:
-                    plan = self._plans[key] = self._plan(values)
-                return plan.run(values)
+                    plan = self._plan((args, kwargs), values)
+                    self._plans[key] = plan
+                    while len(self._plans) > MOST_PLANS:
+                        self._plans.popitem(last=False)
+                else:
+                    self._plans.move_to_end(key)
+                if isinstance(plan, Plan):
+                    return plan.run(values)
+            try:
+                return self._run_own(plan, (args, kwargs), values)
+            except SmartpruneError:
+                self._plans.pop(key, None)
+                raise
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan for these inputs, made if there is none yet."""
         self(*args, **kwargs)
-        return self._plans[shape_key(self._bind(args, kwargs))]
+        args, kwargs = self._in_order(args, kwargs)
+        found = self._plans[described((args, kwargs) if kwargs else args, [])]
+        if isinstance(found, OwnCode):
+            raise SmartpruneError(f"accelerated model: there is no plan, the model's own code is run: {found.why}")
+        return found
 
-    def _bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-        out = []
+    def measure(self, calls: Sequence[tuple[Any, ...]]) -> None:
+        """Notes how large every activation becomes, for int8."""
+        assert self.ranges is not None
+        for args in calls:
+            values: list[Any] = []
+            with torch.no_grad():
+                try:
+                    described(args, values)
+                    run = self._graph(args)
+                except Exception as error:  # whatever the model's own code raises when it meets a symbol instead of a tensor
+                    raise SmartpruneError(
+                        "accelerate: torch.fx cannot trace the model, which int8 needs "
+                        f"({type(error).__name__}: {error}); use float32"
+                    ) from error
+                Watch(run, self.ranges.setdefault(form_of(run.graph), {})).run(*copies(values))
+
+    def _graph(self, args: tuple[Any, ...]) -> fx.GraphModule:
+        try:
+            return self._form((args, {}), fixed=False).traced
+        except Exception:  # perhaps because of its numbers
+            return self._form((args, {}), fixed=True).traced
+
+    # ---- making a plan
+
+    def _in_order(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Inputs given by name at their places, as far as that goes: a call has one key, however it is written."""
         rest = dict(kwargs)
-        for i, (name, default) in enumerate(self._inputs):
-            if i < len(args):
-                value = args[i]
-            elif name in rest:
-                value = rest.pop(name)
-            elif default:
-                value = default[0]
-            else:
-                raise SmartpruneError(f"accelerated model: the input {name!r} is missing")
-            if isinstance(value, Tensor):
-                if value.device.type != "cpu":
-                    raise SmartpruneError(f"accelerated model: the input {name!r} is on {value.device}; this one runs on the CPU")
-                if value.is_floating_point() and value.dtype != torch.float32:
-                    value = value.float()
-            out.append(value)
-        if rest or len(args) > len(out):
-            raise SmartpruneError(f"accelerated model: takes {len(out)} inputs; {len(args) + len(kwargs)} were given")
-        return out
+        for name in self._names[len(args) :]:
+            if name not in rest:
+                break
+            args = (*args, rest.pop(name))
+        return args, rest
 
-    def _plan(self, values: list[Any]) -> Plan:
-        plan = Plan(self._traced[0], values, self.options, self._library, self._pool, self._packed, self.ranges)
-        plan.check(values, self._model[0](*values))
+    def _plan(self, call: tuple[Any, Any], values: list[Any]) -> Plan | OwnCode:
+        expect_inputs(self._model[0], *call)
+        # tensors of inference mode do not tell when they are changed; what is compared is float32
+        with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
+            mine = copies(values)
+            before = [version(x) for x in state(self._model[0])]
+            expected = self._run_model(self._model[0], call, mine)  # raises what the model raises
+            failure: Exception | None = None
+            tries: tuple[bool, ...] = (False, True) if any(not isinstance(x, Tensor) for x in values) else (False,)
+            changed = before != [version(x) for x in state(self._model[0])]
+            if changed or any(isinstance(x, Tensor) and version(x) for x in mine):
+                tries, why = (), "the model changes its " + ("buffers" if changed else "inputs")
+            for fixed in tries:
+                try:
+                    return self._checked(call, values, fixed, expected)
+                except SmartpruneError as error:
+                    if self.options.dtype == "int8":
+                        raise
+                    failure = error
+                except Exception as error:  # the trace, the lowering or the run of something nobody thought of
+                    failure = error
+                why = f"{type(failure).__name__}: {failure}"
+            if not tries or isinstance(failure, Apart):
+                self._expect_no_state(call, values, expected)
+        if self.options.dtype == "int8":
+            raise SmartpruneError(f"accelerate: int8 needs a model that torch.fx can trace ({why}); use float32") from failure
+        return OwnCode(why, expected)
+
+    def _form(self, call: tuple[Any, Any], fixed: bool) -> Form:
+        key = form(call, fixed), fixed
+        if key not in self._forms:
+            self._forms[key] = Form(*trace(self._model[0], call, fixed), {})
+            while len(self._forms) > MOST_FORMS:
+                self._forms.popitem(last=False)
+        self._forms.move_to_end(key)
+        return self._forms[key]
+
+    def _checked(self, call: tuple[Any, Any], values: list[Any], fixed: bool, expected: Any) -> Plan:
+        """A plan whose first results were compared with the model's own: neither the trace nor the program is taken on
+        trust. It is compared on random numbers too, for an example of zeros shows little."""
+        form = self._form(call, fixed)
+        plan = Plan(form, copies(values), self.options, self._library, self._pool, self._ranges(form))
+        compare(plan.watched, expected, CHECKED)
+        plan.watched = None
+        try:
+            compare(plan.run(copies(values)), expected, CHECKED_INT8 if self.options.dtype == "int8" else CHECKED)
+        except Apart as apart:
+            if self.options.dtype != "int8":
+                raise
+            why = "int8 is too coarse for it, or the example does not look like this input; use float32"
+            raise SmartpruneError(f"accelerate: {apart}; {why}") from apart
+        noise = at_random(values)
+        if noise is not None:
+            try:
+                theirs = self._run_model(self._model[0], call, copies(noise))
+            except Exception:  # not made for random numbers
+                return plan
+            if self.options.dtype == "int8":  # its scales were not measured on such numbers: the graph alone
+                compare(plan.in_torch(copies(noise)), theirs, CHECKED)
+            else:
+                compare(plan.run(copies(noise)), theirs, CHECKED)
         return plan
 
+    def _ranges(self, form: Form) -> dict[str, tuple[float, float]] | None:
+        if self.ranges is None:
+            return None
+        found = self.ranges.get(form_of(form.traced.graph))
+        if found is None:
+            raise SmartpruneError("accelerated model: no example had inputs like these, which int8 needs; give one in example=")
+        return found
 
-class Plan:
-    """What is run for inputs of one shape: programs and, between them, nodes of torch."""
+    def _expect_no_state(self, call: tuple[Any, Any], values: list[Any], expected: Any) -> None:
+        try:
+            compare(self._run_model(self._model[0], call, copies(values)), expected, CHECKED)
+        except Apart as apart:
+            raise SmartpruneError(f"accelerate: {apart}; {STATE}") from apart
 
-    def __init__(
-        self,
-        traced: fx.GraphModule,
-        values: Sequence[Any],
-        options: Options,
-        library: native.Library | None,
-        pool: int,
-        packed: dict[Any, Any],
-        ranges: Mapping[str, tuple[float, float]] | None,
-    ) -> None:
-        self._traced, self._pool, self._options = traced, pool, options
-        self._modules = dict(traced.named_modules())
-        watch = Watch(traced)
-        watch.run(*values)
-        shapes = watch.shapes
-        self._placeholders = [n for n in traced.graph.nodes if n.op == "placeholder"]
-        self._result = next(n for n in traced.graph.nodes if n.op == "output")
-        by_node = None
-        if ranges is not None:
-            by_node = {node: ranges[node.name] for node in traced.graph.nodes if node.name in ranges}
-        self.parts: list[fx.Node | Program] = []
-        if library is None:
-            self.parts = [n for n in traced.graph.nodes if n.op not in ("placeholder", "output")]
-        else:
-            steps = lower(traced, shapes)
-            for part in segments(traced.graph, steps):
-                if isinstance(part, fx.Node):
-                    self.parts.append(part)
-                    continue
-                inputs, outputs, body = part
-                fused = fuse(body, set(outputs))
-                self.parts.append(Program(fused, inputs, outputs, shapes, library, options.threads, packed, by_node))
-        self._whole: Program | None = None  # the program, if there is nothing else, and one output
-        first = self.parts[0] if len(self.parts) == 1 else None
-        if isinstance(first, Program) and first.inputs == self._placeholders and [self._result.args[0]] == first.outputs:
-            self._whole = first
+    # ---- the model's own code
 
-    @property
-    def programs(self) -> list[Program]:
-        return [part for part in self.parts if isinstance(part, Program)]
+    def _run_model(self, model: nn.Module, call: tuple[Any, Any], values: Sequence[Any]) -> Any:
+        following = iter(values)
+        args, kwargs = filled(call, lambda _: next(following))
+        return model(*args, **kwargs)
 
-    def run(self, values: Sequence[Any]) -> Any:
-        if self._whole is not None:
-            return self._whole.run(self._pool, values)[0]
-        env: dict[fx.Node, Any] = dict(zip(self._placeholders, values, strict=True))
-        for part in self.parts:
-            if isinstance(part, Program):
-                out = part.run(self._pool, [env[node] for node in part.inputs])
-                env.update(zip(part.outputs, out, strict=True))
-            else:
-                env[part] = self._torch(part, env)
-        return fx.node.map_arg(self._result.args[0], lambda node: env[node])
+    def own_code(self) -> nn.Module | None:
+        """The model with its layers replaced, if a call needed it."""
+        return self._own[0] if self._own else None
 
-    def _torch(self, node: fx.Node, env: Mapping[fx.Node, Any]) -> Any:
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: env[n])
-        if node.op == "call_module":
-            return self._modules[str(node.target)](*args, **kwargs)
-        if node.op == "call_method":
-            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-        if node.op == "get_attr":
-            return operator.attrgetter(str(node.target))(self._traced)
-        return node.target(*args, **kwargs)  # type: ignore[operator]
+    def _made_own(self) -> nn.Module:
+        with self._lock:
+            if not self._own:
+                from .layered import layered  # it replaces layers with what is defined here
 
-    def check(self, values: Sequence[Any], expected: Any) -> None:
-        """Compares the first result with the model's own: neither the trace nor the program is taken on trust."""
-        share = CHECKED if self._options.dtype == "float32" else CHECKED_INT8
-        for ours, theirs in zip(tensors(self.run(values)), tensors(expected), strict=True):
-            if not theirs.is_floating_point() or not theirs.numel() or not theirs.isfinite().all():
-                continue
-            error, scale = float((ours - theirs).abs().max()), float(theirs.abs().max())
-            if not error <= share * max(scale, 1e-6):
-                why = "the model may keep state from call to call, change its inputs, or draw random numbers"
-                if self._options.dtype == "int8":
-                    why = "int8 is too coarse for it, or the example does not look like this input; use float32"
-                raise SmartpruneError(
-                    f"accelerate: the result lies up to {error:g} from the model's own, whose largest number is {scale:g}; {why}"
-                )
+                model = self._model[0]
+                shared = {id(p): p for p in model.parameters()}
+                self._own.append(layered(copy.deepcopy(model, shared), self.options))
+            return self._own[0]
 
-    def profile(self, values: Sequence[Any], repeat: int = 20) -> list[tuple[str, float]]:
-        """Seconds of every operation of every program, the least of ``repeat`` runs."""
-        out: list[tuple[str, float]] = []
-        env: dict[fx.Node, Any] = dict(zip(self._placeholders, values, strict=True))
-        for part in self.parts:
-            if isinstance(part, Program):
-                best = np.full(len(part.names), np.inf)
-                for _ in range(repeat):
-                    seconds = np.zeros(len(part.names))
-                    result = part.run(self._pool, [env[node] for node in part.inputs], seconds)
-                    best = np.minimum(best, seconds)
-                env.update(zip(part.outputs, result, strict=True))
-                out += zip(part.names, best.tolist(), strict=True)
-            else:
-                env[part] = self._torch(part, env)
-        return out
+    def _run_own(self, found: OwnCode, call: tuple[Any, Any], values: Sequence[Any]) -> Any:
+        own, expected = self._made_own(), found.expected
+        if expected is not None:
+            try:
+                compare(self._run_model(own, call, copies(values)), expected, CHECKED)
+            except Apart as apart:
+                raise SmartpruneError(f"accelerate: {apart}; {STATE}") from apart
+            found.expected = None
+        return self._run_model(own, call, values)
+
+    def _unknown(self, unknown: Unknown, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.options.dtype == "int8":
+            raise SmartpruneError(f"accelerated model: an input is {unknown}, which int8 does not take; use float32")
+        return self._made_own()(*args, **kwargs)
 
 
-class Watch(fx.Interpreter):
-    """Runs the network in torch and notes the shape of every tensor, and its smallest and largest number if asked."""
-
-    def __init__(self, traced: fx.GraphModule, ranges: dict[str, tuple[float, float]] | None = None) -> None:
-        super().__init__(traced)
-        self.shapes: dict[fx.Node, Shape] = {}
-        self.ranges = ranges
-
-    def run_node(self, n: fx.Node) -> Any:
-        out = super().run_node(n)
-        if isinstance(out, Tensor) and out.dtype == torch.float32 and n.op != "output":
-            self.shapes[n] = tuple(out.shape)
-            if self.ranges is not None and out.numel():
-                low, high = (float(v) for v in out.aminmax())
-                before = self.ranges.get(n.name, (low, high))
-                self.ranges[n.name] = min(low, before[0]), max(high, before[1])
-        return out
+def copies(values: Sequence[Any]) -> list[Any]:
+    """Inputs that may be changed."""
+    return [x.clone() if isinstance(x, Tensor) else x for x in values]
 
 
-def tensors(result: Any) -> Iterator[Tensor]:
-    """All tensors of a nested result."""
-    if isinstance(result, Tensor):
-        yield result
-    elif isinstance(result, Mapping):
-        for value in result.values():
-            yield from tensors(value)
-    elif isinstance(result, (tuple, list)):
-        for value in result:
-            yield from tensors(value)
+def state(model: nn.Module) -> list[Tensor]:
+    """Everything that a model could write to."""
+    return [*model.parameters(), *model.buffers()]
 
 
-def trace(model: nn.Module) -> fx.GraphModule:
-    """The network as a graph. What is changed in place is read, from there on, under its new name."""
-    if type(model).__module__.startswith("torch.nn.") and not any(True for _ in model.children()):
-        model = nn.Sequential(model)  # a single layer: its inside is not to be traced
-    traced = fx.symbolic_trace(model)
-    order = {node: i for i, node in enumerate(traced.graph.nodes)}
-    for node in traced.graph.nodes:
-        target = str(getattr(node.target, "__name__", node.target))
-        module = traced.get_submodule(target) if node.op == "call_module" else None
-        in_place = node.kwargs.get("inplace") is True or getattr(module, "inplace", False)
-        in_place |= node.op == "call_method" and target.endswith("_") and not target.endswith("__")
-        in_place |= node.target in (operator.iadd, operator.imul, operator.isub)
-        if in_place and node.args and isinstance(node.args[0], fx.Node):
-            changed = node.args[0]
-            for user in list(changed.users):
-                if order[user] > order[node]:
-                    user.replace_input_with(changed, node)
-    return traced
+def parameters(model: nn.Module) -> list[inspect.Parameter]:
+    """What the model's code takes; nothing where that is not told."""
+    try:
+        return list(inspect.signature(model.forward).parameters.values())
+    except (TypeError, ValueError):
+        return []
 
 
-Segment = tuple[list[fx.Node], list[fx.Node], list[Step]]
+def expect_inputs(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raises if an input is missing, or one is too many."""
+    known = parameters(model)
+    try:
+        inspect.Signature(known).bind(*args, **kwargs)
+    except TypeError as error:
+        for place, p in enumerate(known):
+            single = p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+            if single and p.default is p.empty and place >= len(args) and p.name not in kwargs:
+                raise SmartpruneError(f"accelerated model: the input {p.name!r} is missing") from error
+        given = len(args) + len(kwargs)
+        raise SmartpruneError(f"accelerated model: takes {len(known)} inputs; {given} were given ({error})") from error
 
 
-def segments(graph: fx.Graph, steps: Mapping[fx.Node, Step]) -> Iterator[fx.Node | Segment]:
-    """All nodes in an order in which as many native steps as possible follow each other: those as (inputs, outputs,
-    steps), the others as they are."""
-    waiting = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
-    ready = {n for n in graph.nodes if n.op == "placeholder"}
-    native_turn = True
-    run: list[fx.Node] = []
-    while waiting or run:
-        took = None
-        for i, node in enumerate(waiting):
-            if (node in steps) == native_turn and all(source in ready for source in node.all_input_nodes):
-                took = waiting.pop(i)
-                break
-        if took is not None:
-            ready.add(took)
-            if native_turn:
-                run.append(took)
-            else:
-                yield took
-            continue
-        if run:
-            yield _segment(run, steps)
-            run = []
-        native_turn = not native_turn
+_POOLS: dict[tuple[str, int, int], tuple[int, threading.RLock]] = {}
 
 
-def _segment(run: list[fx.Node], steps: Mapping[fx.Node, Step]) -> Segment:
-    inside = set(run)
-    inputs = list(dict.fromkeys(s for node in run for s in steps[node].inputs if s not in inside))
-    outputs = [node for node in run if any(user not in inside for user in node.users) or not node.users]
-    return inputs, outputs, [steps[node] for node in run]
-
-
-_POOLS: dict[tuple[str, int, int], tuple[int, threading.Lock]] = {}
-
-
-def pool(library: native.Library, threads: int) -> tuple[int, threading.Lock]:
+def pool(library: native.Library, threads: int) -> tuple[int, threading.RLock]:
     """The threads of a library and the lock for using them. All models of this process share them, so that ten models do
     not start ten pools; a forked process starts its own. A single thread is nothing to share."""
     key = (library.code._name, threads, os.getpid())
@@ -310,24 +320,8 @@ def pool(library: native.Library, threads: int) -> tuple[int, threading.Lock]:
         made = library.code.sp_pool_new(threads)
         if not made:
             raise SmartpruneError("accelerate: no memory for a pool of threads")
-        _POOLS[key] = made, threading.Lock()
-    return _POOLS[key] if threads > 1 else (_POOLS[key][0], threading.Lock())
-
-
-def shape_key(values: Sequence[Any]) -> tuple[Any, ...]:
-    """What a plan depends on: shapes of tensors, and everything else by what it prints."""
-    return tuple(v.shape if isinstance(v, Tensor) else repr(v) for v in values)
-
-
-def layered(model: nn.Module, options: Options) -> nn.Module:
-    """A model that cannot be traced: each of its convolutions and linear layers becomes an accelerated one."""
-    made: dict[int, Accelerated] = {}
-    for name, module in list(model.named_modules(remove_duplicate=False)):
-        if type(module) in (nn.Conv2d, nn.Linear) and name:
-            if id(module) not in made:
-                made[id(module)] = Accelerated(nn.Sequential(module), options, None)
-            model.set_submodule(name, made[id(module)])
-    return model
+        _POOLS[key] = made, threading.RLock()
+    return _POOLS[key] if threads > 1 else (_POOLS[key][0], threading.RLock())
 
 
 def copied(model: nn.Module) -> nn.Module:

@@ -20,7 +20,12 @@ from .lower import Shape, Step
 SLAB = 256 << 10  # bytes of input that one chunk of a convolution reads: they stay in the second-level cache
 LIGHT = 20_000  # vector operations below which an operation is not shared between threads
 ALIGN = 64
+CPU = torch.device("cpu")
 MOST_ELEMENTS = 2**31 - 1  # places are 32-bit numbers
+
+
+class Misfit(Exception):  # noqa: N818 - it is no error of anybody's
+    """A program was given a tensor that it was not made for."""
 
 
 @dataclass(eq=False)
@@ -426,25 +431,42 @@ class Program:
         self._external = (native.External * (len(self.inputs) + len(self.outputs)))()
         self._call = self.library.code.sp_run
         self._fixed = (ctypes.addressof(self._array), len(self._ops), self._flags.ctypes.data, ctypes.addressof(self._external))
-        self._rows = [self.values[node].rows for node in self.inputs]
+        self._sources = [(port, torch.Size(self.shapes[node]), self.values[node].rows) for port, node in enumerate(self.inputs)]
         self._targets = [(len(self.inputs) + i, self.shapes[node], self.values[node].rows) for i, node in enumerate(self.outputs)]
 
     def run(self, pool: int, tensors: Sequence[torch.Tensor], seconds: Any = None) -> list[torch.Tensor]:
-        """Computes the outputs from float32 tensors on the CPU, of any strides."""
+        """Computes the outputs from float32 tensors on the CPU, of any strides. Raises :class:`Misfit` if they are anything
+        else than what the program was made for: the kernels read as much as they were told to."""
         external = self._external
         alive = []  # views must outlive the call
-        for port, (rows, tensor) in enumerate(zip(self._rows, tensors, strict=True)):
+        for (port, shape, rows), tensor in zip(self._sources, tensors, strict=True):
+            if not fits(tensor, shape):
+                raise Misfit
+            if tensor.is_neg():  # its memory holds the numbers without their sign
+                tensor = tensor.resolve_neg()
+                alive.append(tensor)
             if rows:
                 tensor = as_map(tensor)
                 alive.append(tensor)
             point(external[port], tensor)
         out = []
-        for port, shape, rows in self._targets:
-            tensor = torch.empty(shape)
+        for port, size, rows in self._targets:
+            tensor = torch.empty(size, dtype=torch.float32, device=CPU)  # whatever the default is
             out.append(tensor)
             point(external[port], as_map(tensor) if rows else tensor)
         self._call(pool, *self._fixed, None if seconds is None else seconds.ctypes.data)
         return out
+
+
+def fits(tensor: Any, shape: Shape) -> bool:
+    """Whether a value is an ordinary float32 tensor of this shape in memory."""
+    return (
+        isinstance(tensor, torch.Tensor)
+        and tensor.dtype is torch.float32
+        and tensor.shape == shape
+        and tensor.is_cpu
+        and tensor.layout is torch.strided
+    )
 
 
 def as_map(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,283 @@
+"""Models that have no graph, or another one from call to call: they keep their own code, and it works."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import pickle
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import smartprune as sp
+from smartprune.runtime.layered import Replaced
+from smartprune.runtime.module import Accelerated
+from zeros import agree, pruned
+
+NT = collections.namedtuple("NT", "a b")
+
+
+@dataclass
+class Box:
+    inside: Tensor
+
+
+class Optional(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(8, 8, 3, padding=1)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = self.conv(x)
+        if mask is not None:
+            x = x * mask
+        return x
+
+
+class Named(Optional):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return F.relu(self.conv(input=x))
+
+
+class Kinds(Optional):
+    def forward(self, x: Tensor | list[Tensor]) -> Tensor:  # type: ignore[override]
+        if not isinstance(x, torch.Tensor):
+            x = torch.cat(x, 1)
+        return self.conv(x)
+
+
+class Many(Optional):
+    def forward(self, *xs: Tensor) -> Tensor:  # type: ignore[override]
+        return self.conv(xs[0]) + sum(xs[1:])
+
+
+class Rest(Optional):
+    def forward(self, x: Tensor, **rest: Tensor) -> Tensor:  # type: ignore[override]
+        return self.conv(x) + sum(rest.values())
+
+
+class Encoder(nn.Module):
+    """Cannot be traced, and holds a layer of torch that reads its own layers' weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[1] > 100:
+            x = x[:, :100]
+        x = self.layer(x)
+        return self.head(self.attention(x, x, x)[0])
+
+
+class Reads(nn.Module):
+    """Cannot be traced, and reads what its layers have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 1e9:
+            return x
+        x = F.linear(self.b(x.to(self.b.weight.dtype)), self.a.weight, self.a.bias)
+        return x.view(-1, self.b.out_features)
+
+
+@torch.no_grad()
+def same(fast: nn.Module, model: nn.Module, *inputs: Any, **named: Any) -> None:
+    agree(fast(*inputs, **named), model(*inputs, **named))
+
+
+X, Y = torch.randn(2, 8, 6, 6), torch.randn(2, 8, 6, 6)
+CALLS: list[tuple[type[nn.Module], list[tuple[tuple[Any, ...], dict[str, Any]]]]] = [
+    (Optional, [((X,), {}), ((X, Y), {}), ((X,), {"mask": Y > 0}), ((X, None), {}), ((X,), {})]),
+    (Named, [((X,), {}), ((), {"x": X})]),
+    (Kinds, [((X,), {}), (([X[:, :3], X[:, 3:]],), {}), ((X,), {})]),
+    (Many, [((X,), {}), ((X, Y), {}), ((X, Y, Y), {})]),
+    (Rest, [((X,), {}), ((X,), {"y": Y, "z": X}), ((X,), {"y": Y})]),
+    (Encoder, [((torch.randn(2, 5, 16),), {}), ((torch.randn(1, 104, 16),), {})]),
+    (Reads, [((torch.randn(2, 16),), {}), ((torch.full((2, 16), 1e9),), {})]),
+]
+
+
+@pytest.mark.parametrize("with_example", [True, False])
+@pytest.mark.parametrize(("make", "calls"), CALLS)
+def test_ordinary_models(make: type[nn.Module], calls: list[tuple[tuple[Any, ...], dict[str, Any]]], with_example: bool) -> None:
+    model = pruned(make(), 0.3, (4, 4))
+    fast = sp.accelerate(model, threads=1, example=calls[0][0] if with_example and calls[0][0] else None)
+    for _ in range(2):
+        for args, kwargs in calls:
+            same(fast, model, *args, **kwargs)
+    for other in (copy.deepcopy(fast), pickle.loads(pickle.dumps(fast))):
+        same(other, model, *calls[0][0], **calls[0][1])
+    if make in (Optional, Named) or (with_example and make in (Many, Rest)):  # these have a graph, one per form of the call
+        assert isinstance(fast, Accelerated)
+        assert fast.own_code() is None
+        assert len(fast.plan(X).programs) == 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_an_example_of_zeros_is_not_enough(dtype: str) -> None:
+    """A symbol is no tensor: the traced form lacks a factor, which zeros do not show."""
+
+    class Doubled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(8, 8, 1, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if isinstance(x, Tensor):
+                x = x * 2
+            return self.conv(x)
+
+    model = pruned(Doubled(), 0.3, (4, 4))
+    if dtype == "int8":
+        with pytest.raises(sp.SmartpruneError, match="use float32"):
+            sp.accelerate(model, dtype=dtype, example=torch.zeros(2, 8, 6, 6))
+    else:
+        state = torch.get_rng_state()
+        fast = sp.accelerate(model, threads=1, example=torch.zeros(2, 8, 6, 6))
+        assert torch.equal(torch.get_rng_state(), state)
+        same(fast, model, X)
+
+
+def test_torchs_own_modules_are_left_alone() -> None:
+    fast = sp.accelerate(pruned(Encoder(), 0.3, (4, 4)), example=torch.randn(2, 5, 16))
+    assert type(fast.layer.linear1) is nn.Linear
+    assert isinstance(fast.head, Replaced)
+    assert fast.head.out_features == 4
+    with pytest.raises(AttributeError, match="no attribute 'colour'"):
+        _ = fast.head.colour
+
+
+def test_inputs_of_an_unknown_kind() -> None:
+    class Boxed(Optional):
+        def forward(self, box: Box) -> Tensor:  # type: ignore[override]
+            return self.conv(box.inside)
+
+    model = pruned(Boxed(), 0.3, (4, 4))
+    for fast in (sp.accelerate(model, threads=1), sp.accelerate(model, threads=1, example=[(Box(X),)])):
+        same(fast, model, Box(X))
+        same(fast, model, Box(Y[:1]))
+    with pytest.raises(sp.SmartpruneError, match="Box"):
+        sp.accelerate(model, dtype="int8", example=[(Box(X),)])
+
+
+RESULTS = {
+    "named tuple": lambda y: NT(y, y + 1),
+    "ordered": lambda y: collections.OrderedDict(out=y, a=y + 1),
+    "list": lambda y: [y],
+    "one": lambda y: (y,),
+    "nested": lambda y: {"b": [y, {"a": y.relu()}], "a": (y, None)},
+    "nothing": lambda y: None,
+    "size": lambda y: y.shape,
+    "number": lambda y: (y, y.shape[0], "text", 2.5),
+    "default": lambda y: collections.defaultdict(list, a=[y]),
+}
+
+
+def alike(ours: Any, theirs: Any) -> None:
+    assert type(ours) is type(theirs)
+    if isinstance(theirs, Tensor):
+        agree(ours, theirs)
+    elif isinstance(theirs, dict):
+        assert list(ours) == list(theirs)
+        alike(list(ours.values()), list(theirs.values()))
+    elif isinstance(theirs, (tuple, list)):
+        for a, b in zip(ours, theirs, strict=True):
+            alike(a, b)
+    else:
+        assert ours == theirs
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_results_are_the_containers_of_the_model(name: str) -> None:
+    class Giving(Optional):
+        def forward(self, x: Tensor) -> Any:  # type: ignore[override]
+            return RESULTS[name](self.conv(x))
+
+    model = pruned(Giving(), 0.3, (4, 4))
+    fast = sp.accelerate(model, threads=1)
+    with torch.no_grad():
+        for _ in range(2):
+            alike(fast(X), model(X))
+
+
+def test_a_result_of_the_models_own_class() -> None:
+    class Boxing(Optional):
+        def forward(self, x: Tensor) -> Box:  # type: ignore[override]
+            return Box(self.conv(x))
+
+    model = pruned(Boxing(), 0.3, (4, 4))
+    with torch.no_grad():
+        agree(sp.accelerate(model, threads=1, example=X)(Y).inside, model(Y).inside)
+
+
+def test_hooks_and_patched_code() -> None:
+    model = pruned(Named(), 0.3, (4, 4))
+    model.register_forward_hook(lambda m, args, out: out + 1)
+    model.conv.register_forward_hook(lambda m, args, out: out * 2)
+    same(sp.accelerate(model, threads=1), model, X)
+
+
+def test_an_accelerated_part_of_a_model() -> None:
+    class Outer(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner, self.last = inner, nn.Conv2d(8, 4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(F.relu(self.inner(x)))
+
+    model = Outer(sp.accelerate(pruned(Named(), 0.3, (4, 4)), threads=2)).eval()
+    same(sp.accelerate(model, threads=2), model, X)
+
+
+def test_int8_with_and_without_a_mask() -> None:
+    model = pruned(Optional(), 0.3, (4, 4))
+    fast = sp.accelerate(model, dtype="int8", example=[X, (Y, X > 0)], threads=1)
+    with torch.no_grad():
+        for args in ((X,), (Y, X > 0), (X, Y > 0)):
+            theirs = model(*args)
+            assert float((fast(*args) - theirs).norm() / theirs.norm()) < 0.03
+    with pytest.raises(sp.SmartpruneError, match="no example had inputs like these"):
+        sp.accelerate(model, dtype="int8", example=X)(X, Y)
+
+
+def test_tracing_does_not_disturb_other_threads() -> None:
+    """torch.fx patches torch.nn.Module while it traces; plans are made while other threads run their models."""
+    model, other = pruned(Optional(), 0.3, (4, 4)), nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval()
+    errors: list[BaseException] = []
+    stop = threading.Event()
+
+    def run() -> None:
+        try:
+            while not stop.is_set():
+                assert isinstance(other(torch.zeros(1, 4)), Tensor)
+        except BaseException as error:  # reported by the main thread
+            errors.append(error)
+
+    def plan() -> None:
+        try:
+            for _ in range(15):
+                same(sp.accelerate(model, threads=1), model, X)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=target) for target in (run, plan, plan)]
+    for thread in threads:
+        thread.start()
+    for thread in threads[1:]:
+        thread.join()
+    stop.set()
+    threads[0].join()
+    assert not errors
+    assert nn.Module.__call__.__module__ == "torch.nn.modules.module"
