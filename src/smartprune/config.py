@@ -97,7 +97,7 @@ class Config:
     poly_power: float = option("exponent of the poly schedule")
     warmup_epochs: float = option("epochs at the beginning of every schedule in which the learning rate rises; parts count")
     warmup_start: float = option("share of the learning rate at which such a rise begins")
-    momentum: float = option("momentum of sgd")
+    momentum: float = option("momentum of sgd, in Nesterov's form")
     weight_decay: float = option("weight decay of the weights (scores have none)")
     clip_norm: float = option("largest norm of the weights' gradients together; 0 does not clip")
     ema: float = option("decay of a running average of the weights, which is judged and kept in their place; 0: none")
@@ -166,11 +166,11 @@ def read(path: str | Path) -> dict[str, Any]:
     return values
 
 
-def load(path: str | Path, **instead: Any) -> Config:
-    """Reads a ``config.json``; what is given besides stands in place of what it says."""
+def load(path: str | Path) -> Config:
+    """Reads a ``config.json``."""
     values = read(path)
     try:
-        return configure({**values, **instead})
+        return configure(values)
     except SmartpruneError as error:
         raise SmartpruneError(f"{path}: {error}") from None
 
@@ -299,7 +299,8 @@ def _check(config: Config, task: Task) -> None:
     if sum(getattr(config, name) is not None for name in BUDGETS) != 1:
         given = ", ".join(f"{name}={getattr(config, name)}" for name in BUDGETS)
         raise SmartpruneError(f"{given}: give one of them")
-    read_npu(config.npu)
+    if config.cycles is not None:
+        read_npu(config.npu)
     if config.model not in task.models and not foreign(config.model):
         raise SmartpruneError(
             f"model={config.model!r} does not fit {config.task}; it takes: {', '.join(task.models)}; or write {HOW}"

@@ -29,6 +29,7 @@ from .topk import check_device, hard_topk
 PREFIX = "smartprune_"  # names of trained tensors in the model, while it is attached
 LINK = "_smartprune"  # the attribute of the model that holds its pruner
 WHOLE = ("awg", "pdp")  # methods that need all weights whole in every forward pass, which FSDP never has
+DECIDED = 0.1  # of a mask whose distance to its hard form is less, it can be said which layers have lost everything
 TOO_WARM = 0.1  # a search whose mask is further than this from its hard form has not decided
 
 
@@ -88,6 +89,7 @@ class Pruner:
             else:
                 self._state[name] = value
         self._watched: watch.Watched | None = None
+        self._paused: list[nn.Module] = []  # batch norms whose running statistics stand still
         self._penalized = False
         self._forgets: list[str] | None = None  # of a copy that has not run yet: parameters whose momentum is to be dropped
         guard.release(self.blocks.weights)  # of an earlier bake: this pruner decides now
@@ -208,7 +210,9 @@ class Pruner:
         """The search in numbers. Reading waits for a GPU; measuring, at every step, does not."""
         out: dict[str, Any] = {"step": self.count, "phase": self.phase, "progress": self.progress, "tau": self.tau}
         out |= self.telemetry_.read()
-        out["collapsed"] = [layer.name for layer, kept in zip(self.plan.layers, out["kept"], strict=False) if kept == 0]
+        decided = self.phase != "search" or out["gap"] < DECIDED  # a soft mask has hardly a block above one half
+        empty = [layer.name for layer, kept in zip(self.plan.layers, out["kept"], strict=False) if kept == 0]
+        out["collapsed"] = empty if decided else []
         theta = self._state.get("theta")
         out["theta"] = None if theta is None else float(theta[1].sum())
         if theta is not None and self._hard is None and math.isfinite(out["theta"]):
@@ -327,6 +331,7 @@ class Pruner:
             guard.hold(self.blocks.weights, self.masking, self._hard)
         else:
             guard.release(self.blocks.weights)  # where this one was frozen and goes back into its search
+        watch.remember(self.model.parameters())
         self._forgets = list(state.get("forgets", []))
         self._arm()
 
@@ -334,7 +339,9 @@ class Pruner:
         return {**self.__dict__, "_live": None, "_inside": False, "_proven": False, "_forgets": self._forgetful()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update({"_forgets": [], "_paused": [], "_modules": {}, "_edges": []})  # which a pruner of before has not
         self.__dict__.update(state)
+        self._plain = bool(getattr(self.method, "plain", False))
         self._last = watch.now()
 
     def _forgetful(self) -> list[str]:
@@ -512,11 +519,16 @@ class Pruner:
         if on and self._watched is None:
             self._watched = watch.Watched(self.masking, self.blocks.device)
             watch.hold_still(self.model.parameters())
+            self._paused = [module for module in self.model.modules() if getattr(module, "track_running_stats", False)]
+            for module in self._paused:  # batch norms go on with each batch's statistics, and keep no account of them
+                module.track_running_stats = False  # type: ignore[assignment]
         elif on and self._watched is not None:
             self._watched.clear()
         elif self._watched is not None:
             self._watched = None
             watch.let_go(self.model.parameters())
+            for module in self._paused:
+                module.track_running_stats = True  # type: ignore[assignment]
 
     def _clean(self) -> None:
         """Removed blocks of a frozen model are zero again, whatever touched them."""
@@ -544,7 +556,7 @@ class Pruner:
 
     def _take_off(self) -> None:
         for name in {module_name for layer in self.plan.layers for module_name, _ in layer.sites}:
-            take_off(self._modules[name])
+            take_off(self._modules[name] if name in self._modules else self.model.get_submodule(name))
         for name in self._trained:
             trained = self._host._parameters.pop(PREFIX + name, None)
             assert trained is not None

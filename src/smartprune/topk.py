@@ -31,7 +31,8 @@ BACKEND = os.environ.get("SMARTPRUNE_TOPK", "auto")  # auto, triton or torch; th
 def soft_topk(
     scores: Tensor, k: float | Tensor, tau: float | Tensor, cost: Tensor | None = None, *, warm: Tensor | None = None
 ) -> Tensor:
-    """Mask in [0, 1] with an exact sum: mask = sigmoid((scores - theta) / tau), sum(cost * mask) = k.
+    """Mask in [0, 1] with a given sum: mask = sigmoid((scores - theta) / tau), sum(cost * mask) = k, to about 5e-7 of k for
+    float32 scores and to rounding for float64.
 
     scores [N] may be float64, float32, bfloat16 or float16; the mask is float64 for float64 scores and float32
     otherwise, also under autocast. cost [N] >= 0 defaults to ones and gets no gradient. k and tau are numbers or

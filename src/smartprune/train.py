@@ -28,6 +28,7 @@ from .errors import SmartpruneError
 from .graph import capturable
 from .judge import FOUND, Figures, judge, write_found
 from .models.named import foreign
+from .npu import read_npu
 from .progress import Tick
 from .pruner import WHOLE, bake
 from .receipt import Receipt
@@ -116,6 +117,7 @@ def check(config: Config) -> None:
         raise SmartpruneError("out is empty; give a folder for the run")
     require(config)
     resolved(config)
+    read_npu(config.npu)
     if config.tensorboard == "on":
         events.require()
     with torch.random.fork_rng(devices=[]):

@@ -76,6 +76,12 @@ def forget(parameters: Iterable[Tensor]) -> None:
         _forgetful[parameter] = True
 
 
+def remember(parameters: Iterable[Tensor]) -> None:
+    """Takes :func:`forget` back, where no step came after it."""
+    for parameter in parameters:
+        _forgetful.pop(parameter, None)
+
+
 def forgetful(parameters: Iterable[tuple[str, Tensor]]) -> list[str]:
     """The names of those whose momentum is still to be dropped."""
     return [name for name, parameter in parameters if parameter in _forgetful]
@@ -107,13 +113,7 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    if not _still and not _forgetful:
-        return None
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if _forgetful.pop(parameter, None):
-                _forget_one(optimizer.state.get(parameter, {}), parameter)
-    _drop_gradients(optimizer)
+    _settle(optimizer)
     return _with_closure(optimizer, args, kwargs)
 
 
@@ -123,25 +123,29 @@ def _forget_one(state: dict[str, Any], parameter: Tensor) -> None:
             value.zero_()  # Adam corrects its averages by the number of steps that they are made of
 
 
-def _drop_gradients(optimizer: Optimizer) -> None:
+def _settle(optimizer: Optimizer) -> None:
+    """What was asked for its parameters: momentum dropped, no gradients."""
+    if not _still and not _forgetful:
+        return
     for group in optimizer.param_groups:
         for parameter in group["params"]:
+            if _forgetful.pop(parameter, None):
+                _forget_one(optimizer.state.get(parameter, {}), parameter)
             if parameter in _still:
                 parameter.grad = None
 
 
 def _with_closure(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-    """The arguments of ``optimizer.step`` with a closure that leaves no gradients either: it is called inside the step."""
+    """The arguments of ``optimizer.step`` with a closure after which the same holds: it is called inside the step, and makes
+    gradients; and a copy of a model says what is to be done in its first forward pass."""
     place = 1 if len(args) > 1 and callable(args[1]) else None
     closure = kwargs.get("closure") if place is None else args[place]
-    if closure is None or not _still:
+    if closure is None:
         return None
 
-    def without_gradients() -> Any:
+    def settled() -> Any:
         loss = closure()
-        _drop_gradients(optimizer)
+        _settle(optimizer)
         return loss
 
-    if place is None:
-        return args, {**kwargs, "closure": without_gradients}
-    return (args[0], without_gradients, *args[2:]), kwargs
+    return (args, {**kwargs, "closure": settled}) if place is None else ((args[0], settled, *args[2:]), kwargs)

@@ -322,3 +322,85 @@ def test_clock_parts_cover_the_search() -> None:
 
 def test_every_method_is_listed() -> None:
     assert list(METHODS) == ["smart", "magnitude", "gradual", "pdp", "pas", "awg", "acdc"]
+
+
+def test_pdp_shares_by_what_is_owed() -> None:
+    assert apportion([9, 1015, 1016], Fraction(1, 10)) == [1, 101, 102]
+    draw = torch.Generator().manual_seed(0)
+    for _ in range(200):
+        sizes = torch.randint(1, 60, (int(torch.randint(1, 8, (1,), generator=draw)),), generator=draw).tolist()
+        share = Fraction(int(torch.randint(1, 99, (1,), generator=draw)), 100)
+        counts, seats = apportion(sizes, share), math.floor(share * sum(sizes))
+        assert sum(counts) == seats
+        assert all(0 <= count <= size for count, size in zip(counts, sizes, strict=True))
+        if seats >= len(sizes):  # nobody gets more than the next whole number, or the one that is guaranteed
+            assert all(1 <= count <= max(1, math.ceil(share * size)) for count, size in zip(counts, sizes, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["orthogonal", "zeros", "equal"])
+def test_pdp_keeps_its_shares_where_norms_tie(kind: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32))
+    with torch.no_grad():
+        for layer in (model[0], model[2]):
+            if kind == "orthogonal":
+                nn.init.orthogonal_(layer.weight)
+            elif kind == "equal":
+                layer.weight.fill_(0.1)
+        if kind == "zeros":
+            model[0].weight[:28] = 0.0
+    pruner = sp.attach(model, sp.Pdp(), block=(1, None), sparsity=0.75, include="*", steps=4)
+    pruner.freeze()
+    assert [int(part.sum()) for part in pruner.mask.split(32)] == [8, 8]
+
+
+def test_acdc_frozen_in_a_compressed_phase_keeps_its_mask() -> None:
+    for seed in range(5):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+        pruner = sp.attach(model, sp.Acdc(cycles=1, cap="off"), block=(4, 4), sparsity=0.7, include="*", steps=80)
+        optimizer, x = torch.optim.SGD(model.parameters(), 0.3, momentum=0.9, weight_decay=0.1), torch.randn(32, 16)
+        for _ in range(20):
+            (model(x) - x).square().mean().backward()
+            optimizer.step()
+            pruner.step()
+            optimizer.zero_grad()
+        before, out = pruner.mask.bool(), model(x).detach()
+        pruner.freeze()
+        assert torch.equal(pruner.mask, before)
+        assert torch.allclose(model(x), out, atol=1e-6)
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_awg_leaves_running_statistics_alone_while_it_watches(momentum: float | None) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(4, 8, 3), nn.BatchNorm2d(8, momentum=momentum), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8)
+    )
+    pruner = sp.attach(model, sp.Awg(stages=2, calibration=0.5, cap="off"), block=(4, 4), sparsity=0.5, include="*", steps=8)
+    optimizer, changed = torch.optim.SGD(model.parameters(), 0.1), []
+    for _ in range(9):
+        before = {name: value.clone() for name, value in model.named_buffers()}
+        model(torch.randn(8, 4, 8, 8)).square().mean().backward()
+        optimizer.step()
+        pruner.step()
+        optimizer.zero_grad()
+        changed.append(sum(not torch.equal(value, before[name]) for name, value in model.named_buffers()))
+    assert changed == [0, 0, 6, 6, 0, 0, 6, 6, 6]
+    assert all(module.track_running_stats for module in model if isinstance(module, nn.BatchNorm2d))
+
+
+def test_no_layer_is_called_collapsed_while_the_mask_is_soft() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+    pruner = sp.attach(model, sp.Smart(), block=(4, 4), sparsity=0.9, include="*", steps=40)
+    optimizer, told = torch.optim.SGD(model.parameters(), 0.05), []
+    for _ in range(40):
+        model(torch.randn(8, 16)).square().mean().backward()
+        optimizer.step()
+        pruner.step()
+        optimizer.zero_grad()
+        told.append(pruner.telemetry())
+    assert told[0]["gap"] > 0.3
+    assert told[0]["collapsed"] == []
+    assert told[-1]["collapsed"] == [layer.name for layer in pruner.plan.layers if not pruner.mask[layer.start : layer.stop].any()]

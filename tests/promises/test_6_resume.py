@@ -140,3 +140,62 @@ def test_a_state_of_another_search_is_refused() -> None:
     with pytest.raises(sp.SmartpruneError, match="no 'scores'"):
         smart.load_state_dict({**learned, "tensors": {k: v for k, v in learned["tensors"].items() if k != "scores"}})
     smart.load_state_dict({k: v for k, v in learned.items() if k not in ("block", "settings", "forgets")})  # of an older version
+
+
+def test_back_over_an_order_that_was_not_carried_out() -> None:
+    """A state loaded where momentum was just to be dropped brings momentum that is to be kept."""
+    torch.manual_seed(0)
+    base = nn.Sequential(nn.Linear(12, 20), nn.ReLU(), nn.Linear(20, 4)).state_dict()
+    method = sp.Acdc(cycles=2, cap="off")
+    straight = wheel(method, base)
+    turn(*straight, 3)
+    states = copy.deepcopy([part.state_dict() for part in straight])
+    turn(*straight, 13)
+    parts = wheel(method, base)
+    turn(*parts, 4)  # the order is given here
+    for part, state in zip(parts, states, strict=True):
+        part.load_state_dict(state)
+    turn(*parts, 13)
+    for a, b in zip(straight[0].state_dict().values(), parts[0].state_dict().values(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_copy_and_a_closure() -> None:
+    """The copy's first forward pass, where it says what optimizers are to do, is inside the step."""
+    torch.manual_seed(0)
+    base = nn.Sequential(nn.Linear(12, 20), nn.ReLU(), nn.Linear(20, 4)).state_dict()
+    first = wheel(sp.Acdc(cycles=2, cap="off"), base)
+    turn(*first, 4)
+    model = copy.deepcopy(first[0])
+    pruner = find_pruner(model)
+    assert pruner is not None
+    second = (model, pruner, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
+    second[2].load_state_dict(copy.deepcopy(first[2].state_dict()))
+    x = torch.linspace(-1, 1, 16 * 12).sin().reshape(16, 12)
+    for net, steering, optimizer in (first, second):
+        for _ in range(3):
+
+            def closure(net: nn.Module = net, optimizer: torch.optim.Optimizer = optimizer) -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = net(x).square().mean()
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)  # type: ignore[arg-type]
+            steering.step()
+    for a, b in zip(first[0].state_dict().values(), model.state_dict().values(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_pruner_of_the_version_before() -> None:
+    case = Case("plain_cnn")
+    pruner = case.attach(steps=3)
+    optimizer = case.optimizer()
+    case.train(pruner, optimizer, 1)
+    state = pruner.__getstate__()
+    for name in ("_forgets", "_paused", "_modules", "_edges", "_plain"):
+        state.pop(name)
+        pruner.__dict__.pop(name)
+    pruner.__setstate__(state)
+    case.train(pruner, optimizer, 3)
+    assert sp.bake(case.model).met

@@ -6,6 +6,7 @@ import collections
 import copy
 import pickle
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -281,3 +282,27 @@ def test_tracing_does_not_disturb_other_threads() -> None:
     threads[0].join()
     assert not errors
     assert nn.Module.__call__.__module__ == "torch.nn.modules.module"
+
+
+def test_threads_with_the_same_new_shape() -> None:
+    """What the first of them expects is not compared with what another one gets."""
+
+    class View(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(8, 8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.conv(x)
+            z = y[:, :2]
+            z += 1
+            return y
+
+    torch.manual_seed(0)
+    model = View().eval()
+    fast = sp.accelerate(model, threads=1)
+    with ThreadPoolExecutor(4) as pool:
+        for side in range(6, 12):
+            inputs = [torch.randn(1, 8, side, side) for _ in range(4)]
+            for x, y in zip(inputs, pool.map(fast, inputs), strict=True):
+                assert torch.allclose(y, model(x), atol=1e-5)

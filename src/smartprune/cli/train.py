@@ -143,10 +143,9 @@ def asked(args: argparse.Namespace) -> dict[str, Any]:
     out: dict[str, Any] = {}
     if args.config:
         out = configs.read(args.config)
-        usual = {"task": args.task or "digits", "method": getattr(args, "method", None) or "smart"}
-        out = {**usual, **out}
-        other = args.task is not None and args.task != out["task"]
-        configs.load(args.config, task=args.task if other else out["task"], **({"task_settings": {}} if other else {}))
+        if "task" in out:
+            configs.load(args.config)  # whether it is right by itself, told with its name
+        out = {"task": args.task or "digits", "method": "smart", **out}
         out.pop("out", None)
     flagged = {field.name: getattr(args, field.name) for field in flags() if getattr(args, field.name) is not None}
     if args.task is not None:

@@ -22,8 +22,8 @@ from .method import Change, Clock, State
 @dataclass(frozen=True)
 class Acdc:
     """``cycles``: pairs of a compressed and a dense phase, of equal length; ``mspl``: no layer loses more than this share of
-    its blocks; ``cap``: what happens where that cannot be met: strict (an error, at attach), relax (layers keep less,
-    at least one block), off."""
+    its blocks; ``cap``: what happens where that cannot be met: strict (an error, at attach), relax (layers keep less, one block
+    each while that fits), off."""
 
     name: ClassVar[str] = "acdc"
 
@@ -57,12 +57,15 @@ class Acdc:
         return Change({"mask": torch.ones_like(state["mask"])}, multiply=state["mask"].clone(), forget=True)
 
     def rank(self, blocks: Blocks, state: State) -> Tensor:
-        return blocks.sum(torch.square).sqrt()
+        """Norms; in a compressed phase, those that it keeps first: the others still have their weights, until the phase ends."""
+        norms, mask = blocks.sum(torch.square).sqrt(), state["mask"]
+        out: Tensor = norms + 2 * norms.max() * (mask.min() < 1) * mask
+        return out
 
     def floor(self, blocks: Blocks) -> Tensor | None:
         return capped_floor(blocks, self.mspl, self.cap)
 
     def _compress(self, blocks: Blocks) -> Tensor:
-        rank = self.rank(blocks, {})
+        rank = blocks.sum(torch.square).sqrt()
         kept = hard_topk(rank, blocks.limit, blocks.cost, self.floor(blocks), blocks.layer.to(rank.device))
         return kept.to(torch.float32)

@@ -2,7 +2,7 @@
 
 In each of S stages the network is watched first, nothing moving: the importance of a block is a running mean of the sum of
 ``|gradient * weight|`` over its elements, times how much of its layer is gone already. Then the least important blocks go, and
-the rest trains on. A removed block has no gradient, so masks are nested.
+the rest trains on. A removed block has no gradient, so masks are nested, but for blocks that fill the last of a budget in costs.
 """
 
 from __future__ import annotations

@@ -59,11 +59,9 @@ class Pdp:
         """t^2 of every layer, [number of layers]; minus infinity where the layer keeps all its blocks."""
         layer = blocks.layer.to(squares.device)
         total = torch.tensor([item.n for item in blocks.layers], device=squares.device)
-        first = torch.tensor([item.start for item in blocks.layers], device=squares.device)
         kept = total - ((total - state["keep"]) * state["done"] + 0.5).floor().long()
-        order = squares.argsort(descending=True, stable=True)
-        order = order[layer[order].argsort(stable=True)]  # by layer, and within it from the largest
-        norms = squares[order].sqrt()
+        first = total.cumsum(0) - total
+        norms = squares[_by_layer(squares, layer)].sqrt()
         low = norms[first + kept.clamp(max=total - 1)]
         high = norms[first + (kept - 1).clamp(min=0)]
         middle = torch.where(kept == 0, 2 * high + 1e-12, (low + high) / 2)
@@ -72,9 +70,20 @@ class Pdp:
     def rank(self, blocks: Blocks, state: State) -> Tensor:
         """Norms, those that their layer keeps before all others."""
         squares = blocks.sum(torch.square)
-        inside = squares > self.border(blocks, state, squares)[blocks.layer.to(squares.device)]
-        norms = squares.sqrt()
-        return norms / norms.max().clamp(min=1e-30) + 2.0 * inside
+        layer = blocks.layer.to(squares.device)
+        total = torch.tensor([item.n for item in blocks.layers], device=squares.device)
+        order = _by_layer(squares, layer)
+        places = torch.empty_like(order)  # of a block in its layer, by size: equal ones have different places
+        places[order] = torch.arange(len(order), device=order.device) - (total.cumsum(0) - total)[layer[order]]
+        inside, norms = places < state["keep"][layer], squares.sqrt()
+        out: Tensor = norms / norms.max().clamp(min=1e-30) + 2.0 * inside
+        return out
+
+
+def _by_layer(squares: Tensor, layer: Tensor) -> Tensor:
+    """The blocks in the order of their layers, and within each from the largest."""
+    order = squares.argsort(descending=True, stable=True)
+    return order[layer[order].argsort(stable=True)]
 
 
 def apportion(sizes: list[int], share: Fraction) -> list[int]:
@@ -87,11 +96,9 @@ def apportion(sizes: list[int], share: Fraction) -> list[int]:
     quotas = [share * size for size in sizes]
     least = 1 if seats >= len(sizes) else 0
     counts = [max(least, math.floor(quota)) for quota in quotas]
-    order = sorted(range(len(sizes)), key=lambda i: (quotas[i] - math.floor(quotas[i]), sizes[i]), reverse=True)
-    while sum(counts) < seats:
-        for i in order:
-            if sum(counts) < seats and counts[i] < sizes[i]:
-                counts[i] += 1
+    while sum(counts) < seats:  # whoever is owed most; one that has its guaranteed seat is owed less
+        i = max((i for i in range(len(sizes)) if counts[i] < sizes[i]), key=lambda i: (quotas[i] - counts[i], sizes[i]))
+        counts[i] += 1
     while sum(counts) > seats:  # the guaranteed seats of small layers come out of the largest
         i = max(range(len(sizes)), key=lambda j: (counts[j] - quotas[j], counts[j]) if counts[j] > least else (-math.inf, 0))
         counts[i] -= 1

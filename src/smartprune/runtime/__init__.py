@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -87,7 +88,7 @@ def _cpu(model: nn.Module, inputs: Sequence[tuple[Any, ...]], options: Options, 
         out(*inputs[0])
         return out.own_code() or out
     try:
-        trace(own)
+        trace(copy.deepcopy(own, {id(p): p for p in own.parameters()}))  # a model may keep what it is given, symbols too
     except Exception:  # whatever the model's own code raises when it meets a symbol instead of a tensor
         return layered(own, options)
     return out

@@ -106,6 +106,7 @@ class Accelerated(Opaque):
                 return self._unknown(unknown, args, kwargs)
             with self._pool_lock, self._lock:  # in this order: a model may hold another one that has the same pool
                 plan = self._plans.get(key)
+                first = plan is None
                 if plan is None:
                     plan = self._plan((args, kwargs), values)
                     self._plans[key] = plan
@@ -116,7 +117,7 @@ class Accelerated(Opaque):
                 if isinstance(plan, Plan):
                     return plan.run(values)
             try:
-                return self._run_own(plan, (args, kwargs), values)
+                return self._run_own(plan, (args, kwargs), values, first)
             except SmartpruneError:
                 self._plans.pop(key, None)
                 raise
@@ -261,11 +262,11 @@ class Accelerated(Opaque):
                 self._own.append(layered(copy.deepcopy(model, shared), self.options))
             return self._own[0]
 
-    def _run_own(self, found: OwnCode, call: tuple[Any, Any], values: Sequence[Any]) -> Any:
-        own, expected = self._made_own(), found.expected
-        if expected is not None:
+    def _run_own(self, found: OwnCode, call: tuple[Any, Any], values: Sequence[Any], first: bool) -> Any:
+        own = self._made_own()
+        if first:  # by the call that made it: what is expected is the result for its inputs, and not for another thread's
             try:
-                compare(self._run_model(own, call, copies(values)), expected, CHECKED)
+                compare(self._run_model(own, call, copies(values)), found.expected, CHECKED)
             except Apart as apart:
                 raise SmartpruneError(f"accelerate: {apart}; {STATE}") from apart
             found.expected = None

@@ -57,8 +57,8 @@ class Detection:
     known: ClassVar[str] = "coco"  # folder or tar that is looked for in the data folder
     # The paper: SGD with momentum 0.937 and weight decay 5e-4, 1e-4 linearly to 0 over 100 epochs of pruning, of which
     # the search takes 35,000 batches of 16 pictures (about 5 epochs of COCO). It began with a model that was trained
-    # already (give yours with --dense); the dense stage here, warm-up and averaged weights follow YOLOv5's own recipe, and
-    # so does gathering gradients up to 64 pictures.
+    # already (give yours with --dense); the dense stage here, warm-up and averaged weights are
+    # after YOLOv5's recipe (one rate for all parameters in the warm-up), and so is gathering gradients up to 64 pictures.
     recipe: ClassVar[Recipe] = Recipe(
         model="yolov5m",
         block="16x8",
