@@ -423,7 +423,7 @@ class Pruner:
             if self._sharded:
                 masked = []  # made one by one, when the layers ask
             elif self._hard is not None:
-                extra = self.parameters() if _distributed() else []
+                extra = self.parameters() if _grouped() else []  # DDP, of one process too, waits for a gradient of each
                 masked = self.masking.hold(mask, weights, extra, dtypes)
             elif self._watched is not None:
                 masked = self._watched.apply(factors, weights)
@@ -837,8 +837,12 @@ def _autocast() -> torch.dtype | None:
     return torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
 
 
+def _grouped() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
 def _distributed() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+    return _grouped() and torch.distributed.get_world_size() > 1
 
 
 def _average(parameter: Tensor) -> None:

@@ -138,3 +138,22 @@ def test_methods_that_need_whole_weights_say_so(tmp_path: Path, method: object) 
             sp.attach(model, method, block=(4, 4), sparsity=0.7, steps=10)  # type: ignore[arg-type]
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_ddp_of_one_process(tmp_path: Path) -> None:
+    """Frozen scores have no gradient of their own, and DDP waits for one."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(12, 20), nn.ReLU(), nn.Linear(20, 4))
+        pruner = sp.attach(model, sp.Smart(), block=(4, 4), sparsity=0.5, include="*", steps=2)
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        optimizer = torch.optim.SGD(wrapped.parameters(), 0.1)
+        for _ in range(5):
+            wrapped(torch.randn(8, 12)).square().mean().backward()
+            optimizer.step()
+            pruner.step()
+            optimizer.zero_grad()
+        assert sp.bake(wrapped).met
+    finally:
+        torch.distributed.destroy_process_group()
