@@ -15,24 +15,18 @@ from .shards import is_sharded
 
 
 class _Group:
-    """The held weights of one masking, and the version at which each was last known to be clean."""
+    """The held weights of one masking."""
 
     def __init__(self, masking: Masking, mask: Tensor) -> None:
         count = len(masking.grids)
         self.masking, self.mask = masking, mask
         self.weights: list[Callable[[], Tensor | None]] = [_gone] * count
-        self.versions = [-1] * count
-
-    def add(self, i: int, weight: Tensor, version: int) -> None:
-        self.weights[i], self.versions[i] = ref(weight), version
 
     def zero(self, layers: Sequence[int], weights: Sequence[Tensor], quietly: bool = False) -> None:
         """``quietly``: autograd does not hear of it, since nothing changes unless somebody wrote past it as well."""
         if self.mask.device != weights[0].device:
             self.mask = self.mask.to(weights[0].device)
         self.masking.multiply_(self.mask, [weight.data for weight in weights] if quietly else weights, layers)
-        for i, weight in zip(layers, weights, strict=True):
-            self.versions[i] = weight._version
 
 
 class _Work:
@@ -75,13 +69,13 @@ def hold(weights: Sequence[nn.Parameter], masking: Masking, mask: Tensor) -> Non
         _hooked = True
     group = _groups[id(masking)] = _Group(masking, mask)
     for i, weight in enumerate(weights):
-        _hold_one(group, i, weight, weight._version)
+        _hold_one(group, i, weight)
 
 
-def _hold_one(group: _Group, i: int, weight: Tensor, version: int) -> None:
+def _hold_one(group: _Group, i: int, weight: Tensor) -> None:
     global _epoch
     _epoch += 1
-    group.add(i, weight, version)
+    group.weights[i] = ref(weight)
     _held[weight] = (group, i)
 
 
@@ -95,22 +89,15 @@ def release(weights: Sequence[nn.Parameter]) -> None:
 
 
 def clean(weights: Sequence[nn.Parameter], masking: Masking, mask: Tensor) -> None:
-    """Zeroes the removed blocks of every weight: of those that were written to since they were last clean, and of the others
-    too, since what is written through ``weight.data`` (averages swapped in for an evaluation, say) leaves no trace."""
+    """Zeroes the removed blocks of every weight, whether it was written to or not: what is written through ``weight.data``
+    (averages swapped in for an evaluation, say) leaves no trace."""
     group = _groups.get(id(masking))
     if group is None:  # a copy, or a model that was loaded
         group = _groups[id(masking)] = _Group(masking, mask)
-    stale = []
     for i, weight in enumerate(weights):
         if group.weights[i]() is not weight:
-            _hold_one(group, i, weight, -1)
-        if group.versions[i] != weight._version:
-            stale.append(i)
-    if stale:
-        group.zero(stale, [weights[i] for i in stale])
-    rest = [i for i in range(len(weights)) if i not in set(stale)]
-    if rest:
-        group.zero(rest, [weights[i] for i in rest], quietly=not is_sharded(weights[0]))
+            _hold_one(group, i, weight)
+    group.zero(range(len(weights)), weights, quietly=not is_sharded(weights[0]))
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -97,7 +97,7 @@ def same(fast: nn.Module, model: nn.Module, *inputs: Any, **named: Any) -> None:
     agree(fast(*inputs, **named), model(*inputs, **named))
 
 
-X, Y = torch.randn(2, 8, 6, 6), torch.randn(2, 8, 6, 6)
+X, Y = torch.randn(2, 2, 8, 6, 6, generator=torch.Generator().manual_seed(1))
 CALLS: list[tuple[type[nn.Module], list[tuple[tuple[Any, ...], dict[str, Any]]]]] = [
     (Optional, [((X,), {}), ((X, Y), {}), ((X,), {"mask": Y > 0}), ((X, None), {}), ((X,), {})]),
     (Named, [((X,), {}), ((), {"x": X})]),
@@ -249,7 +249,7 @@ def test_int8_with_and_without_a_mask() -> None:
     with torch.no_grad():
         for args in ((X,), (Y, X > 0), (X, Y > 0)):
             theirs = model(*args)
-            assert float((fast(*args) - theirs).norm() / theirs.norm()) < 0.06  # of a network with few channels
+            assert float((fast(*args) - theirs).norm() / theirs.norm()) < 0.03
     with pytest.raises(sp.SmartpruneError, match="no example had inputs like these"):
         sp.accelerate(model, dtype="int8", example=X)(X, Y)
 
