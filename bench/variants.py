@@ -1,7 +1,7 @@
 """Which form of SMART is best on networks and data small enough for a CPU?
 
 python bench/variants.py --data DIR [--network NAME] [--sparsity S] [--seeds 0 1 2] [--pictures 10000]
-                         [--epochs DENSE SEARCH FINETUNE] [--variants NAME ... | --ablation] [--transfer] [--dense FILE.pt]
+                         [--epochs DENSE SEARCH FINETUNE] [--lr LR] [--variants NAME ... | --ablation] [--transfer] [--dense FILE.pt]
                          [--out FILE.json]
 
 CIFAR-10 at 16x16 pixels, 16x8 blocks, one thread, two to four minutes a run. The networks: residual, of width 32; folded, the
@@ -195,6 +195,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--pictures", type=int, default=10_000)
     parser.add_argument("--epochs", type=int, nargs=3, metavar=("DENSE", "SEARCH", "FINETUNE"), help="else what suits the network")
+    parser.add_argument("--lr", type=float, help="learning rate of search and fine-tuning; else what suits the network")
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=(*VARIANTS, *ABLATION), metavar="NAME")
     parser.add_argument("--ablation", action="store_true", help="in place of --variants: the switches of the paper's Table 5")
     parser.add_argument(
@@ -206,6 +207,7 @@ def main() -> None:
     torch.set_num_threads(1)
     network = NETWORKS[args.network]
     sparsity, (first, search, last) = args.sparsity or network.sparsity, args.epochs or network.epochs
+    lr = args.lr or network.pruning_lr
     found, labels = pictures(args.data, "train")
     before = (labels < 5) | (not args.transfer)  # pictures for the dense model, and for what comes after
     after = (labels >= 5) | (not args.transfer)
@@ -229,6 +231,7 @@ def main() -> None:
         head = [module for module in dense.modules() if isinstance(module, nn.Linear)][-1]
         head.reset_parameters()
     protocol = f"{first} dense + {search} search + {last} fine-tuning epochs" + ", on other classes" * args.transfer
+    protocol += f", lr {lr:g}" * (lr != network.pruning_lr)
     common = {"model": f"{args.network}, small", "data": f"cifar10 at 16x16, {args.pictures:,} pictures", "block": "16x8"}
     common |= {"sparsity": sparsity, "protocol": protocol}
     rows = []
@@ -238,8 +241,8 @@ def main() -> None:
         for seed in args.seeds:
             model, total = copy.deepcopy(dense), (search + last) * steps
             pruner = sp.attach(model, every[name], block=BLOCK, sparsity=sparsity, steps=search * steps)  # type: ignore[arg-type]
-            train(model, (x, y), search, network.pruning_lr, seed, 0, total, pruner)
-            loss = train(model, (x, y), last, network.pruning_lr, seed + 100, search * steps, total, None)
+            train(model, (x, y), search, lr, seed, 0, total, pruner)
+            loss = train(model, (x, y), last, lr, seed + 100, search * steps, total, None)
             right = accuracy(model, *held)
             print(f"{name:<50} seed {seed}: {right:.4f}, loss {loss:.4f}", flush=True)
             got["accuracy, held out"].append(right)
