@@ -416,6 +416,13 @@ def test_cores_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     assert job_environment(1000)["OMP_NUM_THREADS"] == "1"
 
 
+def test_processes_find_the_package_and_not_its_modules() -> None:
+    """With the package's own folder in the path, its onnx.py stood before the library of that name."""
+    first = Path(job_environment(1)["PYTHONPATH"].split(os.pathsep)[0])
+    assert (first / "smartprune" / "__init__.py").is_file()
+    assert not (first / "onnx.py").exists()
+
+
 def test_killed_and_started_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The sweep is killed, and one of its two runs with it: the other is waited for, the dead one resumed."""
     out, alone = tmp_path / "out", tmp_path / "alone"

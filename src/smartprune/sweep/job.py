@@ -132,7 +132,7 @@ def locked(file: IO[bytes]) -> bool:
 
 def environment(jobs: int) -> dict[str, str]:
     """This package for the process, and its share of the cores."""
-    source = str(Path(__file__).parents[1])
+    source = str(Path(__file__).parents[2])
     paths = [source, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     threads = os.environ.get("OMP_NUM_THREADS", str(max(1, cores() // jobs)))
     return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), "OMP_NUM_THREADS": threads}
