@@ -349,6 +349,34 @@ def test_a_file_for_another_task(tmp_path: Path) -> None:
     assert configure(asked(more)).model == "segnet"  # flags are in place of what the file says
 
 
+@pytest.mark.parametrize(
+    ("words", "settings"),
+    [
+        (["--set", "ramp=none"], {"ramp": "none"}),
+        (["--set", "reach=none"], {"reach": None}),
+        (["--set", "end=1e-4", "--set", "follow=false"], {"end": 1e-4, "follow": False}),
+        (["--task", "imagefolder", "--task-set", "folder=2012", "--task-set", "size=64"], {"folder": "2012", "size": 64}),
+    ],
+)
+def test_a_setting_is_read_as_its_type(words: list[str], settings: dict[str, object]) -> None:
+    """``none`` is a word in one setting and nothing in another, and a folder may be called by a number."""
+    parser = argparse.ArgumentParser()
+    train_verb(parser.add_subparsers())
+    task, words = (words[1:2], words[2:]) if words[0] == "--task" else ([], words)
+    found = configure(asked(parser.parse_args(["train", *task, *words])))
+    kept = {**found.task_settings, **found.settings}
+    assert {name: kept[name] for name in settings} == settings
+
+
+@pytest.mark.parametrize("words", [["--set", "end=1e-4"], ["--task-set", "width=8"], ["--data", "here"]])
+def test_settings_of_a_file_that_are_none(words: list[str], tmp_path: Path) -> None:
+    (tmp_path / "f.json").write_text('{"settings": 5, "task_settings": [1]}')
+    parser = argparse.ArgumentParser()
+    train_verb(parser.add_subparsers())
+    with pytest.raises(SmartpruneError, match=r"settings=(5|\[1\]) should be dict"):
+        configure(asked(parser.parse_args(["train", "--config", str(tmp_path / "f.json"), *words])))
+
+
 class Screen:
     encoding = "utf-8"
 

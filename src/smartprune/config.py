@@ -201,6 +201,11 @@ def _filled(choices: Mapping[str, Any], kind: str, name: str, settings: Mapping[
     return choices[name](**settings)
 
 
+def takes(record: type, setting: str, value: object) -> bool:
+    """Whether a value is of the type of a task's or a method's setting."""
+    return setting in {f.name for f in fields(record)} and _fits(value, _hints(record)[setting])
+
+
 @cache
 def _hints(record: type) -> dict[str, Any]:
     return get_type_hints(record)

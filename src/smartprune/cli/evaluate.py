@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import SmartpruneError
-from .train import setting
+from .train import read_settings
 from .verb import Verbs, add_verb, arguments
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def _place(args: argparse.Namespace) -> tuple[Path, Config]:
         raise SmartpruneError(f"{path} lies in no run folder; say what it was trained on with --task, such as --task digits")
     else:
         values = {"task": args.task, "task_settings": {}}
-    own = dict(map(setting, args.task_set or []))
+    own = read_settings("task", values["task"], args.task_set or [])
     if args.data:
         own["folder"] = str(Path(args.data).absolute())
     values["task_settings"] = {**values["task_settings"], **own}

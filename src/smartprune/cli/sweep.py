@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ..config import BUDGETS
 from ..errors import SmartpruneError
 from ..files import check_folder
-from .train import add_flags, asked, setting, stop_signals
+from .train import add_flags, asked, read_settings, stop_signals
 from .verb import Verbs, add_verb, arguments
 
 if TYPE_CHECKING:
@@ -101,8 +101,7 @@ def _grids(args: argparse.Namespace) -> list[Grid]:
         method, dot, rest = text.partition(".")
         if not dot or "=" in method:
             raise SmartpruneError(f"--set {text}: a sweep has several methods; write METHOD.NAME=VALUE, such as smart.{text}")
-        name, value = setting(rest)
-        settings.setdefault(method, {})[name] = value
+        settings.setdefault(method, {}).update(read_settings("method", method, [rest]))
     if args.grid:
         for name in ("methods", "sparsities", "seeds", "dense_seed", "label"):
             if getattr(args, name) is not None:

@@ -8,7 +8,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -153,11 +153,11 @@ def asked(args: argparse.Namespace) -> dict[str, Any]:
     for name, settings, texts in (("task", "task_settings", args.task_set), ("method", "settings", args.set)):
         if flagged.get(name, out.get(name)) != out.get(name):
             out.pop(settings, None)  # they were another one's
-        if texts:
-            out[settings] = {**out.get(settings, {}), **dict(map(setting, texts))}
+        if texts and isinstance(out.get(settings, {}), dict):  # anything else is told with its name
+            out[settings] = {**out.get(settings, {}), **read_settings(name, flagged.get(name, out.get(name)), texts)}
     if any(name in flagged for name in BUDGETS):  # in place of what a configuration file asks for
         out |= dict.fromkeys(BUDGETS)
-    if args.data:
+    if args.data and isinstance(out.get("task_settings", {}), dict):
         out["task_settings"] = {**out.get("task_settings", {}), "folder": str(Path(args.data).absolute())}
     if args.out:
         flagged["out"] = args.out
@@ -166,20 +166,36 @@ def asked(args: argparse.Namespace) -> dict[str, Any]:
     return {**out, **flagged}
 
 
-def setting(text: str) -> tuple[str, Any]:
-    """``end=1e-4`` as a name and a number, ``ramp=cubic`` as a name and a text."""
-    name, equals, value = text.partition("=")
-    if not equals or not name:
-        raise SmartpruneError(f"{text!r} is not a setting; write NAME=VALUE, such as end=1e-4")
+def read_settings(kind: str, name: object, texts: Iterable[str]) -> dict[str, Any]:
+    """``end=1e-4`` as a number, ``ramp=cubic`` as a text, and what could be either, such as ``ramp=none``, as the setting of the
+    ``"task"`` or ``"method"`` of that name takes it."""
+    from ..config import takes
+    from ..methods import METHODS
+    from ..tasks import TASKS
+
+    usual = {"task": "digits", "method": "smart"}[kind]
+    records: dict[Any, Any] = {"task": dict(TASKS), "method": dict(METHODS)}[kind]
+    record = records.get(name if isinstance(name, str) else usual)
+    out: dict[str, Any] = {}
+    for text in texts:
+        setting, equals, value = text.partition("=")
+        if not equals or not setting:
+            raise SmartpruneError(f"{text!r} is not a setting; write NAME=VALUE, such as end=1e-4")
+        read = _value(value)
+        out[setting] = value if record is not None and takes(record, setting, value) and not takes(record, setting, read) else read
+    return out
+
+
+def _value(text: str) -> Any:
     words: dict[str, Any] = {"none": None, "null": None, "true": True, "false": False}
-    if value.lower() in ("none", "null", "true", "false"):
-        return name, words[value.lower()]
+    if text.lower() in words:
+        return words[text.lower()]
     for kind in (int, float):
         try:
-            return name, kind(value)
+            return kind(text)
         except ValueError:
             continue
-    return name, value
+    return text
 
 
 def _default_out(config: Config) -> Path:
