@@ -533,3 +533,33 @@ def test_two_budgets(tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[st
     with pytest.raises(SystemExit) as stop:
         main(["sweep", "--grid", str(file), f"--{kind}", "0.5", "--out", str(tmp_path / "b")])
     assert stop.value.code == 2
+
+
+def listed(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
+    """The cells of a sweep by name."""
+    assert main(["sweep", *words, "--list"]) == 0
+    lines = capsys.readouterr().out.partition("\n\n")[0].splitlines()
+    return [line.split()[1] for line in lines]
+
+
+def test_lists_win_over_a_configuration_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As flags do in smartprune train; what no list says is the file's: its method, settings, budget and seed."""
+    file, out = tmp_path / "c.json", ["--out", str(tmp_path / "out")]
+    file.write_text(json.dumps(asdict(small(tmp_path / "run", seed=3, settings={"ramp": "cubic"}))))
+    given = ["--config", str(file), *out]
+    assert listed(capsys, *given) == ["digits-resnet8-smart-ramp=cubic-4x2-0.5-s3"]
+    assert listed(capsys, *given, "--seeds", "1") == ["digits-resnet8-smart-ramp=cubic-4x2-0.5-s1"]
+    assert listed(capsys, *given, "--set", "smart.ramp=none") == ["digits-resnet8-smart-ramp=none-4x2-0.5-s3"]
+    assert listed(capsys, *given, "--methods", "gradual") == ["digits-resnet8-gradual-4x2-0.5-s3"]
+    assert listed(capsys, *given, "--macs", "0.4") == ["digits-resnet8-smart-ramp=cubic-4x2-macs0.4-s3"]
+    file.write_text(json.dumps({"macs": 0.5, "block": "4x2"}))
+    assert listed(capsys, *given) == ["digits-resnet8-smart-4x2-macs0.5-s0"]
+    assert listed(capsys, *given, "--sparsities", "0.7") == ["digits-resnet8-smart-4x2-0.7-s0"]
+
+
+@pytest.mark.parametrize("flag", ["--methods", "--sparsities", "--seeds"])
+def test_an_empty_list_is_not_one_that_was_left_out(flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["sweep", flag, "", "--out", str(tmp_path / "out")])
+    assert stop.value.code == 2
+    assert f"{flag} '': write a list" in capsys.readouterr().err

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -41,9 +42,11 @@ def sweep_verb(verbs: Verbs) -> None:
         "shared. Exit code 1: a run failed, or some are missing because the sweep was stopped or --minutes ran out.",
     )
     parser.add_argument("--task", help="what to train on (default: digits)")
-    parser.add_argument("--methods", metavar="LIST", help="methods by name, such as smart,gradual (default: smart)")
-    parser.add_argument("--sparsities", metavar="LIST", help="shares of blocks to remove, such as 0.9,0.95")
-    parser.add_argument("--seeds", metavar="LIST", help="seeds, such as 0,1,2 (default: 0)")
+    parser.add_argument("--methods", metavar="LIST", help="methods by name (default: that of --config, or smart)")
+    parser.add_argument(
+        "--sparsities", metavar="LIST", help="shares of blocks to remove (default: that of --config, or the task's)"
+    )
+    parser.add_argument("--seeds", metavar="LIST", help="seeds, such as 0,1,2 (default: that of --config, or 0)")
     parser.add_argument("--dense-seed", type=int, metavar="N", help="all seeds start from the dense model of this one")
     parser.add_argument("--label", metavar="WORD", help="a word for the names of these runs, such as short")
     parser.add_argument("--grid", metavar="FILE", help="the grid from a JSON file instead")
@@ -95,7 +98,7 @@ def _grids(args: argparse.Namespace) -> list[Grid]:
     from ..sweep.grid import Grid, read_grids
 
     given = asked(argparse.Namespace(**{**vars(args), **dict.fromkeys((*OF_THE_GRID, "set", "out"))}))
-    given = {name: value for name, value in given.items() if name not in (*OF_THE_GRID, "settings")}
+    own = {name: given.pop(name) for name in (*OF_THE_GRID, "settings") if name in given}  # of the configuration file
     settings: dict[str, dict[str, Any]] = {}
     for text in args.set or ():
         method, dot, rest = text.partition(".")
@@ -107,20 +110,35 @@ def _grids(args: argparse.Namespace) -> list[Grid]:
             if getattr(args, name) is not None:
                 raise SmartpruneError(f"--grid and --{name.replace('_', '-')}: the file has its own; give one of the two")
         return [grid.under(given, settings) for grid in read_grids(Path(args.grid))]
-    for kind in BUDGETS[1:]:
-        if args.sparsities and getattr(args, kind, None) is not None:
-            raise SmartpruneError(f"--sparsities and --{kind}: give one of the two")
+    if args.sparsities is not None:
+        for kind in BUDGETS[1:]:
+            if getattr(args, kind) is not None:
+                raise SmartpruneError(f"--sparsities and --{kind}: give one of the two")
+            given.pop(kind, None)  # of the configuration file
+    method, special = _method(own)
+    methods = (method,) if args.methods is None else _listed("--methods", args.methods, str)
+    if special and method in methods:
+        settings[method] = {**special, **settings.get(method, {})}
     return [
         Grid(
             label=args.label,
-            methods=_listed("--methods", args.methods or "smart", str),
-            sparsities=_listed("--sparsities", args.sparsities, float) if args.sparsities else (None,),
-            seeds=_listed("--seeds", args.seeds or "0", int),
+            methods=methods,
+            sparsities=(own.get("sparsity"),) if args.sparsities is None else _listed("--sparsities", args.sparsities, float),
+            seeds=(own.get("seed", 0),) if args.seeds is None else _listed("--seeds", args.seeds, int),
             dense_seed=args.dense_seed,
             options=given,
             settings=settings,
         )
     ]
+
+
+def _method(own: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The method of a configuration file, and those of its settings that are not its defaults."""
+    from ..config import configure, make_method
+
+    found = configure({name: own[name] for name in ("method", "settings") if name in own})
+    usual = asdict(make_method(found.method, {}))  # type: ignore[call-overload]
+    return found.method, {name: value for name, value in found.settings.items() if value != usual[name]}
 
 
 def _listed(flag: str, text: str, kind: Callable[[str], T]) -> tuple[T, ...]:
@@ -129,7 +147,7 @@ def _listed(flag: str, text: str, kind: Callable[[str], T]) -> tuple[T, ...]:
     except ValueError:
         out = ()
     if not out:
-        raise SmartpruneError(f"{flag} {text}: write a list with commas, such as 0,1,2")
+        raise SmartpruneError(f"{flag} {text or repr(text)}: write a list with commas, such as 0,1,2")
     return out
 
 
