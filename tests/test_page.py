@@ -28,7 +28,7 @@ from smartprune.report.figures import figures, map_drawing, save_figures, short,
 from smartprune.report.page import render, write_page
 from smartprune.report.story import Story, read_rows, read_story, sampled
 from smartprune.report.view import look
-from smartprune.runpage import PAGE, run_cycles, write_run_page
+from smartprune.runpage import PAGE, run_cycles, run_network, write_run_page
 from smartprune.train import train
 
 HOSTILE = {
@@ -221,7 +221,24 @@ def test_a_foreign_network_is_not_made_for_a_folder_from_elsewhere(run: Path, tm
     config = json.loads((run / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "model": "antigravity:fly"}))
     assert run_cycles(tmp_path) is None
+    assert run_network(tmp_path) is None
     assert "antigravity" not in sys.modules
+
+
+def test_a_run_knows_the_axes_of_its_layers(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also of those that its receipt is not about, such as the stem: the network of its settings says them."""
+    assert "axes of" not in read(run / PAGE).words
+    assert main(["report", str(run), "--html", str(tmp_path / "page.html")]) == 0
+    assert "axes of" not in read(tmp_path / "page.html").words
+    assert main(["report", str(run), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["axes_assumed"] == []
+    for name in ("model.safetensors", "receipt.json"):
+        (tmp_path / name).write_bytes((run / name).read_bytes())
+    config = json.loads((run / "config.json").read_text())
+    for change in ({"model": "resnet18"}, {"model": "antigravity:fly"}, {"task": "nothing"}):  # not the network of these weights
+        (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
+        assert main(["report", str(tmp_path), "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["axes_assumed"] == ["conv1.weight"]
 
 
 def test_resnet50_fits_in_five_megabytes() -> None:

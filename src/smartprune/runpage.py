@@ -5,13 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from . import config as configs
+from .config import Config
 from .errors import SmartpruneError
 from .models import foreign
 from .npu import Estimate, read_npu
 from .report.page import write_page
 from .rundir import CONFIG
+from .source import read_source
+from .tasks import Task
 
 PAGE = "report.html"  # in a run folder
 
@@ -19,22 +23,36 @@ PAGE = "report.html"  # in a run folder
 def write_run_page(folder: str | Path, path: str | Path | None = None, own: bool = False) -> None:
     """Writes ``report.html`` of a finished run, or the file ``path``. ``own``: the run is this process's."""
     folder = Path(folder)
-    write_page(folder / PAGE if path is None else path, folder, estimate=run_cycles(folder, own=own))
+    found = run_cycles(folder, own=own)
+    write_page(folder / PAGE if path is None else path, folder, estimate=found, network=run_network(folder, own=own))
 
 
 def run_cycles(folder: str | Path, own: bool = False) -> Estimate | None:
-    """The cycles of a run's network on the NPU of its settings, or None where it cannot be made here.
-
-    A network that is somebody's function is only made where the run is our own: a folder from elsewhere must not choose what
-    code runs.
-    """
+    """The cycles of a run's network on the NPU of its settings, or None where it cannot be made here."""
     try:
-        config = configs.load(Path(folder) / CONFIG)
-        if foreign(config.model) and not own:
-            return None
-        task = configs.make_task(config.task, config.task_settings)
-        with torch.random.fork_rng(devices=[]):
-            model = task.model(config.model)
+        config, task, model = _made(folder, own)
         return read_npu(config.npu).estimate(model, task.example(), weights=folder)
     except SmartpruneError:
         return None
+
+
+def run_network(folder: str | Path, own: bool = False) -> nn.Module | None:
+    """A run's network without its weights, which says what axes they have; None where it cannot be made here."""
+    try:
+        with torch.device("meta"):
+            model = _made(folder, own)[2]
+        read_source(folder, model)  # whether they belong to it
+        return model
+    except SmartpruneError:
+        return None
+
+
+def _made(folder: str | Path, own: bool) -> tuple[Config, Task, nn.Module]:
+    """A network that is somebody's function is only made where the run is our own: a folder from elsewhere must not choose what
+    code runs."""
+    config = configs.load(Path(folder) / CONFIG)
+    if foreign(config.model) and not own:
+        raise SmartpruneError(f"model={config.model!r} is not of this package")
+    task = configs.make_task(config.task, config.task_settings)
+    with torch.random.fork_rng(devices=[]):
+        return config, task, task.model(config.model)

@@ -151,7 +151,7 @@ def run_report(args: argparse.Namespace) -> int:
         show(args, _cycles(args))
         return 0
     _no_input(args)
-    found = report(args.path, _block(args), model=_network(args))
+    found = report(args.path, _block(args), model=_network_or_run(args))
     if args.map:
         with arguments(args):
             print(found.map(args.map))
@@ -175,7 +175,7 @@ def _write_report(args: argparse.Namespace) -> int:
     if not args.npu:
         _no_input(args)
     cycles = _cycles(args) if args.npu else run_cycles(args.path) if Path(args.path).is_dir() else None
-    view = look(args.path, _block(args), cycles, _network(args))
+    view = look(args.path, _block(args), cycles, _network_or_run(args))
     if args.figures:
         with arguments(args):
             written, png = save_figures(view, args.figures, args.map)
@@ -198,6 +198,12 @@ def _network(args: argparse.Namespace) -> nn.Module | None:
     """The network that --model names, which the weights belong to."""
     with arguments(args):
         return find_model(args.model)[0] if args.model else None
+
+
+def _network_or_run(args: argparse.Namespace) -> nn.Module | None:
+    from ..runpage import run_network
+
+    return run_network(args.path) if args.model is None and Path(args.path).is_dir() else _network(args)
 
 
 def _cycles(args: argparse.Namespace) -> Estimate:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import nn
 
 from .. import text
 from ..block import Block
@@ -30,10 +31,11 @@ def write_page(
     model: Model,
     block: Block | str | Sequence[int | None] | None = None,
     estimate: Estimate | None = None,
+    network: nn.Module | None = None,
 ) -> None:
-    """Writes the page of a model, a file or a run folder; ``estimate`` are its cycles on an NPU."""
+    """Writes the page of a model, a file or a run folder; ``estimate`` are its cycles on an NPU, ``network`` what it belongs to."""
     keep_apart(path, files_of(model), "report:")
-    write_whole(path, render(look(model, block, estimate)).encode())
+    write_whole(path, render(look(model, block, estimate, network)).encode())
 
 
 def render(view: View) -> str:
