@@ -93,7 +93,10 @@ def test_a_run_ends_with_its_page(run: Path) -> None:
     told = heading[1].replace("&nbsp;", " ")
     assert "Pruned exactly as asked: 50 % of the blocks removed" in told
     assert f"{receipt.blocks.kept:,} of {receipt.blocks.total:,} blocks left" in told
-    assert f"accuracy {100 * result['pruned']:.2f} %" in told
+    assert f"accuracy {100 * result['pruned']:.2f} % (dense {100 * result['dense']:.2f} %, " in told
+    estimate = run_cycles(run)
+    assert estimate is not None
+    assert f"{estimate.speedup:.1f}\u00d7 fewer cycles on an NPU" in told
     for words in (
         receipt.mask_hash,
         f"{receipt.model_macs.kept:,} of {receipt.model_macs.total:,}",
@@ -107,6 +110,22 @@ def test_a_run_ends_with_its_page(run: Path) -> None:
     addresses = {value for _, values in found.tags for name, value in values.items() if name in ("src", "href") and value}
     assert all(address.startswith(("#", "data:")) for address in addresses)
     assert re.findall(r"https?://[^\"' ]+", page.replace("http://www.w3.org/2000/svg", "")) == []
+
+
+def test_names_of_metrics_keep_their_letters_and_the_verdict_has_the_speed(run: Path, tmp_path: Path) -> None:
+    for name in ("config.json", "model.safetensors", "receipt.json"):
+        (tmp_path / name).write_bytes((run / name).read_bytes())
+    (tmp_path / "result.json").write_text('{"dense": 0.5, "pruned": 0.4, "measure": "mAP"}')
+    rows = [row | {"mAP": 0.1} for row in read_rows(run / "metrics.jsonl")]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    timings = [{"engine": name, "batch": 1, "ms": ms, "failed": None} for name, ms in (("torch", 3.0), ("smartprune", 1.5))]
+    (tmp_path / "bench.json").write_text(json.dumps({"timings": timings}))
+    write_run_page(tmp_path)
+    page = (tmp_path / PAGE).read_text()
+    assert "2.0\u00d7 as fast on this CPU." in page
+    assert "<dt>mAP</dt>" in page
+    assert "<h3>mAP</h3>" in page
+    assert "<dt>Accuracy</dt>" in (run / PAGE).read_text()
 
 
 def test_maps_norms_and_scores_against_the_weights(run: Path) -> None:

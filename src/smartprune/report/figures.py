@@ -87,7 +87,7 @@ def curves_of(story: Story) -> list[tuple[str, str, str, str, bool]]:
     measure = story.measure
     return [
         ("loss", "Loss", "mean of an epoch", "Training loss.", True),
-        *([(measure, measure.capitalize(), "validation, %", "On held-out validation data.", False)] if measure else []),
+        *([(measure, story.title, "validation, %", "On held-out validation data.", False)] if measure else []),
         ("tau", "Temperature", "tau", "Of the soft mask in the search; it falls until the mask is hard.", True),
         ("undecided", "Undecided blocks", "blocks", "Blocks whose mask lies between 0.01 and 0.99.", False),
         ("changed", "Churn", "blocks", "Blocks that changed sides in the last step of an epoch.", False),

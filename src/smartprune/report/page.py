@@ -94,13 +94,16 @@ def verdict(view: View) -> str:
             parts = [f"Pruned as asked: {wanted} were to go, {_share(asked.total - asked.used, asked.total)} went ({left})"]
     if story is not None and (pruned := story.figure("pruned")) is not None:
         dense = story.figure("dense")
-        parts.append(
-            f"{story.measure or 'metric'} {100 * pruned:.2f} %" + ("" if dense is None else f" ({_points(pruned - dense)})")
-        )
+        change = "" if dense is None else f" (dense {100 * dense:.2f} %, {_points(pruned - dense)})"
+        parts.append(f"{story.measure or 'metric'} {100 * pruned:.2f} %{change}")
     if receipt is not None and receipt.model_macs is not None:
         parts.append(f"{_share(receipt.model_macs.kept, receipt.model_macs.total)} of the MACs left")
     if view.sizes is not None and view.sizes[1] < view.sizes[0]:
         parts.append(f"{view.sizes[0] / view.sizes[1]:.1f}\u00d7 smaller when packed")
+    if view.estimate is not None:
+        parts.append(f"{view.estimate.speedup:.1f}\u00d7 fewer cycles on an NPU")
+    if (found := _measured(view)) is not None:
+        parts.append(f"{found[1] / found[2]:.1f}\u00d7 as fast on this CPU")
     return words("; ".join(parts) + ".").replace(" %", "&nbsp;%")
 
 
@@ -120,7 +123,7 @@ def _tiles(view: View) -> list[tuple[str, str, str]]:
         value = "not scored" if pruned is None else f"{100 * pruned:.2f} %"
         below = "test split" if before is None else f"test split; dense {100 * before:.2f} %"
         below += "" if before is None or pruned is None else f", {_points(pruned - before)}"
-        out.append(((story.measure or "Metric").capitalize(), value, below))
+        out.append((story.title, value, below))
     if receipt is not None and receipt.model_macs is not None:
         macs = receipt.model_macs
         fewer = f", {macs.total / macs.kept:.1f}\u00d7 fewer" if macs.kept else ""
@@ -133,14 +136,23 @@ def _tiles(view: View) -> list[tuple[str, str, str]]:
         whole, left = found.dense.latency, found.latency
         below = f"{left:,} of {whole:,}, estimated for {_npu(found)}; {found.mac_speedup:.1f}\u00d7 by MACs alone"
         out.append(("Cycles on an NPU", f"{found.speedup:.1f}\u00d7 fewer", below))
-    times = {} if story is None else story.times()
-    dense = {name: ms for name, ms in times.items() if not name.startswith("smartprune") and not name.endswith(("int8", "bf16"))}
-    if dense and "smartprune" in times:
-        rival = min(dense, key=dense.__getitem__)
-        below = f"{times['smartprune']:.3g} ms against {dense[rival]:.3g} ms in {rival}, batch 1"
-        below += f"; int8 {times['smartprune int8']:.3g} ms" if "smartprune int8" in times else ""
-        out.append(("Speed on this CPU", f"{dense[rival] / times['smartprune']:.1f}\u00d7", below))
+    if story is not None and (measured := _measured(view)) is not None:
+        rival, theirs, ours = measured
+        below = f"{ours:.3g} ms against {theirs:.3g} ms in {rival}, batch 1"
+        int8 = story.times().get("smartprune int8")
+        below += "" if int8 is None else f"; int8 {int8:.3g} ms"
+        out.append(("Speed on this CPU", f"{theirs / ours:.1f}\u00d7", below))
     return out
+
+
+def _measured(view: View) -> tuple[str, float, float] | None:
+    """The fastest dense engine, its milliseconds and those of our runtime, where they were measured."""
+    times = {} if view.story is None else view.story.times()
+    dense = {name: ms for name, ms in times.items() if not name.startswith("smartprune") and not name.endswith(("int8", "bf16"))}
+    if not dense or "smartprune" not in times:
+        return None
+    rival = min(dense, key=dense.__getitem__)
+    return rival, dense[rival], times["smartprune"]
 
 
 def _chips(view: View) -> str:

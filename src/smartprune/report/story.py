@@ -55,6 +55,12 @@ class Story:
         return next((name for row in self.rows for name in row if name not in OTHERS), None)
 
     @property
+    def title(self) -> str:
+        """The same at the beginning of a line: ``Accuracy``, but ``mAP``."""
+        name = self.measure or "metric"
+        return name.capitalize() if name.islower() else name
+
+    @property
     def per_epoch(self) -> int | None:
         """Steps of an epoch."""
         return next((row["step"] // row["epoch"] for row in self.rows if row["epoch"] > 0), None)
