@@ -18,6 +18,7 @@ from .report.story import CONFIG, STAGE_NAMES, STAGES, Story, number, read_story
 SPARKS, ASCII_SPARKS = "▁▂▃▄▅▆▇█", "_.-=*#"
 POINTS = 24  # of a small curve
 QUIET = 120.0  # seconds without news that are worth a word, or three epochs
+QUIET_WORDS = "  nothing new was written; it may have stopped"
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,11 @@ class Snapshot:
     @property
     def ended(self) -> bool:
         return self.story.result is not None
+
+    @property
+    def quiet(self) -> bool:
+        """Whether nothing was written for so long that the run may have died."""
+        return not self.ended and self.age is not None and self.age > max(QUIET, 3 * _epoch_seconds(self.story))
 
     @property
     def left(self) -> float | None:
@@ -108,7 +114,7 @@ def lines(found: Snapshot, ascii_only: bool, width: int = 80) -> list[str]:
         out.append(
             f"time left   {clock(found.left)}" + ("" if rows[-1]["stage"] == "finetune" else ", if later stages keep this pace")
         )
-    if not found.ended and found.age is not None and found.age > max(QUIET, 3 * _epoch_seconds(story)):
+    if found.quiet and found.age is not None:
         out.append(f"quiet       nothing was written for {clock(found.age)}; it may have stopped")
     return [text.shorten(line, width) for line in out]
 
@@ -174,7 +180,7 @@ def one_line(found: Snapshot) -> str:
     """The state in a line, for a log."""
     story = found.story
     if not story.rows:
-        return "ended" if found.ended else "no epoch has ended yet"
+        return "ended" if found.ended else "no epoch has ended yet" + QUIET_WORDS * found.quiet
     last = story.rows[-1]
     parts = [
         f"{STAGE_NAMES[last['stage']]:<11}",
@@ -193,6 +199,6 @@ def one_line(found: Snapshot) -> str:
     if found.ended:
         pruned = story.figure("pruned")
         parts.append("ended" if pruned is None else f"ended: {text.printable(story.measure or 'metric')} {pruned:.2%}")
-    elif found.left is not None:
+    elif found.left is not None and not found.quiet:
         parts.append(f"{clock(found.left)} left")
-    return "  ".join(parts)
+    return "  ".join(parts) + QUIET_WORDS * found.quiet
