@@ -110,6 +110,14 @@ def test_set_fills_the_method(work: Path) -> None:
     assert (settings["start"], settings["ramp"], settings["clip"]) == (2, "cubic", None)
 
 
+def test_the_same_command_resumes_where_the_machine_decided(capsys: pytest.CaptureFixture[str]) -> None:
+    """What was left to the machine, by auto or by 0 threads, is decided in config.json."""
+    words = ["train", *FLAGS, "--device", "auto", "--threads", "0", "--resume", "--out", "runs/a"]
+    assert run(*words) == 0
+    assert "nothing to resume" in capsys.readouterr().err
+    assert run(*words, "--threads", "77") == 2
+
+
 def test_json_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("train", "--resume", "--out", "runs/a", "--json") == 0
     data = json.loads(capsys.readouterr().out)

@@ -242,12 +242,17 @@ def _folder_to_resume(args: argparse.Namespace, given: dict[str, Any]) -> Path:
     with arguments(args):
         for name, value in given.items():
             kept = getattr(stored, name)
-            if name != "out" and not _agrees(kept, value) and value != "auto":
+            if name != "out" and not _agrees(kept, value) and not _left_open(name, value):
                 raise SmartpruneError(
                     f"--resume goes on with the settings in {folder / CONFIG}: {name} is {kept!r} there, "
                     f"{value!r} was given; leave it out, or start a new run"
                 )
     return folder
+
+
+def _left_open(name: str, value: Any) -> bool:
+    """Whether the machine decides it when a run starts, so that config.json says what was decided."""
+    return value == "auto" or (name, value) == ("threads", 0)
 
 
 def _agrees(kept: Any, value: Any) -> bool:
