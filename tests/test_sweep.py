@@ -383,6 +383,19 @@ def test_the_record_of_cifar10_counts_for_the_paper(paper: list[Cell]) -> None:
     assert len(recorded([RECORDS / "cifar10-resnet18-short"], elsewhere)) == 2
 
 
+def test_a_dense_model_that_fails_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cells = lay_out([grid()])
+    work = tmp_path / "out" / "dense" / f".{cells[0].dense}"
+    work.mkdir(parents=True)
+    (work / "config.json").write_text(json.dumps(asdict(cells[0].dense_config(work))))
+    (work / "checkpoint.pt").write_bytes(b"nonsense")
+    assert main(arguments(tmp_path / "out", "--jobs", "1")) == 1
+    said = capsys.readouterr().err
+    assert f"{cells[0].dense} failed with exit code 1" in said
+    assert all(f"{cell.name} failed with exit code 1" in said for cell in cells)
+    assert "0 runs done, 2 failed; the same command goes on from here" in said
+
+
 def test_no_time_for_another_run(tmp_path: Path) -> None:
     """One run is done and took longer than there is time: the next one is not started."""
     first, second = lay_out([grid()])

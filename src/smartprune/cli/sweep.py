@@ -91,7 +91,7 @@ def run_sweep(args: argparse.Namespace) -> int:
             outcome = sweep.run(board, stop, shlex.join(["smartprune", *args.words]))
         finally:
             board.close()
-    return _tell(args, outcome)
+    return _tell(args, outcome, len(sweep.cells))
 
 
 def _grids(args: argparse.Namespace) -> list[Grid]:
@@ -151,7 +151,7 @@ def _listed(flag: str, text: str, kind: Callable[[str], T]) -> tuple[T, ...]:
     return out
 
 
-def _tell(args: argparse.Namespace, outcome: Outcome) -> int:
+def _tell(args: argparse.Namespace, outcome: Outcome, cells: int) -> int:
     from ..compare import compare
 
     if outcome.done:
@@ -163,9 +163,10 @@ def _tell(args: argparse.Namespace, outcome: Outcome) -> int:
         print(f"\n{failure.name} failed with exit code {failure.code}; the end of {failure.log}:", file=sys.stderr)
         print("\n".join(f"  {line}" for line in failure.lines), file=sys.stderr)
     missing = len(outcome.missing)
+    failed = cells - len(outcome.done) - missing  # of the runs; a dense model may be among the failures, too
     if outcome.failed or missing:
         parts = [f"{len(outcome.done)} runs done"]
-        parts += [f"{len(outcome.failed)} failed"] * bool(outcome.failed) + [f"{missing} missing"] * bool(missing)
+        parts += [f"{failed} failed"] * bool(failed) + [f"{missing} missing"] * bool(missing)
         why = {"stopped": " (stopped)", "time": " (out of time)"}.get(outcome.why, "")
         print(f"smartprune: {', '.join(parts)}{why}; the same command goes on from here", file=sys.stderr)
         return 1

@@ -228,11 +228,12 @@ class Sweep:
 
     def _state(self) -> State:
         done = sum(map(self.done, self.cells))
-        left = len(self.cells) - done - sum(cell.name in self.failed for cell in self.cells)
+        failed = sum(cell.name in self.failed for cell in self.cells)
+        left = len(self.cells) - done - failed
         known = self.took["run"]
         rest = statistics.median(known) * left / self.jobs if known else None
         lines = [Line(job.name, job.last_line(), job.seconds) for job in self.running.values()]
-        return State(done, len(self.cells), len(self.failed), rest, lines)
+        return State(done, len(self.cells), failed, rest, lines)
 
     # dense models: trained in a hidden run folder, then kept as one file
 
