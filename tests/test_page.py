@@ -305,6 +305,18 @@ def test_figures_are_svg_and_png(run: Path, tmp_path: Path) -> None:
         save_figures(view, tmp_path / "figures", "conv99")
 
 
+def test_figures_that_cannot_be_written_are_no_bad_arguments(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit code 1; a layer that is not there is an argument, with 2."""
+    folder = tmp_path / "figures"
+    with pytest.raises(SystemExit) as stop:
+        main(["report", str(run), "--figures", str(folder), "--map", "conv99"])
+    assert stop.value.code == 2
+    assert not folder.exists()
+    (folder / "layers.svg").mkdir(parents=True)
+    assert main(["report", str(run), "--figures", str(folder)]) == 1
+    assert "layers.svg: cannot be written" in capsys.readouterr().err
+
+
 def test_figures_without_pillow(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

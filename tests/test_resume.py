@@ -18,7 +18,7 @@ import torch
 from jobs import FLAGS, assert_same_run, command, environment, rows, small
 from smartprune import SmartpruneError
 from smartprune.cli import main
-from smartprune.rundir import locked
+from smartprune.rundir import append_row, locked
 from smartprune.train import resume, train
 
 
@@ -212,6 +212,13 @@ def test_checkpoint_of_another_run(tmp_path: Path) -> None:
     (tmp_path / "a" / "checkpoint.pt").write_bytes((tmp_path / "b" / "checkpoint.pt").read_bytes())
     with pytest.raises(SmartpruneError, match=r"checkpoint\.pt does not fit config\.json beside it"):
         resume(tmp_path / "a")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_is_an_error_not_a_crash(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    with pytest.raises(SmartpruneError, match=r"metrics\.jsonl: cannot be written \(No space left on device\)"):
+        append_row(tmp_path, {"step": 1})
 
 
 def test_missing_rows_are_an_error(tmp_path: Path) -> None:

@@ -107,8 +107,12 @@ def first_line(error: Exception) -> str:
 
 
 def append_row(folder: Path, row: Mapping[str, object]) -> None:
-    with (folder / METRICS).open("a") as file:
-        file.write(json.dumps(_finite(row), allow_nan=False) + "\n")
+    path = folder / METRICS
+    try:
+        with path.open("a") as file:
+            file.write(json.dumps(_finite(row), allow_nan=False) + "\n")
+    except OSError as error:
+        raise SmartpruneError(f"{path}: cannot be written ({error.strerror or error})") from error
 
 
 def keep_rows(folder: Path, count: int) -> None:

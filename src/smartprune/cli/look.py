@@ -161,7 +161,7 @@ def run_report(args: argparse.Namespace) -> int:
 
 
 def _write_report(args: argparse.Namespace) -> int:
-    from ..report.figures import save_figures
+    from ..report.figures import mapped, save_figures
     from ..report.page import render
     from ..report.view import look
     from ..runpage import run_cycles
@@ -178,7 +178,8 @@ def _write_report(args: argparse.Namespace) -> int:
     view = look(args.path, _block(args), cycles, _network_or_run(args))
     if args.figures:
         with arguments(args):
-            written, png = save_figures(view, args.figures, args.map)
+            mapped(view, args.map)
+        written, png = save_figures(view, args.figures, args.map)
         print(f"{len(written)} figures written to {args.figures}", file=sys.stderr)
         if not png:
             print("for .png files as well, run: pip install 'smartprune[plot]'", file=sys.stderr)

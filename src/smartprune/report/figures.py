@@ -52,15 +52,20 @@ def figures(view: View) -> list[Figure]:
     return [figure for figure in made if figure is not None]
 
 
+def mapped(view: View, layer: str | None) -> list[LayerView]:
+    """The layer of that name, or all; an error where there is none."""
+    chosen = [one for one in view.layers if layer in (None, one.row.name, one.row.weight)]
+    if not chosen:
+        raise SmartpruneError(f"figures: there is no layer {layer!r}; it has: {', '.join(one.row.name for one in view.layers)}")
+    return chosen
+
+
 def save_figures(view: View, folder: str | Path, layer: str | None = None) -> tuple[list[Path], bool]:
     """Writes every figure, and the map of one layer or of all, as SVG and, where Pillow is installed, as PNG.
 
     Returns the files, and whether PNGs are among them.
     """
-    folder = Path(folder)
-    chosen = [one for one in view.layers if layer in (None, one.row.name, one.row.weight)]
-    if not chosen:
-        raise SmartpruneError(f"figures: there is no layer {layer!r}; it has: {', '.join(one.row.name for one in view.layers)}")
+    folder, chosen = Path(folder), mapped(view, layer)
     try:
         require_pillow()
         png = True
