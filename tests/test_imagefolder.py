@@ -45,6 +45,20 @@ def test_reads_every_picture_with_its_class(folder: Path) -> None:
     assert task.model("resnet8")(task.example()).shape == (1, 3)
 
 
+def test_a_plan_needs_the_data_too(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Which says how many classes there are; the message that it is missing names a flag that there is."""
+    monkeypatch.delenv("SMARTPRUNE_DATA", raising=False)
+    with pytest.raises(SystemExit) as stop:
+        main(["plan", "imagefolder"])
+    assert stop.value.code == 2
+    assert "with --data DIR" in capsys.readouterr().err
+    assert main(["plan", "imagefolder", "--data", str(folder)]) == 0
+    assert "183,168 in 52 layers" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["plan", "resnet18", "--data", str(folder)])
+    assert "--data is that of a task, and resnet18 is none" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("top", [".", "set-of-three"])
 def test_a_tar_reads_as_the_folder_does(top: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = kept(ImageFolder(folder=str(folder), size=16), "test")

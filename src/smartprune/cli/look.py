@@ -45,6 +45,7 @@ def plan_verb(verbs: Verbs) -> None:
     parser.add_argument("--include", action="append", metavar="GLOB", default=[], help="prune these layers too")
     parser.add_argument("--skip", action="append", metavar="GLOB", default=[], help="leave these layers alone")
     parser.add_argument("--input", metavar="SHAPE", help="shape of one sample, such as 3x32x32; makes MACs known")
+    parser.add_argument("--data", metavar="DIR", help="where the data of a task lies (default: $SMARTPRUNE_DATA)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run_plan)
 
@@ -55,7 +56,7 @@ def run_plan(args: argparse.Namespace) -> int:
     from ..plan import plan
 
     with arguments(args):
-        model, block, example = find_model(args.model)
+        model, block, example = find_model(args.model, args.data)
         if args.input:
             example = sample(args.input)
         for name in ("macs", "cycles"):
@@ -88,15 +89,19 @@ def _show_unmet(args: argparse.Namespace, found: Plan, budget: Any, problem: str
         print("\n".join([*lines, f"budget   {budget} removed", f"problem  {problem}"]))
 
 
-def find_model(text: str) -> tuple[nn.Module, str, Any]:
-    """A model with the block and the example input that go with it (16x8 and None where it has none of its own)."""
+def find_model(text: str, data: str | None = None) -> tuple[nn.Module, str, Any]:
+    """A model with the block and the example input that go with it (16x8 and None where it has none of its own); ``data`` is
+    where that of a task lies."""
+    from ..config import make_task
     from ..models import MODELS, build, foreign
     from ..models.named import HOW
     from ..tasks import TASKS
 
     if text in TASKS:
-        task = TASKS[text]()
+        task = make_task(text, {"folder": data} if data else {})
         return task.model(task.recipe.model), task.recipe.block, task.example()
+    if data:
+        raise SmartpruneError(f"--data is that of a task, and {text} is none; there are: {', '.join(TASKS)}")
     if text not in MODELS and not foreign(text):
         raise SmartpruneError(f"unknown model {text!r}; there are: {', '.join(MODELS)}; tasks: {', '.join(TASKS)}; or write {HOW}")
     return build(text), "16x8", None
