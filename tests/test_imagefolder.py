@@ -195,6 +195,16 @@ def test_damage_is_named(damage: object, name: str, split: str, message: str, pa
     assert str(place) in str(caught.value)
 
 
+def test_hidden_folders_are_no_classes(tmp_path: Path) -> None:
+    """Such as notebooks and file managers leave behind, with files in them or without."""
+    write_classes(tmp_path)
+    (tmp_path / "train/.ipynb_checkpoints").mkdir()
+    shutil.copytree(tmp_path / "val/bee", tmp_path / "val/.thumbnails")
+    task = ImageFolder(folder=str(tmp_path), size=16)
+    assert task.data("train", CPU).steps(1) == 3 * TRAIN
+    assert task.data("test", CPU).steps(1) == 3 * VAL
+
+
 def test_an_empty_class_of_train_is_named(tmp_path: Path) -> None:
     empty(write_classes(tmp_path) / "train/bee")
     with pytest.raises(SmartpruneError, match="train/bee holds no pictures"):

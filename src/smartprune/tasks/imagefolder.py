@@ -184,7 +184,8 @@ def index(files: Files, part: str, limit: int) -> Index:
         by_class[folder].append(name)
     empty = [name for name in known if not by_class[name]]
     if not files.packed:
-        empty += sorted(p.name for p in (files.place / part).iterdir() if p.is_dir() and p.name not in by_class)
+        folders = (p.name for p in (files.place / part).iterdir() if p.is_dir() and not p.name.startswith("."))
+        empty += sorted(name for name in folders if name not in by_class)
     if empty:
         raise SmartpruneError(f"{files.where(f'{part}/{empty[0]}')} holds no pictures ({', '.join(SUFFIXES)})")
     pairs = [(name, label) for label, names in enumerate(by_class.values()) for name in names[: limit or None]]
