@@ -23,6 +23,7 @@ from .view import Array, LayerView, View, look
 
 MOST_VALUES = 1_000_000  # blocks for which a page holds scores and norms
 MOST_BLOCKS = 4_000_000  # blocks for which it holds a map
+SIZES, COUNTS = ("smaller", "larger", "about as large"), ("fewer", "more", "about as many")
 CURVES = ("loss", "metric", "temperature", "undecided", "churn")
 
 
@@ -98,10 +99,10 @@ def verdict(view: View) -> str:
         parts.append(f"{story.measure or 'metric'} {100 * pruned:.2f} %{change}")
     if receipt is not None and receipt.model_macs is not None:
         parts.append(f"{_share(receipt.model_macs.kept, receipt.model_macs.total)} of the MACs left")
-    if view.sizes is not None and view.sizes[1] < view.sizes[0]:
-        parts.append(f"{view.sizes[0] / view.sizes[1]:.1f}\u00d7 smaller when packed")
+    if view.sizes is not None and view.sizes[1] * 1.05 < view.sizes[0]:
+        parts.append(f"{_times(view.sizes[0] / view.sizes[1], SIZES)} when packed")
     if view.estimate is not None:
-        parts.append(f"{view.estimate.speedup:.1f}\u00d7 fewer cycles on an NPU")
+        parts.append(f"{_times(view.estimate.speedup, COUNTS)} cycles on an NPU")
     if (found := _measured(view)) is not None:
         parts.append(f"{found[1] / found[2]:.1f}\u00d7 as fast on this CPU")
     return words("; ".join(parts) + ".").replace(" %", "&nbsp;%")
@@ -126,16 +127,16 @@ def _tiles(view: View) -> list[tuple[str, str, str]]:
         out.append((story.title, value, below))
     if receipt is not None and receipt.model_macs is not None:
         macs = receipt.model_macs
-        fewer = f", {macs.total / macs.kept:.1f}\u00d7 fewer" if macs.kept else ""
+        fewer = f", {_times(macs.total / macs.kept, COUNTS)}" if macs.kept else ""
         out.append(("MACs left", _share(macs.kept, macs.total), f"{macs.kept:,} of {macs.total:,} per sample{fewer}"))
     if view.sizes is not None:
         dense_size, size = view.sizes
-        out.append(("Size, packed", _bytes(size), f"{_bytes(dense_size)} plain, {dense_size / size:.1f}\u00d7 smaller"))
+        out.append(("Size, packed", _bytes(size), f"{_bytes(dense_size)} plain, {_times(dense_size / size, SIZES)}"))
     if view.estimate is not None:
         found = view.estimate
         whole, left = found.dense.latency, found.latency
         below = f"{left:,} of {whole:,}, estimated for {_npu(found)}; {found.mac_speedup:.1f}\u00d7 by MACs alone"
-        out.append(("Cycles on an NPU", f"{found.speedup:.1f}\u00d7 fewer", below))
+        out.append(("Cycles on an NPU", _times(found.speedup, COUNTS), below))
     if story is not None and (measured := _measured(view)) is not None:
         rival, theirs, ours = measured
         below = f"{ours:.3g} ms against {theirs:.3g} ms in {rival}, batch 1"
@@ -415,6 +416,12 @@ def _bar(part: int, whole: int, kind: str = "") -> str:
 
 def _share(part: int, whole: int) -> str:
     return text.percent(part, whole).replace("%", " %")
+
+
+def _times(ratio: float, named: tuple[str, str, str]) -> str:
+    """``2.0x smaller`` for a ratio of 2, ``2.0x larger`` for one of a half."""
+    shown, (less, more, same) = f"{max(ratio, 1 / ratio):.1f}", named
+    return same if shown == "1.0" else f"{shown}\u00d7 {less if ratio > 1 else more}"
 
 
 def _points(change: float) -> str:
