@@ -20,7 +20,7 @@ BACKGROUND, REMOVED, POSITIVE, NEGATIVE = (255, 255, 255), (232, 232, 236), (196
 def panel(weight: np.ndarray, block: tuple[int, int], scale: float) -> np.ndarray:
     """[in, out] weights as pixels, with thin lines between blocks."""
     rows, columns = weight.shape
-    height, width = rows * CELL + (rows // block[0] - 1) * GAP, columns * CELL + (columns // block[1] - 1) * GAP
+    height, width = (size * CELL + (size - 1) // side * GAP for size, side in zip(weight.shape, block, strict=True))
     image = np.full((height, width, 3), BACKGROUND, dtype=np.float64)
     for i in range(rows):
         for j in range(columns):
@@ -50,7 +50,11 @@ def main(run: str, out: str, layer: str = "") -> None:
     receipt = Receipt.load(folder / "receipt.json").to_json()
     size = [int(part) for part in receipt["block"].split("x")]
     rows = receipt["layers"]
-    weight = next((row["weight"] for row in rows if row["name"] == layer), rows[len(rows) // 2]["weight"])
+    named = {row["name"]: row["weight"] for row in rows if len(row["shape"]) == 4}
+    layer = layer or list(named)[len(named) // 2]
+    if layer not in named:
+        sys.exit(f"there is no layer {layer!r} to draw; there are: {', '.join(named)}")
+    weight = named[layer]
     pictures = []
     for name in ("dense.safetensors", "model.safetensors"):
         tensor = load_file(folder / name)[weight]

@@ -12,7 +12,9 @@ import pytest
 import torch
 from torch import nn
 
+import jobs
 import smartprune as sp
+from smartprune.train import train
 
 ROOT = Path(__file__).parent.parent
 TUTORIAL = ROOT / "docs" / "tutorial.md"  # one program from its first line to its last
@@ -83,6 +85,24 @@ def test_example_of_a_plain_loop(capsys: pytest.CaptureFixture[str]) -> None:
     accuracy, receipt = main(epochs=4)
     assert receipt.met
     assert accuracy > 0.5
+
+
+def test_example_of_a_picture(tmp_path: Path) -> None:
+    """Of a layer whose last blocks are partial, too, with all of its cells; of one that is not there, none."""
+    pytest.importorskip("sklearn")
+    image = pytest.importorskip("PIL.Image")
+    train(
+        jobs.small(tmp_path / "run", dense_epochs=1, search_epochs=1, finetune_epochs=1, block="8x4", task_settings={"width": 12})
+    )
+    main = runpy.run_path(str(ROOT / "examples" / "picture.py"))["main"]
+    main(str(tmp_path / "run"), str(tmp_path / "a.png"))
+    layer = next(row for row in sp.Receipt.load(tmp_path / "run" / "receipt.json").layers if row.shape[0] % 8 and row.shape[0] > 8)
+    main(str(tmp_path / "run"), str(tmp_path / "b.png"), layer.name)
+    outs, ins = layer.shape[:2]
+    with image.open(tmp_path / "b.png") as picture:
+        assert picture.size == (2 * (6 * outs + (outs - 1) // 8) + 24, 6 * ins + (ins - 1) // 4)
+    with pytest.raises(SystemExit, match="there is no layer 'conv99' to draw"):
+        main(str(tmp_path / "run"), str(tmp_path / "c.png"), "conv99")
 
 
 def test_the_plus_lines_are_few() -> None:
