@@ -110,6 +110,16 @@ def test_the_plus_lines_are_few() -> None:
     assert sum(line.endswith("# +") for line in lines) == 5
 
 
+def test_equations_stand_beside_their_lines() -> None:
+    """``file.py``: `line`, `line` in the last column of a table of how-it-works.md."""
+    quoted = re.findall(r"\| `([\w/]+\.py)`: (.*) \|$", (ROOT / "docs" / "how-it-works.md").read_text(), re.M)
+    assert len(quoted) == 10
+    for file, lines in quoted:
+        source = (ROOT / "src" / "smartprune" / file).read_text()
+        for line in re.findall(r"`([^`]+)`", lines):
+            assert line in source, f"{file}: {line}"
+
+
 def test_links_lead_somewhere() -> None:
     for page in PAGES:
         for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
