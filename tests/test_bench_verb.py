@@ -266,6 +266,20 @@ def test_where_every_engine_fails_the_exit_code_says_so(
     assert [row["ms"] for row in json.loads(capsys.readouterr().out)["timings"]] == [None, None, 2.0]
 
 
+def test_an_input_is_in_place_of_that_of_the_run(done: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def note(model: object, x: torch.Tensor, *, calibration: list[torch.Tensor], **more: object) -> Bench:
+        seen.append((tuple(x.shape), len(calibration) > 0))
+        return half_fails()
+
+    monkeypatch.setattr(engines, "bench", note)
+    words = ["bench", str(done), "--out", str(tmp_path / "b.json")]
+    assert cli.main(words) == 0
+    assert cli.main([*words, "--input", "1x16x16"]) == 0
+    assert seen == [((1, 1, 8, 8), True), ((1, 1, 16, 16), False)]
+
+
 def test_bench_keeps_what_it_reads(done: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     weights = str(done / "model.safetensors")
     common = ["bench", "resnet18", "--input", "3x32x32", "--weights", weights]

@@ -673,6 +673,7 @@ def test_eval_of_other_tasks_and_wrong_arguments(tmp_path: Path, capsys: pytest.
         ([str(tmp_path / "none.safetensors")], "is not there"),
         ([str(alone), "--dense"], "--dense is for run folders"),
         (["--detections", "a.json"], "--detections and --annotations go together"),
+        (["--detections", "a.json", "--annotations", "b.json", "--task-set", "size=64"], "--task-set is for a model; finds are"),
         ([str(folder), "--device", "tpu"], "device='tpu'; it is one of auto, cpu, cuda"),
     ):
         with pytest.raises(SystemExit, match="2"):

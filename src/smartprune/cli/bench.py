@@ -75,7 +75,8 @@ def run_bench(args: argparse.Namespace) -> int:
             inputs = [one[0] for one in training_inputs(task, model, config)]
         else:
             model, block, example = find_model(args.model)
-        example = sample(args.input) if args.input else example
+        if args.input:
+            example, inputs = sample(args.input), []  # in place of the task's
         if example is None:
             raise SmartpruneError("the shape of one sample is not known: add --input, such as --input 3x32x32")
         if unknown := set(args.engines) - {*CPU, *GPU}:

@@ -53,6 +53,9 @@ def run_eval(args: argparse.Namespace) -> int:
             raise SmartpruneError("--detections and --annotations go together")
         if bool(args.path) == bool(args.detections):
             raise SmartpruneError("give a run folder or a .safetensors file, or --detections and --annotations")
+        for name in ("dense", "task", "model", "task_set", "data"):
+            if args.detections and getattr(args, name):
+                raise SmartpruneError(f"--{name.replace('_', '-')} is for a model; finds are scored by --annotations alone")
         place = None if args.path is None else _place(args)
     if place is None:
         return _show(args, [_score_file(Path(args.detections), Path(args.annotations))])

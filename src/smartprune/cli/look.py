@@ -152,6 +152,9 @@ def run_report(args: argparse.Namespace) -> int:
 
     if args.html or args.figures:
         return _write_report(args)
+    with arguments(args):
+        if args.map and (args.json or args.npu):
+            raise SmartpruneError(f"--map draws a layer in place of all else; leave out --{'json' if args.json else 'npu'}")
     if args.npu:
         show(args, _cycles(args))
         return 0
