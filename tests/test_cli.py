@@ -12,7 +12,10 @@ from safetensors.torch import load_file, save_file
 
 import smartprune
 from jobs import FLAGS, assert_same_run, call, command, environment
+from smartprune import NPU
 from smartprune.cli import VERBS, main
+from smartprune.compare import protocol
+from smartprune.runpage import run_cycles
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +104,17 @@ def test_flags_win_over_config_and_settings_follow_the_method(work: Path) -> Non
     assert run("train", "--config", "runs/a/config.json", *flags[4:], "--macs", "0.5", "--out", "runs/n") == 0
     config = json.loads((work / "runs/n/config.json").read_text())
     assert (config["sparsity"], config["macs"]) == (None, 0.5)
+
+
+def test_a_file_of_an_npu_is_found_from_another_folder(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (work / "own.json").write_text(json.dumps(NPU.small().to_json()))
+    short = [*FLAGS[: FLAGS.index("--sparsity")], "--dense", "runs/a/dense.safetensors", "--search-epochs", "1", "--onnx", "off"]
+    assert run("train", *short, "--cycles", "0.3", "--npu", "own.json", "--out", "runs/npu") == 0
+    config = json.loads((work / "runs/npu/config.json").read_text())
+    assert Path(config["npu"]) == work / "own.json"
+    assert protocol(config) == protocol({**config, "npu": "own.json"})  # a comparison has its name alone
+    monkeypatch.chdir(work / "runs")
+    assert run_cycles("npu") is not None
 
 
 def test_set_fills_the_method(work: Path) -> None:

@@ -161,8 +161,9 @@ def asked(args: argparse.Namespace) -> dict[str, Any]:
         out["task_settings"] = {**out.get("task_settings", {}), "folder": str(Path(args.data).absolute())}
     if args.out:
         flagged["out"] = args.out
-    if flagged.get("dense"):
-        flagged["dense"] = str(Path(flagged["dense"]).absolute())
+    for name in ("dense", "npu"):  # a run may be resumed, and its page written, from another folder
+        if flagged.get(name) and (name == "dense" or flagged[name].endswith(".json")):
+            flagged[name] = str(Path(flagged[name]).absolute())
     return {**out, **flagged}
 
 

@@ -296,6 +296,8 @@ def protocol(config: Mapping[str, Any]) -> str:
     parts = ["{} dense + {} search + {} fine-tuning epochs".format(*epochs)]
     if config.get("cycles") is None:
         rest.pop("npu", None)
+    elif isinstance(rest.get("npu"), str):
+        rest["npu"] = os.path.basename(rest["npu"])  # the file of one by its name, wherever it lies
     if "poly" not in (rest.get("schedule"), rest.get("search_schedule")):
         rest.pop("poly_power", None)
     idle = {name for name, value in NEUTRAL.items() if name in rest and rest[name] == value}
