@@ -245,6 +245,17 @@ def test_a_foreign_network_is_not_made_for_a_folder_from_elsewhere(run: Path, tm
     assert "antigravity" not in sys.modules
 
 
+@pytest.mark.parametrize("width", [100_000, 10**10, 10**30])
+def test_a_folder_from_elsewhere_does_not_choose_how_much_memory_is_taken(run: Path, tmp_path: Path, width: int) -> None:
+    for name in ("model.safetensors", "receipt.json"):
+        (tmp_path / name).write_bytes((run / name).read_bytes())
+    config = json.loads((run / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "task_settings": {"width": width}}))
+    assert main(["report", str(tmp_path), "--html", str(tmp_path / "page.html")]) == 0
+    assert "Cycles on an NPU" not in (tmp_path / "page.html").read_text()
+    assert run_network(tmp_path) is None
+
+
 def test_a_run_knows_the_axes_of_its_layers(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Also of those that its receipt is not about, such as the stem: the network of its settings says them."""
     assert "axes of" not in read(run / PAGE).words

@@ -37,22 +37,26 @@ def run_cycles(folder: str | Path, own: bool = False) -> Estimate | None:
 
 
 def run_network(folder: str | Path, own: bool = False) -> nn.Module | None:
-    """A run's network without its weights, which says what axes they have; None where it cannot be made here."""
+    """A run's network, which says what axes its weights have, or None where it cannot be made here."""
     try:
-        with torch.device("meta"):
-            model = _made(folder, own)[2]
-        read_source(folder, model)  # whether they belong to it
-        return model
+        return _made(folder, own)[2]
     except SmartpruneError:
         return None
 
 
 def _made(folder: str | Path, own: bool) -> tuple[Config, Task, nn.Module]:
-    """A network that is somebody's function is only made where the run is our own: a folder from elsewhere must not choose what
-    code runs."""
+    """The network of a run, fresh. A folder from elsewhere must choose neither what code runs nor how much memory is taken: its
+    network has to be one of ours, and to fit the weights beside it, which takes no memory to see."""
     config = configs.load(Path(folder) / CONFIG)
     if foreign(config.model) and not own:
         raise SmartpruneError(f"model={config.model!r} is not of this package")
     task = configs.make_task(config.task, config.task_settings)
-    with torch.random.fork_rng(devices=[]):
-        return config, task, task.model(config.model)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            if not own:
+                with torch.device("meta"):
+                    shell = task.model(config.model)
+                read_source(folder, shell)
+            return config, task, task.model(config.model)
+    except (RuntimeError, TypeError, ValueError, OverflowError, MemoryError) as error:
+        raise SmartpruneError(f"model={config.model!r} cannot be made with these settings ({error})") from None
