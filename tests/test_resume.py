@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shlex
 import signal
 import subprocess
 import threading
@@ -168,6 +169,16 @@ def test_killed_while_finishing(whole: Path, tmp_path: Path, monkeypatch: pytest
     assert not (out / "result.json").exists()
     resume(out)
     assert_same_run(whole, out)
+
+
+def test_commands_to_go_on_with_can_be_pasted(tmp_path: Path) -> None:
+    folder = tmp_path / "my runs" / "it's a run"
+    with pytest.raises(SmartpruneError, match="continue with: ") as stopped:
+        train(small(folder), stop=lambda: True)
+    with pytest.raises(SmartpruneError, match="continue it with: ") as held:
+        train(small(folder))
+    for said in (str(stopped.value), str(held.value).partition(", or choose")[0]):
+        assert shlex.split(said.partition("with: ")[2]) == ["smartprune", "train", "--resume", "--out", str(folder)]
 
 
 def test_no_run_to_resume(tmp_path: Path) -> None:

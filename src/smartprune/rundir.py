@@ -7,6 +7,7 @@ import json
 import math
 import os
 import pickle
+import shlex
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -38,7 +39,8 @@ def create(config: Config) -> Path:
     if out.exists() and any(out.iterdir()):
         if (out / CONFIG).exists():
             raise SmartpruneError(
-                f"{out} already holds a run; continue it with: smartprune train --resume --out {out}, or choose another folder"
+                f"{out} already holds a run; continue it with: smartprune train --resume --out {shlex.quote(str(out))}, "
+                "or choose another folder"
             )
         raise SmartpruneError(f"{out} is not empty and holds no run; choose another folder")
     if out.exists():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+import shlex
 import statistics
 import time
 from collections.abc import Callable
@@ -66,7 +67,9 @@ class Result:
         """The metric of ``"dense"`` or ``"pruned"`` in percent, with other figures and the change by pruning."""
         value, change = {"dense": (self.dense, None), "pruned": (self.pruned, self.dense)}[form]
         if value is None:
-            return f"not scored yet; what judges it is not installed here. Score it with: smartprune eval {self.folder}"
+            return (
+                f"not scored yet; what judges it is not installed here. Score it with: smartprune eval {shlex.quote(self.folder)}"
+            )
         notes = [f"{100 * (value - change):+.2f} points"] if change is not None else []
         notes += [f"{name} {100 * other:.2f} %" for name, other in self.also.get(form, {}).items() if other is not None]
         return f"{100 * value:.2f} %" + (f" ({', '.join(notes)})" if notes else "")
@@ -206,7 +209,7 @@ def _train_stage(run: Run, progress: Callable[[Tick], None], stop: Callable[[], 
             if stopped:
                 raise SmartpruneError(
                     f"stopped in {run.stage}, after step {run.step} of {total}; "
-                    f"continue with: smartprune train --resume --out {run.folder}"
+                    f"continue with: smartprune train --resume --out {shlex.quote(str(run.folder))}"
                 )
 
 

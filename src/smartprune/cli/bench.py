@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -66,8 +67,8 @@ def run_bench(args: argparse.Namespace) -> int:
         check_outputs({"--out": out, "--plot": args.plot}, read)
         if folder.is_file():
             raise SmartpruneError(
-                f"{folder} is a file; give the network that it belongs to, by name, and the file as --weights {folder} "
-                "(a packed file too; smartprune unpack makes a plain one of it)"
+                f"{folder} is a file; give the network that it belongs to, by name, and the file as "
+                f"--weights {shlex.quote(args.model)} (a packed file too; smartprune unpack makes a plain one of it)"
             )
         if folder.is_dir():
             model, example, receipt, task, config = from_run(folder)

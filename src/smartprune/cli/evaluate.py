@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -82,7 +83,8 @@ def _place(args: argparse.Namespace) -> tuple[Path, Config]:
         raise SmartpruneError(f"{path} is not there" + ("; the run is not finished" if given.is_dir() else ""))
     if is_packed_file(path):
         raise SmartpruneError(
-            f"{path} is a packed file, and eval reads plain ones; make one first: smartprune unpack {path} --out model.safetensors"
+            f"{path} is a packed file, and eval reads plain ones; make one first: "
+            f"smartprune unpack {shlex.quote(str(path))} --out model.safetensors"
         )
     if args.task is None and (path.parent / rundir.CONFIG).exists():
         values = asdict(load(path.parent / rundir.CONFIG))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import glob
 import json
 import os
+import shlex
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -240,7 +241,7 @@ def read_entry(folder: Path) -> Entry:
         raise SmartpruneError(f"{RESULT}: the model is not what its receipt says")
     for name in ("dense", "pruned"):
         if result.raw(name) is None:
-            raise SmartpruneError(f"{RESULT}: {name} is not scored yet; score it with: smartprune eval {folder}")
+            raise SmartpruneError(f"{RESULT}: {name} is not scored yet; score it with: smartprune eval {shlex.quote(str(folder))}")
     versions = result.inner("versions")
     return Entry(
         folder=folder,
