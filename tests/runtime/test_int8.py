@@ -139,6 +139,25 @@ def test_one_layer_lies_within_its_steps(stride: int, activation: type[nn.Module
     assert float((ours - theirs).norm() / theirs.norm()) < 0.03
 
 
+@pytest.mark.parametrize("pool", [nn.AvgPool2d(2), nn.AvgPool2d(3, 2, 1, count_include_pad=False), nn.AdaptiveAvgPool2d((4, 2))])
+@torch.no_grad()
+def test_an_average_between_numbers_of_two_kinds(pool: nn.Module) -> None:
+    """What a convolution reads is int8, everything else float32: a pool stands between the two, either way around."""
+
+    class Between(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last, self.pool = nn.Conv2d(8, 20, 1), nn.Conv2d(20, 6, 1), pool
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.last(self.pool(self.first(x))), self.pool(x)
+
+    model, x = Between().eval(), torch.randn(2, 8, 8, 8)
+    fast = sp.accelerate(model, dtype="int8", example=x, threads=1)
+    for ours, theirs in zip(fast(x), model(x), strict=True):
+        assert float((ours - theirs).norm() / theirs.norm()) < 0.03
+
+
 @pytest.mark.parametrize("lead", [(5,), (2, 7)])
 def test_linear_layers(lead: tuple[int, ...]) -> None:
     model, x = pruned(nn.Sequential(nn.Linear(40, 50), nn.GELU(), nn.Linear(50, 20)), 0.3), torch.randn(*lead, 40)

@@ -324,7 +324,7 @@ static void depthwise(const Op *op, int item) {
 }
 
 /* A window cut to the map: rows and columns from ``top`` and ``left``, in steps of the dilation. */
-INLINE void pool_typed(const Op *op, int item, const int TYPE, const int LARGEST) {
+INLINE void pool_typed(const Op *op, int item, const int FROM, const int TO, const int LARGEST) {
   const Tensor X = op->x, Y = op->y, *x = &X, *y = &Y; /* copies: stores of bytes cannot change them */
   for (int h = 0; h < y->height; h++) {
     const int top = h * op->sh - op->ph;
@@ -341,12 +341,12 @@ INLINE void pool_typed(const Op *op, int item, const int TYPE, const int LARGEST
       vec sum = all(LARGEST ? -INFINITY : 0.0f);
       for (int i = i0; i < i1; i++)
         for (int j = j0; j < j1; j++) {
-          const vec v = load_as(TYPE, x, origin(x, item) + (int64_t)(top + i * op->dh) * x->row + (int64_t)(left + j * op->dw) * LANES);
+          const vec v = load_as(FROM, x, origin(x, item) + (int64_t)(top + i * op->dh) * x->row + (int64_t)(left + j * op->dw) * LANES);
           sum = LARGEST ? choose(sum != sum, sum, larger(sum, v)) : sum + v;
         }
       const int count = op->include ? seen_rows * seen_columns : (i1 - i0) * (j1 - j0);
       if (!LARGEST) sum *= 1.0f / (float)(op->port ? op->port : count);
-      save_as(TYPE, y, origin(y, item) + h * y->row + (int64_t)w * LANES, sum);
+      save_as(TO, y, origin(y, item) + h * y->row + (int64_t)w * LANES, sum);
     }
   }
 }
@@ -375,10 +375,11 @@ static void max_pool_quanta(const Op *op, int item) {
 
 static void pool(const Op *op, int item) {
   if (op->kind == AVERAGE_POOL) {
-    if (op->x.type == FLOAT32 && op->y.type == FLOAT32) pool_typed(op, item, FLOAT32, 0);
-    else pool_typed(op, item, QUANTUM, 0);
+    if (op->x.type == FLOAT32 && op->y.type == FLOAT32) pool_typed(op, item, FLOAT32, FLOAT32, 0);
+    else if (op->x.type == QUANTUM && op->y.type == QUANTUM) pool_typed(op, item, QUANTUM, QUANTUM, 0);
+    else pool_typed(op, item, op->x.type, op->y.type, 0); /* only what a convolution reads is quantized */
   } else if (op->x.type == FLOAT32) {
-    pool_typed(op, item, FLOAT32, 1);
+    pool_typed(op, item, FLOAT32, FLOAT32, 1);
   } else {
     max_pool_quanta(op, item);
   }
