@@ -159,6 +159,31 @@ def test_torchs_own_modules_are_left_alone() -> None:
         _ = fast.head.colour
 
 
+@pytest.mark.parametrize("with_example", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_own_code_runs_like_a_plan(dtype: torch.dtype, with_example: bool) -> None:
+    """In float32 and eval mode, without gradients, whatever is done to a surrounding model."""
+
+    class Choosing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(x) + self.conv(x) if x.sum() < 1e9 else x
+
+    model, x = pruned(Choosing(), 0.3, (4, 4)).to(dtype), X.to(dtype)
+    with torch.no_grad():
+        theirs = model.float()(x.float())
+    fast = sp.accelerate(model.to(dtype), threads=1, example=x if with_example else None)
+    assert not isinstance(fast, Accelerated)
+    outer = nn.Sequential(fast).train().half()
+    for run in (fast, outer, copy.deepcopy(outer)):
+        agree(run(x.clone().requires_grad_()), theirs)
+    assert not fast.training
+    assert not fast.norm.training
+
+
 def test_inputs_of_an_unknown_kind() -> None:
     class Boxed(Optional):
         def forward(self, box: Box) -> Tensor:  # type: ignore[override]

@@ -36,8 +36,8 @@ def described(value: Any, leaves: list[Any]) -> Hashable:
             raise SmartpruneError(f"accelerated model: an input is on {value.device}; this one runs on the CPU")
         if value.layout is not torch.strided:
             raise Unknown(f"a tensor of layout {value.layout}")
-        if value.dtype is not torch.float32 and value.is_floating_point():
-            value = value.float()
+        if value.dtype is not torch.float32:
+            value = as_float32(value)
         leaves.append(value)
         return value.dtype, value.shape
     kind = type(value)
@@ -51,6 +51,10 @@ def described(value: Any, leaves: list[Any]) -> Hashable:
     if kind in CONSTANT or isinstance(value, Enum):
         return kind, value
     raise Unknown(f"a {kind.__name__}")
+
+
+def as_float32(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.is_floating_point() else tensor
 
 
 def filled(value: Any, leaf: Callable[[Any], Any]) -> Any:

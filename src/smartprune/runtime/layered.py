@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
+from .inputs import as_float32
 from .module import Accelerated, Options
+from .tracing import Opaque
 
 CONTAINERS = (nn.Module, nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
-class Replaced(Accelerated):
-    """In place of one layer. What else the model reads of that layer (its weight, its number of outputs) is still there."""
+class Holder(nn.Module):
+    """Stands for the module in the list ``_model``: what it does not have itself is that one's."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -24,13 +28,38 @@ class Replaced(Accelerated):
             return getattr(held[0], name)
 
 
-def layered(model: nn.Module, options: Options) -> nn.Module:
+class Replaced(Holder, Accelerated):
+    """In place of one layer. What else the model reads of that layer (its weight, its number of outputs) is still there."""
+
+
+class Layered(Holder, Opaque):
+    """In place of a model that keeps its own code: for inference only and in float32, like one that has a plan."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._model = [model]  # in a list, so that nothing that is done to all submodules reaches it
+        super().train(False)
+
+    def train(self, mode: bool = True) -> Layered:
+        """Stays in eval mode, whatever a surrounding model does."""
+        return self
+
+    def extra_repr(self) -> str:
+        return f"own code with its layers replaced: {self._model[0]!r}"
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad():
+            args, kwargs = tree_map_only(Tensor, as_float32, (args, kwargs))
+            return self._model[0](*args, **kwargs)
+
+
+def layered(model: nn.Module, options: Options) -> Layered:
     """The model with an accelerated layer for each of its convolutions and linear layers. The inside of torch's own modules
     (attention, transformer layers) stays as it is: they hand their layers' weights to other functions."""
     made: dict[int, Replaced] = {}
     if not torch_own(model):
         _replace(model, options, made, set())
-    return model
+    return Layered(model)
 
 
 def _replace(owner: nn.Module, options: Options, made: dict[int, Replaced], seen: set[int]) -> None:
