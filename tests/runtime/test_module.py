@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 import smartprune as sp
 from smartprune.models import resnet
@@ -146,6 +147,10 @@ def test_misuse() -> None:
             sp.accelerate(model, **kwargs)  # type: ignore[arg-type]
     with pytest.raises(sp.SmartpruneError, match="give a torch module"):
         sp.accelerate("model.safetensors")  # type: ignore[arg-type]
+    with pytest.raises(sp.SmartpruneError, match="no 16x8x1x1 block"):
+        sp.accelerate(nn.ReLU(), (16, 8))
+    with pytest.warns(DeprecationWarning, match="torch.jit"), pytest.raises(sp.SmartpruneError, match="scripted model"):
+        sp.accelerate(torch.jit.script(model))
     fast = sp.accelerate(model)
     with pytest.raises(sp.SmartpruneError, match="input 'input' is missing"):
         fast()
@@ -158,6 +163,42 @@ def test_a_model_that_is_still_masked() -> None:
     sp.attach(model, sp.Magnitude(), block=(4, 4), sparsity=0.5, steps=2)
     with pytest.raises(sp.SmartpruneError, match="bake"):
         sp.accelerate(model)
+
+
+@torch.no_grad()
+def test_weights_that_a_hook_makes_before_every_call() -> None:
+    """Those of torch.nn.utils.prune are masked for good, so that they gain; a norm is computed as ever."""
+    x = torch.randn(1, 8, 6, 6)
+    masked = nn.Sequential(nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 1))
+    for _ in range(2):  # the second time, masks are combined
+        prune.ln_structured(masked[0], "weight", 0.25, n=2, dim=0)
+    prune.random_unstructured(masked[2], "bias", 0.5)
+    with torch.enable_grad():
+        theirs = masked(x)  # which leaves a weight with a history, that torch does not copy
+        agree(sp.accelerate(masked, (1, None, None, None), threads=1)(x), theirs)
+    fast = sp.accelerate(masked, threads=1)
+    agree(fast(x), theirs)
+    assert isinstance(fast, Accelerated)
+    assert len(fast.plan(x).programs) == len(fast.plan(x).parts) == 1
+    assert prune.is_pruned(masked)
+    with pytest.warns(FutureWarning, match="weight_norm"), torch.enable_grad():
+        normed = nn.Sequential(nn.utils.weight_norm(nn.Conv2d(8, 8, 3)))
+    agree(sp.accelerate(normed, threads=1)(x), normed(x))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # dynamo imports torch.jit
+@torch.no_grad()
+def test_a_model_in_a_wrapper(model: nn.Module) -> None:
+    """What compiles a model or spreads it over devices has no part in it."""
+    x = torch.randn(1, 3, 8, 8)
+    for wrapped in (
+        torch.compile(model, backend="eager"),
+        nn.DataParallel(model),
+        nn.DataParallel(torch.compile(model, backend="eager")),
+    ):
+        fast = sp.accelerate(wrapped, (16, 8), threads=1)  # type: ignore[arg-type]
+        assert isinstance(fast, Accelerated)
+        agree(fast(x), model(x))
 
 
 def test_a_block_that_is_there_is_accepted() -> None:

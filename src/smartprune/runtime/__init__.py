@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..block import Block
 from ..errors import SmartpruneError
-from ..layers import find
+from ..layers import candidates, find
 from ..occupancy import occupied
 from .layered import layered
 from .module import Accelerated, Options, copied
@@ -64,15 +64,16 @@ def accelerate(
         raise SmartpruneError(f"accelerate: threads={threads!r} is not a number from 1 to {MOST_THREADS}")
     if any(hasattr(type(module), "_smartprune_class") for module in model.modules()):
         raise SmartpruneError("accelerate: the model is still being pruned; call smartprune.bake(model) first")
-    if block is not None:
-        _check_block(model, Block.of(block))
-    return DEVICES[kind](model, _examples(example), Options(dtype, threads, backend == "reference"), str(device))
+    wanted = None if block is None else Block.of(block)
+    own = copied(model)
+    if wanted is not None:
+        _check_block(own, wanted)
+    return DEVICES[kind](own, _examples(example), Options(dtype, threads, backend == "reference"), str(device))
 
 
-def _cpu(model: nn.Module, inputs: Sequence[tuple[Any, ...]], options: Options, device: str) -> nn.Module:
+def _cpu(own: nn.Module, inputs: Sequence[tuple[Any, ...]], options: Options, device: str) -> nn.Module:
     if options.dtype not in DTYPES:
         raise SmartpruneError(f"accelerate: dtype={options.dtype!r} is not one of {', '.join(DTYPES)}")
-    own = copied(model)
     if options.dtype == "int8":
         if not inputs:
             raise SmartpruneError(
@@ -109,7 +110,7 @@ def _examples(example: Tensor | Sequence[Any] | None) -> list[tuple[Any, ...]]:
 
 
 def _check_block(model: nn.Module, block: Block) -> None:
-    layers, _ = find(model, block, include="*")
+    layers = find(model, block, include="*")[0] if next(candidates(model), None) else ()
     for layer in layers:
         owner, attribute = layer.sites[0]
         if not occupied(layer.grid, getattr(model.get_submodule(owner), attribute)).all():
