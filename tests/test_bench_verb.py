@@ -56,12 +56,27 @@ def test_an_engine_that_fails_is_a_result(tmp_path: Path) -> None:
     assert f"failed: onnxruntime, batch 1: {engine.failed}" in str(found)
     assert found.best(1, engines.DENSE).engine == "torch"  # type: ignore[union-attr]
     assert "onnxruntime" not in found.drawing().svg()
+    assert [(row["ms"], row["error"]) for row in found.to_json()["timings"]] == [(2.0, 0.0), (None, None)]
 
 
 def test_a_drawing_where_every_engine_failed() -> None:
     failed = Bench("m", "16x8", 1, 0.5, (Timing("torch", 1, 0.0, (), 0.0, "it failed"),), (), {}, {})
     assert "batch 1" in failed.drawing().svg()
     assert "torch" not in failed.drawing().svg()
+
+
+class Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(input=x)
+
+
+def test_a_layer_alone_whose_input_has_a_name() -> None:
+    for engine in ("torch", "smartprune"):
+        assert engines.alone(engine, Named().eval(), torch.randn(2, 8), seconds=0.0)["fc"][0] == "linear"
 
 
 class Number(nn.Module):

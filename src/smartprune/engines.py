@@ -90,7 +90,12 @@ class Bench:
         return min(found, key=lambda t: t.ms, default=None)
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        """Plain data, with none for what failed."""
+        data = asdict(self)
+        for row in data["timings"]:
+            if row["failed"] is not None:
+                row |= {"ms": None, "error": row["error"] or None}
+        return data
 
     def __str__(self) -> str:
         out = [f"{self.model}: {100 * self.sparsity:.2f} % of {self.block} blocks are zero; {self.threads} CPU threads"]
@@ -484,11 +489,11 @@ def alone(name: str, model: nn.Module, x: Tensor, seconds: float = 0.05) -> dict
     """Every convolution and linear layer on its own, with the inputs it has in the network."""
     seen: dict[str, Tensor] = {}
 
-    def note(path: str, module: nn.Module, args: tuple[Any, ...]) -> None:
-        seen.setdefault(path, args[0].clone())
+    def note(path: str, module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        seen.setdefault(path, (args[0] if args else named["input"]).clone())
 
     hooks = [
-        module.register_forward_pre_hook(partial(note, path))
+        module.register_forward_pre_hook(partial(note, path), with_kwargs=True)
         for path, module in model.named_modules()
         if type(module) in (nn.Conv2d, nn.Linear)
     ]

@@ -7,15 +7,11 @@ import json
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from ..errors import SmartpruneError
 from .export import from_run, load_weights, training_inputs
 from .look import find_model, sample
 from .verb import Verbs, add_verb, arguments, check_outputs, run_files
-
-if TYPE_CHECKING:
-    from ..engines import Bench
 
 
 def bench_verb(verbs: Verbs) -> None:
@@ -98,7 +94,7 @@ def run_bench(args: argparse.Namespace) -> int:
         only=args.engines,
         tell=lambda words: print(words, file=sys.stderr),
     )
-    data = json.dumps(_measured(found), indent=2)
+    data = json.dumps(found.to_json(), indent=2)
     if out is not None:
         write_whole(Path(out), f"{data}\n".encode())
     if folder.is_dir() and args.out is None:
@@ -107,12 +103,3 @@ def run_bench(args: argparse.Namespace) -> int:
         found.save(args.plot)
     print(data if args.json else found)
     return 0 if any(timing.failed is None for timing in found.timings) else 1
-
-
-def _measured(found: Bench) -> dict[str, Any]:
-    """The figures as plain data, with none for what failed."""
-    data = found.to_json()
-    for row in data["timings"]:
-        if row["failed"] is not None:
-            row |= {"ms": None, "error": row["error"] or None}
-    return data
