@@ -324,6 +324,13 @@ def written(model: Any, path: Path) -> Path:
 BLOCK = Block(8, 4)
 
 
+def sparse_tensor(array: np.ndarray, by_axis: bool) -> Any:
+    """Its nonzero numbers and their places, one number each or one per axis."""
+    places = np.argwhere(array) if by_axis else np.flatnonzero(array)
+    values = numpy_helper.from_array(array[array != 0], "w")
+    return helper.make_sparse_tensor(values, numpy_helper.from_array(places.astype(np.int64), "places"), array.shape)
+
+
 def origins() -> dict[str, tuple[list[Any], dict[str, np.ndarray], int]]:
     """Nodes, arrays, and how many zero blocks of 8 output x 4 input channels a slow count finds."""
     torch.manual_seed(3)
@@ -342,6 +349,8 @@ def origins() -> dict[str, tuple[list[Any], dict[str, np.ndarray], int]]:
 
     w = zeros_in((24, 10, 3, 3), BLOCK)
     out["conv"] = [helper.make_node("Conv", ["x", "w", "b"], ["y"])], {"w": w, "b": np.ones(24, np.float32)}, zero(w)
+    w = zeros_in((24, 6, 3, 3), BLOCK, 2)
+    out["fused conv"] = [helper.make_node("FusedConv", ["x", "w"], ["y"], group=2, domain="com.microsoft")], {"w": w}, zero(w, 2)
     w = zeros_in((24, 6, 3), BLOCK, 2)
     out["grouped"] = [helper.make_node("Conv", ["x", "w"], ["y"], group=2)], {"w": w}, zero(w, 2)
     w = zeros_in((24, 20, 2, 2), BLOCK, 3, True)
@@ -357,6 +366,18 @@ def origins() -> dict[str, tuple[list[Any], dict[str, np.ndarray], int]]:
     out["renamed"] = [rename, helper.make_node("Gemm", ["x", "t"], ["y"], transB=1)], {"w": w}, zero(w)
     constant = helper.make_node("Constant", [], ["w"], value=numpy_helper.from_array(w))
     out["constant"] = [constant, helper.make_node("Gemm", ["x", "w"], ["y"], transB=1)], {}, zero(w)
+    sparse = helper.make_node("Constant", [], ["w"], sparse_value=sparse_tensor(w, by_axis=True))
+    out["sparse constant"] = [sparse, helper.make_node("Gemm", ["x", "w"], ["y"], transB=1)], {}, zero(w)
+    cast = helper.make_node("Cast", ["w"], ["t"], to=TensorProto.FLOAT)
+    out["cast"] = [cast, helper.make_node("MatMul", ["x", "t"], ["y"])], {"w": w.T.astype(np.float16)}, zero(w)
+    own = {"domain": "com.microsoft"}
+    out["fused gemm"] = [helper.make_node("FusedGemm", ["x", "w"], ["y"], transB=1, **own)], {"w": w}, zero(w)
+    out["fused matmul"] = [helper.make_node("FusedMatMul", ["x", "w"], ["y"], transB=1, **own)], {"w": w}, zero(w)
+    q = np.round(w * 9).astype(np.int8)
+    qgemm = helper.make_node("QGemm", ["x", "s", "z", "w", "s", "wz"], ["y"], transB=1, **own)
+    points = np.arange(40, dtype=np.uint8)[:, None]
+    small = {"s": np.float32(0.1).reshape(()), "z": np.zeros((), np.uint8), "wz": points.reshape(-1)}
+    out["qgemm"] = [qgemm], {"w": (q.astype(np.int16) + points).astype(np.uint8), **small}, zero(q)
     half = w.astype(np.float16)
     out["half"] = [helper.make_node("Gemm", ["x", "w"], ["y"], transB=1)], {"w": half}, zero(half)
     q = np.round(w * 9).astype(np.int8)
@@ -393,6 +414,38 @@ def test_weights_of_any_origin(case: str, tmp_path: Path) -> None:
     packed = tmp_path / "packed"
     sp.pack(path, packed, BLOCK)
     assert sp.verify(packed).zero == zero
+
+
+def test_weights_that_store_their_nonzero_numbers(tmp_path: Path) -> None:
+    weight = zeros_in((24, 10, 3, 3), BLOCK)
+    node = helper.make_node("Conv", ["x", "w"], ["y"])
+    dense = sp.verify(written(graph([node], {"w": weight}), tmp_path / "dense.onnx"), BLOCK)
+    for by_axis in (False, True):
+        model = graph([node], {})
+        model.graph.sparse_initializer.append(sparse_tensor(weight, by_axis))
+        assert sp.verify(written(model, tmp_path / "sparse.onnx"), BLOCK).layers == dense.layers
+    for dims, place in (([24, 10, 3, 2], 1440), ([2**40, 2**20], 0), ([24, -1], 0), ([2, 2], -1)):
+        bad = graph([node], {})
+        values, places = numpy_helper.from_array(np.ones(1, np.float32), "w"), numpy_helper.from_array(np.array([place]), "places")
+        bad.graph.sparse_initializer.append(helper.make_sparse_tensor(values, places, dims))
+        with pytest.raises(sp.SmartpruneError, match=r"bad\.onnx: w "):
+            sp.verify(written(bad, tmp_path / "bad.onnx"), BLOCK)
+
+
+def test_weights_in_branches(tmp_path: Path) -> None:
+    """Each branch may have a weight of its own, of the same name, and both may use one from outside."""
+    arrays = [zeros_in((24, 10, 3, 3), BLOCK) for _ in range(3)]
+    branches = []
+    for i in range(2):
+        nodes = [helper.make_node("Conv", ["x", "w"], [f"a{i}"]), helper.make_node("Conv", ["x", "shared"], [f"b{i}"])]
+        out = [helper.make_tensor_value_info(f"b{i}", TensorProto.FLOAT, None)]
+        branches.append(helper.make_graph(nodes, f"branch{i}", [], out, [numpy_helper.from_array(arrays[i], "w")]))
+    node = helper.make_node("If", ["c"], ["y"], then_branch=branches[0], else_branch=branches[1])
+    path = written(graph([node], {"shared": arrays[2]}), tmp_path / "branches.onnx")
+    found = sp.verify(path, BLOCK)
+    assert [layer.weight for layer in found.layers] == ["w", "shared", "w#2"]
+    alone = {str(i): torch.from_numpy(array) for i, array in enumerate(arrays)}
+    assert found.zero == sp.verify(alone, BLOCK).zero
 
 
 def test_other_tensors_are_no_weights(tmp_path: Path) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Iterable, Mapping
+from collections import ChainMap, Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,15 @@ from .layout import Layout
 from .receipt import Receipt
 
 MOST_BYTES = 1 << 31  # what one protobuf message can hold
+MOST_NUMBERS = 1 << 27  # of a tensor that stores its nonzero numbers only, so that a small file may claim anything
 MOST_STEPS = 8  # nodes between a weight and the layer that uses it
 BLOCK, RECEIPT = "smartprune.block", "smartprune.receipt"  # entries of the model's metadata
 QUANTIZED = "_quantized"  # what onnxruntime's quantizer puts behind the name of a weight
 WEIGHT = {"Conv": 1, "ConvTranspose": 1, "Gemm": 1, "MatMul": 1, "QLinearConv": 3, "QLinearMatMul": 3}  # input of the weight
 WEIGHT |= {"ConvInteger": 1, "MatMulInteger": 1}
+WEIGHT |= {"FusedConv": 1, "FusedGemm": 1, "FusedMatMul": 1, "QGemm": 3}  # what onnxruntime's optimizer makes of them
 SCALERS = ("QuantizeLinear", "DequantizeLinear")  # whose other inputs, scales and zero points, nobody learned
-ZERO_POINT = {"QLinearConv": 5, "QLinearMatMul": 5, "ConvInteger": 3, "MatMulInteger": 3}
+ZERO_POINT = {"QLinearConv": 5, "QLinearMatMul": 5, "QGemm": 5, "ConvInteger": 3, "MatMulInteger": 3}
 
 
 def need(package: str) -> Any:
@@ -90,14 +93,23 @@ def parse_onnx(data: bytes, where: str) -> OnnxFile:
         model = onnx.load_model_from_string(data)
     except Exception as error:  # protobuf has several, and they depend on its version
         raise SmartpruneError(f"{where}: not a readable ONNX file ({type(error).__name__}); it may be damaged or cut off") from None
-    graph = _Graph(onnx, model.graph, where)
     weights: dict[str, OnnxWeight] = {}
-    for node in model.graph.node:
-        for weight in graph.weights(node):
-            weights.setdefault(weight.name, weight)
-    used = {weight.initializer for weight in weights.values()}
-    used |= {name for node in model.graph.node if node.op_type in SCALERS for name in node.input[1:]}
-    others = {name: graph.tensor(name) for name in graph.initializers if name not in used and name not in weights}
+    used: set[str] = set()
+    seen: set[int] = set()
+    times: Counter[str] = Counter()  # branches of one node may each have a weight of the same name
+    graphs = list(_graphs(onnx, model.graph, where))
+    for graph in graphs:
+        used |= {name for node in graph.nodes if node.op_type in SCALERS for name in node.input[1:]}
+        for weight in (found for node in graph.nodes for found in graph.weights(node)):
+            if (message := id(graph.message(weight.initializer))) in seen:
+                continue
+            seen.add(message)
+            used.add(weight.initializer)
+            times[weight.name] += 1
+            name = weight.name if times[weight.name] == 1 else f"{weight.name}#{times[weight.name]}"
+            weights.setdefault(name, replace(weight, name=name))
+    rest = {name: graph for graph in graphs for name in graph.initializers.maps[0] if name not in used and name not in weights}
+    others = {name: graph.tensor(name) for name, graph in rest.items()}
     if not weights:
         raise SmartpruneError(f"{where}: no Conv, ConvTranspose, Gemm or MatMul node has a stored weight; is it the model?")
     said = {entry.key: entry.value for entry in model.metadata_props}
@@ -111,6 +123,15 @@ def parse_onnx(data: bytes, where: str) -> OnnxFile:
     return OnnxFile(where, weights, others, block, receipt)
 
 
+def _graphs(onnx: Any, graph: Any, where: str, outer: _Graph | None = None) -> Iterator[_Graph]:
+    """A graph and all that its nodes hold; the format itself limits how deep they lie."""
+    own = _Graph(onnx, graph, where, outer)
+    yield own
+    for attribute in (attribute for node in graph.node for attribute in node.attribute):
+        for inner in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs):
+            yield from _graphs(onnx, inner, where, own)
+
+
 @dataclass(frozen=True)
 class _Found:
     """A stored tensor on its way to the node that uses it."""
@@ -121,13 +142,17 @@ class _Found:
 
 
 class _Graph:
-    """Looks up where the inputs of nodes come from."""
+    """Looks up where the inputs of nodes come from: the graph itself, and the one that it is a branch or a loop of."""
 
-    def __init__(self, onnx: Any, graph: Any, where: str) -> None:
+    def __init__(self, onnx: Any, graph: Any, where: str, outer: _Graph | None) -> None:
         self.onnx = onnx
         self.where = where
-        self.initializers = {tensor.name: tensor for tensor in graph.initializer}
-        self.makers = {name: node for node in graph.node for name in node.output}
+        self.nodes = graph.node
+        stored = {tensor.name: tensor for tensor in graph.initializer}
+        stored |= {tensor.values.name: tensor for tensor in graph.sparse_initializer}
+        made = {name: node for node in graph.node for name in node.output}
+        self.initializers: ChainMap[str, Any] = ChainMap(stored, *(outer.initializers.maps if outer else ()))
+        self.makers: ChainMap[str, Any] = ChainMap(made, *(outer.makers.maps if outer else ()))
         self.ready: dict[str, Tensor] = {}
 
     def weights(self, node: Any) -> Iterable[OnnxWeight]:
@@ -135,17 +160,18 @@ class _Graph:
         index = WEIGHT.get(kind)
         if index is None or node.domain not in ("", "ai.onnx", "com.microsoft") or len(node.input) <= index:
             return
-        found, matrix = self.find(node.input[index]), "MatMul" in kind or (kind == "Gemm" and not _attribute(node, "transB", 0))
+        convolution, turned = "Conv" in kind, bool(_attribute(node, "transB", 0))
+        found, matrix = self.find(node.input[index]), not convolution and not turned
         if found is None and kind == "MatMul":  # weight x input: its axes are (out, in)
             found, matrix = self.find(node.input[0]), False
-        if found is None or found.array.dim() < 2 or ("Conv" not in kind and found.array.dim() != 2):
+        if found is None or found.array.dim() < 2 or (not convolution and found.array.dim() != 2):
             return
         point = ZERO_POINT.get(kind, len(node.input))
         if len(node.input) > point and node.input[point]:
-            axis = 0 if "Conv" in kind else 1
+            axis = 0 if convolution or turned else 1
             found = replace(found, array=self.centred(found.array, self.find(node.input[point]), axis))
         matrix ^= found.turned
-        groups = _attribute(node, "group", 1) if "Conv" in kind else 1
+        groups = _attribute(node, "group", 1) if convolution else 1
         name = found.initializer.removesuffix(QUANTIZED)
         layout = Layout(name.removesuffix(".weight"), kind, tuple(found.array.shape), groups, kind == "ConvTranspose" or matrix)
         yield OnnxWeight(name, found.initializer, found.array, layout, matrix)
@@ -164,7 +190,8 @@ class _Graph:
             if node is None or (not node.input and node.op_type != "Constant"):
                 return None
             if node.op_type == "Constant":
-                value = next((a.t for a in node.attribute if a.name == "value"), None)
+                kinds = {"value": "t", "sparse_value": "sparse_tensor"}
+                value = next((getattr(a, kinds[a.name]) for a in node.attribute if a.name in kinds), None)
                 if value is None or scales or turned:
                     return None
                 return _Found(name, self.decode(value, name))
@@ -176,10 +203,14 @@ class _Graph:
                 scales.append((point, axis))
             elif node.op_type == "QuantizeLinear":  # before a DequantizeLinear: the stored numbers are not quantized
                 scales.clear()
-            elif node.op_type != "Identity":
+            elif node.op_type not in ("Identity", "Cast"):
                 return None
             name = node.input[0]
         return None
+
+    def message(self, name: str) -> Any:
+        """What holds a weight: a tensor of the graph, or a node."""
+        return self.initializers[name] if name in self.initializers else self.makers[name]
 
     def find_plain(self, name: str) -> _Found | None:
         return _Found(name, self.tensor(name)) if name in self.initializers else None
@@ -204,6 +235,8 @@ class _Graph:
 
     def decode(self, stored: Any, name: str) -> Tensor:
         """A stored tensor, if its bytes are there and as many as its shape says."""
+        if isinstance(stored, self.onnx.SparseTensorProto):
+            return self.filled(stored, name)
         if stored.data_location == self.onnx.TensorProto.EXTERNAL or stored.external_data:
             raise SmartpruneError(
                 f"{self.where}: the data of {name} is in another file, which is not followed; save the model in one file"
@@ -224,6 +257,20 @@ class _Graph:
         elif array.dtype.kind == "u" and array.dtype.itemsize > 1:
             array = array.astype(np.int64)
         return torch.from_numpy(np.array(array))
+
+    def filled(self, stored: Any, name: str) -> Tensor:
+        """A tensor that stores its nonzero numbers and where they are: as one number each, or one per axis."""
+        shape = list(stored.dims)
+        if any(n < 0 for n in shape) or len(shape) > 16 or math.prod(shape) > MOST_NUMBERS:
+            raise SmartpruneError(f"{self.where}: {name} has the shape {str(shape)[:80]}, which no weight has")
+        values, index = self.decode(stored.values, name), self.decode(stored.indices, f"the indices of {name}")
+        sizes, index = (shape, index) if index.dim() != 1 else ([math.prod(shape)], index[:, None])
+        fits = values.dim() == 1 and index.shape == (len(values), len(sizes)) and index.dtype == torch.int64
+        if not fits or bool(((index < 0) | (index >= torch.tensor(sizes))).any()):
+            raise SmartpruneError(f"{self.where}: {name} has indices that do not fit its shape {shape}")
+        out = values.new_zeros(sizes)
+        out[tuple(index.T)] = values
+        return out.reshape(shape)
 
 
 def _attribute(node: Any, name: str, default: Any) -> Any:
