@@ -178,6 +178,13 @@ def is_packed_file(path: Path) -> bool:
         return False
 
 
+def check_header(path: Path) -> None:
+    """Refuses a safetensors file that has two entries for one name, of which every reader may take another one. Its size
+    was checked when it was opened."""
+    with path.open("rb") as file:
+        parse_json(file.read(int.from_bytes(file.read(8), "little")), f"{path}: header")
+
+
 def read_packed(path: Path, limit: int | None = None) -> PackedFile:
     """Reads a packed file that nobody vouches for: everything is checked before it is used.
 
@@ -192,6 +199,7 @@ def read_packed(path: Path, limit: int | None = None) -> PackedFile:
     except Exception as error:  # the library has no error type for all of it
         first = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
         raise SmartpruneError(f"{where}: not a readable safetensors file ({first})") from None
+    check_header(path)
     if not is_packed(metadata):
         raise SmartpruneError(f"{where}: not a packed file; the metadata of one holds {KEY!r}")
     if len(metadata[KEY]) > MOST_TEXT:

@@ -23,7 +23,7 @@ from .layers import Skipped, candidates, find
 from .layout import Layout
 from .occupancy import nonzero
 from .onnxfile import read_onnx
-from .packfile import is_packed, read_packed
+from .packfile import check_header, is_packed, read_packed
 from .receipt import Receipt
 from .tally import Row
 
@@ -270,6 +270,7 @@ def _read_safetensors(path: Path) -> Source:
         found = read_packed(path)
         tensors = _tensors(found.dense(), str(path))
         return Source(str(path), tensors, receipt=found.receipt, layouts=found.layouts, block=found.block, complete=True)
+    check_header(path)
     return Source(str(path), _tensors(tensors, str(path)))
 
 

@@ -44,6 +44,25 @@ def test_a_checkpoint_with_code_in_it_is_refused_and_not_run(tmp_path: Path, suf
         assert not mark.exists()
 
 
+def test_two_entries_of_one_name_are_refused(tmp_path: Path) -> None:
+    """Readers differ in which of them they take."""
+    model = torch.nn.Linear(8, 8, bias=False)
+    packed, plain = tmp_path / "packed.safetensors", tmp_path / "plain.safetensors"
+    sp.pack(model, packed, (4, 4))
+    save_file(model.state_dict(), plain)
+    for path in (packed, plain):
+        data = path.read_bytes()
+        start = 8 + int.from_bytes(data[:8], "little")
+        entry = json.loads(data[8:start])["weight"]
+        other = json.dumps({**entry, "dtype": "I32"})
+        header = data[8:start].rstrip().replace(b"{", f'{{"weight":{other},'.encode(), 1)
+        path.write_bytes(len(header).to_bytes(8, "little") + header + data[start:])
+        with pytest.raises(sp.SmartpruneError, match="a key comes twice"):
+            sp.verify(path, (4, 4))
+    with pytest.raises(sp.SmartpruneError, match="a key comes twice"):
+        sp.unpack(packed)
+
+
 def test_a_pruners_state_loads_without_pickled_code(tmp_path: Path) -> None:
     case = Case("plain_cnn")
     pruner = case.attach(steps=4)
