@@ -602,6 +602,9 @@ def test_export_verb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert data["size"] == (tmp_path / "m.onnx").stat().st_size
     assert data["int8_error"] < 0.1
     assert run("verify", "m.onnx") == 0
+    torch.save({"state_dict": {f"module.{name}": tensor for name, tensor in model.state_dict().items()}}, "wrapped.pt")
+    assert run(*given[:2], "--weights", "wrapped.pt", *given[4:], "--receipt", "receipt.json", "--out", "n.onnx") == 0
+    capsys.readouterr()
     assert run("export", "--help") == 0
     assert "example:\n  smartprune export" in capsys.readouterr().out
 

@@ -457,6 +457,7 @@ def test_wrong_arguments(folder: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert run("unpack", packed, "--out", folder / "a.pt") == 2
     assert run("unpack", model, "--out", folder / "a.safetensors") == 1
     assert run("unpack", packed, "--out", folder / "a.safetensors", "--limit", "10") == 1
+    assert run("unpack", packed, "--out", folder / "a.safetensors", "--limit", "-1") == 2
     assert not (folder / "a.safetensors").exists()
     for verb in ("pack", "unpack"):
         assert run(verb, "--help") == 0

@@ -66,10 +66,11 @@ class Source:
         """A tensor by name, also where a wrapper put a prefix before all names."""
         if name in self.tensors:
             return self.tensors[name]
-        return self._unwrapped.get(name)
+        return self.unwrapped.get(name)
 
     @cached_property
-    def _unwrapped(self) -> dict[str, Tensor]:
+    def unwrapped(self) -> dict[str, Tensor]:
+        """The tensors without the prefixes of wrappers."""
         out = {}
         for key, tensor in self.tensors.items():
             while key.startswith(WRAPPERS):
@@ -234,7 +235,7 @@ def _belonging(source: Source, network: nn.Module) -> Source:
                 "there; give the model that it was made from"
             )
         own[name] = tensor
-    for name, tensor in source._unwrapped.items():
+    for name, tensor in source.unwrapped.items():
         if name not in own and tensor.dim() > 1 and _learnable(name, tensor) and not source.rounded:  # a graph has constants
             raise SmartpruneError(
                 f"{source.where} does not belong to the model: {name} ({text.sizes(tensor.shape)}) is not in the model; give the "

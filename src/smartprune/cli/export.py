@@ -111,7 +111,9 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
     from ..pack import load_into
     from ..source import read_source
 
-    load_into(model, read_source(path).tensors, str(path))
+    source = read_source(path)
+    same = source.tensors.keys() == model.state_dict().keys()  # a model may have a part of its own that is called module
+    load_into(model, source.tensors if same else source.unwrapped, str(path))
 
 
 def _array(path: str) -> list[Any]:

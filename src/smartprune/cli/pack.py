@@ -80,6 +80,8 @@ def run_unpack(args: argparse.Namespace) -> int:
     with arguments(args):
         if out.suffix != ".safetensors":
             raise SmartpruneError(f"--out {out} must end in .safetensors, for that is what is written")
+        if args.limit is not None and args.limit < 0:
+            raise SmartpruneError(f"--limit {args.limit} should be 0 or more bytes")
         check_outputs({"--out": out}, {"the packed file": args.file})
     state = unpack(args.file, limit=args.limit)
     data = b"".join(safetensors_bytes(state))
