@@ -722,6 +722,20 @@ def test_a_model_that_cannot_be_exported_says_why(tmp_path: Path) -> None:
     assert len(str(caught.value)) < 500
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # dynamo imports torch.jit
+def test_models_in_a_wrapper_and_such_that_cannot_be_copied(tmp_path: Path) -> None:
+    model, x = nn.Sequential(nn.Conv2d(8, 8, 3), nn.ReLU()).eval(), torch.randn(2, 8, 6, 6)
+    model[0].weight.data[:, :4] = 0
+    sp.export_onnx(model, tmp_path / "m.onnx", x, (4, 4))
+    for i, wrapped in enumerate((torch.compile(model, backend="eager"), nn.DataParallel(model))):
+        found = sp.export_onnx(wrapped, tmp_path / f"{i}.onnx", x, (4, 4))  # type: ignore[arg-type]
+        assert found.blocks.removed == 18
+        assert (tmp_path / f"{i}.onnx").read_bytes() == (tmp_path / "m.onnx").read_bytes()
+    for bad in (nn.LazyConv2d(8, 3), nn.Conv2d(8, 8, 3, device="meta"), torch.jit.script(model)):
+        with pytest.raises(sp.SmartpruneError, match="export_onnx: the model cannot be copied"):
+            sp.export_onnx(bad, tmp_path / "bad.onnx", x, (4, 4))
+
+
 def test_float64_is_named(tmp_path: Path) -> None:
     model, x = nn.Sequential(nn.Conv2d(8, 8, 3)).double().eval(), torch.randn(2, 8, 6, 6)
     for example in (x.double(), x):  # an operation that onnxruntime lacks, and an input that does not fit

@@ -472,6 +472,8 @@ def test_models_without_tensors_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "p"
     with pytest.raises(sp.SmartpruneError, match="pack: ReLU has no tensors, so there is nothing to store"):
         sp.pack(nn.ReLU(), path, (4, 4))
+    with pytest.raises(sp.SmartpruneError, match=r"pack: 0\.weight of the model has no shape yet"):
+        sp.pack(nn.Sequential(nn.LazyLinear(4)), path, (4, 4))
     with pytest.raises(sp.SmartpruneError, match=r"made by smartprune\.accelerate.*give the model that it was made from"):
         sp.pack(sp.accelerate(model, backend="reference"), path, (4, 4))
 

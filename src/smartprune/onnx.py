@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,7 +20,7 @@ from .occupancy import map_hash, occupied, pack_bits
 from .onnxfile import OnnxFile, need, parse_onnx
 from .onnxgraph import check_half_steps, clean, describe, export_graph, outputs_of, quantized, serialized, session_of
 from .receipt import Receipt
-from .source import Cut, Source, check_not_masked
+from .source import Cut, Source, check_not_masked, copy_of
 from .tally import Count
 from .verify import verify
 
@@ -129,7 +128,7 @@ def export_onnx(
     if receipt is not None and not (found := verify(model, receipt=receipt)).ok:
         raise SmartpruneError(f"export_onnx: {type(model).__name__} is not what its receipt says: {found.problems[0]}")
     onnx = need("onnx")
-    plain = copy.deepcopy(model).cpu().eval().requires_grad_(False)
+    plain = copy_of(model, "export_onnx")
     cuts = Source(type(model).__name__, dict(plain.state_dict()), plain).cuts(block)[0]
     if not cuts:
         raise SmartpruneError(f"export_onnx: {type(model).__name__} has no weight that can be cut into blocks of {block}")

@@ -162,6 +162,7 @@ def _source(model: Model) -> Source:
             "pack: the model was made by smartprune.accelerate and holds its weights in a form of its own; give the model that "
             "it was made from"
         )
+    check_shapes(model, "pack")
     state = model.state_dict()  # unlike all parameters and buffers: what belongs into a file
     extra = next((name for name, value in state.items() if not isinstance(value, Tensor)), None)
     if extra is not None:
@@ -208,13 +209,18 @@ def check_loadable(model: nn.Module, where: str) -> None:
     """Raises where values cannot be copied into the model as it is."""
     if not isinstance(model, nn.Module):
         raise SmartpruneError(f"{where}: model is a {type(model).__name__}; give a torch.nn.Module, or none for the tensors alone")
+    check_shapes(model, where)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
-            raise SmartpruneError(f"{where}: {name} of the model has no shape yet (a lazy layer); run one forward pass first")
         if tensor.is_meta:
             raise SmartpruneError(
                 f"{where}: {name} of the model is on the meta device, without values; call model.to_empty(device='cpu') first"
             )
+
+
+def check_shapes(model: nn.Module, where: str) -> None:
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
+            raise SmartpruneError(f"{where}: {name} of the model has no shape yet (a lazy layer); run one forward pass first")
 
 
 def load_into(model: nn.Module, state: Mapping[str, Tensor], where: str) -> None:

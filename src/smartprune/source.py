@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import pickle
 import textwrap
@@ -32,6 +33,7 @@ Model = nn.Module | Mapping[str, Tensor] | str | os.PathLike[str]
 RUN_MODEL, RUN_RECEIPT = "model.safetensors", "receipt.json"
 NESTED = ("model", "state_dict", "model_state_dict")
 WRAPPERS = ("module.", "_orig_mod.")  # what data-parallel and compiled models put before every name
+SPREAD = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 SHOWN = 3  # names in a message
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
@@ -201,6 +203,22 @@ def files_of(model: Model) -> dict[str, Path]:
         return {}
     path = Path(model)
     return {"the model": path / RUN_MODEL, "the receipt": path / RUN_RECEIPT} if path.is_dir() else {"the model": path}
+
+
+def copy_of(model: nn.Module, where: str) -> nn.Module:
+    """A copy on the CPU, in eval mode and without gradients, that shares nothing with the model; without what compiles it or
+    spreads it over devices."""
+    while isinstance(model, SPREAD) or "_orig_mod" in model._modules:
+        model = model.get_submodule("module" if isinstance(model, SPREAD) else "_orig_mod")
+    try:
+        held = (value for module in model.modules() for value in vars(module).values())
+        made = {id(x): x.detach().clone() for x in held if isinstance(x, Tensor) and not x.is_leaf}  # which torch does not copy
+        return copy.deepcopy(model, made).cpu().eval().requires_grad_(False)
+    except Exception as error:  # scripted and exported models, lazy ones, those on the meta device, and whoever forbids copies
+        raise SmartpruneError(
+            f"{where}: the model cannot be copied ({type(error).__name__}: {_first_line(error)}); give an ordinary "
+            "torch.nn.Module that holds its weights"
+        ) from error
 
 
 def check_not_masked(names: Iterable[str], where: str) -> None:

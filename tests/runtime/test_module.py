@@ -149,13 +149,19 @@ def test_misuse() -> None:
         sp.accelerate("model.safetensors")  # type: ignore[arg-type]
     with pytest.raises(sp.SmartpruneError, match="no 16x8x1x1 block"):
         sp.accelerate(nn.ReLU(), (16, 8))
-    with pytest.warns(DeprecationWarning, match="torch.jit"), pytest.raises(sp.SmartpruneError, match="scripted model"):
-        sp.accelerate(torch.jit.script(model))
     fast = sp.accelerate(model)
     with pytest.raises(sp.SmartpruneError, match="input 'input' is missing"):
         fast()
     with pytest.raises(sp.SmartpruneError, match="takes 1 inputs; 2 were given"):
         fast(x, x)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch means to drop scripts
+def test_models_that_cannot_be_copied() -> None:
+    model, _ = plain_cnn()
+    for bad in (torch.jit.script(model), nn.Linear(4, 4, device="meta"), nn.LazyLinear(4)):
+        with pytest.raises(sp.SmartpruneError, match="accelerate: the model cannot be copied"):
+            sp.accelerate(bad)
 
 
 def test_a_model_that_is_still_masked() -> None:

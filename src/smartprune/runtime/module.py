@@ -17,6 +17,7 @@ from torch.nn.utils import prune
 from torch.utils._pytree import TreeSpec
 
 from ..errors import SmartpruneError
+from ..source import copy_of
 from . import native
 from .compare import Apart, at_random, compare
 from .inputs import Unknown, described, filled, form
@@ -26,7 +27,6 @@ from .tracing import Opaque, Watch, form_of, trace, version
 CHECKED = 1e-3  # how far the first result of a plan may lie from torch's, as a share of its largest number
 CHECKED_INT8 = 0.5  # int8 has its own error, and random deep networks blow it up; beyond this something is wrong
 MOST_PLANS, MOST_FORMS = 32, 8  # kept at a time; those not used for longest go
-SPREAD = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 STATE = "the model may keep state from call to call, change its inputs, or draw random numbers"
 
 Ranges = dict[str, dict[str, tuple[float, float]]]  # per form of graph and node: the smallest and the largest number
@@ -328,17 +328,11 @@ def pool(library: native.Library, threads: int) -> tuple[int, threading.RLock]:
 
 
 def copied(model: nn.Module) -> nn.Module:
-    """A copy in float32 and eval mode on the CPU, that shares nothing with the model: without what compiles it or spreads it
-    over devices, and with the masks of torch.nn.utils.prune in its weights."""
-    while isinstance(model, SPREAD) or "_orig_mod" in model._modules:
-        model = model.get_submodule("module" if isinstance(model, SPREAD) else "_orig_mod")
-    if isinstance(model, torch.jit.ScriptModule):
-        raise SmartpruneError("accelerate: a scripted model has no layers to replace; give the model that it was made from")
-    held = (value for module in model.modules() for value in vars(module).values())
-    made = {id(x): x.detach().clone() for x in held if isinstance(x, Tensor) and not x.is_leaf}  # which torch does not copy
-    out = copy.deepcopy(model, made)
+    """A copy in float32 and eval mode on the CPU, that shares nothing with the model, with the masks of torch.nn.utils.prune
+    in its weights."""
+    out = copy_of(model, "accelerate")
     for module in out.modules():
         for hook in list(module._forward_pre_hooks.values()):
             if isinstance(hook, prune.BasePruningMethod):
                 prune.remove(module, hook._tensor_name)
-    return out.cpu().float().eval().requires_grad_(False)
+    return out.float().requires_grad_(False)
