@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -91,6 +92,13 @@ def test_two_processes_may_compile_at_once(fresh: Path) -> None:
     assert len({job.communicate()[0] for job in jobs}) == 1
     assert all(job.returncode == 0 for job in jobs)
     assert sorted(path.suffix for path in fresh.iterdir()) == [".o", ".so"]
+
+
+def test_threads_may_compile_at_once(fresh: Path) -> None:
+    native._load.cache_clear()
+    with ThreadPoolExecutor(4) as pool:
+        assert len(set(pool.map(lambda _: id(native.load(isa="portable")), range(4)))) == 1
+    assert not list(fresh.glob("*.part"))
 
 
 def test_without_a_compiler(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:

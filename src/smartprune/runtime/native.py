@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -77,6 +78,9 @@ class External(ctypes.Structure):
     _fields_ = (("data", ctypes.c_void_p), *((name, ctypes.c_int64) for name in ("image", "channel", "row", "column")))
 
 
+_BUILDING = threading.Lock()  # threads of one process would write the same files
+
+
 @dataclass(frozen=True)
 class Library:
     """The compiled kernels for one instruction set."""
@@ -122,14 +126,15 @@ def load(int8: bool = False, isa: str | None = None) -> Library:
         )
     wanted = isa or os.environ.get("SMARTPRUNE_ISA") or None
     names = list(ISAS)
-    best = _best()
-    if wanted is None:
-        wanted = names[best]
-    if wanted not in ISAS:
-        raise SmartpruneError(f"SMARTPRUNE_ISA={wanted!r} is not one of {', '.join(ISAS)}")
-    if names.index(wanted) > best:
-        raise SmartpruneError(f"SMARTPRUNE_ISA={wanted!r} is more than this machine has: {names[best]}")
-    return _load(wanted, int8)
+    with _BUILDING:
+        best = _best()
+        if wanted is None:
+            wanted = names[best]
+        if wanted not in ISAS:
+            raise SmartpruneError(f"SMARTPRUNE_ISA={wanted!r} is not one of {', '.join(ISAS)}")
+        if names.index(wanted) > best:
+            raise SmartpruneError(f"SMARTPRUNE_ISA={wanted!r} is more than this machine has: {names[best]}")
+        return _load(wanted, int8)
 
 
 @cache
