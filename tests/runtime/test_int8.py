@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import smartprune as sp
 from smartprune.models import MODELS
+from smartprune.runtime.module import Accelerated
 from zeros import pruned
 
 FEW = settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -156,6 +157,17 @@ def test_an_average_between_numbers_of_two_kinds(pool: nn.Module) -> None:
     fast = sp.accelerate(model, dtype="int8", example=x, threads=1)
     for ours, theirs in zip(fast(x), model(x), strict=True):
         assert float((ours - theirs).norm() / theirs.norm()) < 0.03
+
+
+@torch.no_grad()
+def test_a_factor_that_only_happens_to_give_a_multiple() -> None:
+    """4 pixels times 3.2 are 12, and torch reads pixel 11 / 3.2, not 11 / 3."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Conv2d(8, 8, 1), nn.Upsample(scale_factor=3.2), nn.Conv2d(8, 8, 1)).eval(), torch.randn(1, 8, 4, 4)
+    for dtype, most in (("float32", 1e-6), ("int8", 0.03)):
+        fast = sp.accelerate(model, dtype=dtype, example=x, threads=1)
+        assert float((fast(x) - model(x)).norm() / model(x).norm()) < most
+        assert isinstance(fast, Accelerated)
 
 
 @pytest.mark.parametrize("lead", [(5,), (2, 7)])

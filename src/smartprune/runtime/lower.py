@@ -304,16 +304,16 @@ def _upsample(
     if antialias or mode not in ("nearest", "bilinear") or not _spatial(context, x) or shape is None or out is None:
         return None
     (h, w), (oh, ow) = shape[2:], out[2:]
+    pairs: Sequence[float] = (oh / h, ow / w)
+    if scale_factor is not None and not recompute_scale_factor:  # 3.2 makes 12 of 4, and still counts in steps of 3.2
+        pairs = scale_factor if isinstance(scale_factor, (tuple, list)) else (scale_factor, scale_factor)
     if mode == "nearest":
-        whole = oh % h == 0 and ow % w == 0
+        whole = (oh, ow) == (h * pairs[0], w * pairs[1]) and oh % h == 0 and ow % w == 0
         return Step("upsample", node, [x], window={"sh": oh // h, "sw": ow // w}) if whole else None
     if align_corners:
         ratio = [(a - 1) / (b - 1) if b > 1 else 0.0 for a, b in ((h, oh), (w, ow))]
-    elif scale_factor is not None and not recompute_scale_factor:
-        pairs = scale_factor if isinstance(scale_factor, (tuple, list)) else (scale_factor, scale_factor)
-        ratio = [1.0 / float(factor) for factor in pairs]
     else:
-        ratio = [h / oh, w / ow]
+        ratio = [1.0 / float(factor) for factor in pairs]
     return Step("bilinear", node, [x], scale=np.asarray(ratio, np.float32), window={"include": int(bool(align_corners))})
 
 
