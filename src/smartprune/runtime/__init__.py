@@ -14,7 +14,7 @@ from ..errors import SmartpruneError
 from ..layers import candidates, find
 from ..occupancy import occupied
 from .layered import layered
-from .module import Accelerated, Options, copied
+from .module import Accelerated, Options, copied, parameters
 from .tracing import trace
 
 DTYPES = ("float32", "int8")
@@ -88,6 +88,8 @@ def _cpu(own: nn.Module, inputs: Sequence[tuple[Any, ...]], options: Options, de
     if inputs:
         out(*inputs[0])
         return out.own_code() or out
+    if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters(own)):  # only a call says what they are
+        return out
     try:
         trace(copy.deepcopy(own, {id(p): p for p in own.parameters()}))  # a model may keep what it is given, symbols too
     except Exception:  # whatever the model's own code raises when it meets a symbol instead of a tensor
