@@ -241,6 +241,8 @@ def test_ratios_are_over_the_fastest_dense_engine_of_a_kind() -> None:
     [
         (["resnet18"], "add --input"),
         (["resnet18", "--input", "3x32x32", "--batch", "0"], "should be above 0"),
+        (["resnet18", "--input", "3x32x32", "--seconds", "inf"], "not without end"),
+        (["resnet18", "--input", "3x32x32", "--block", "16y8"], "block='16y8' cannot be read"),
         (["resnet18", "--input", "3x32x32", "--threads", "0"], "--threads 0 should be at least 1"),
         (["resnet18", "--input", "3x32x32", "--plot", "a.gif"], "should end in .svg or .png"),
         (["resnet18", "--input", "3x32x32", "--engines", "tvm"], "'tvm' is not known; there are: torch"),

@@ -590,6 +590,7 @@ def test_export_verb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert run("export", "mine:build", "--block", "4x4", "--out", "m.onnx") == 2
     assert "add --input" in capsys.readouterr().err
     assert run(*given, "--block", "4x4") == 2
+    assert run(*given, "--block", "4y4", "--out", "m.onnx") == 2
     assert run(*given, "--block", "4x4", "--out", "m.onnx", "--int8") == 2
     assert "add --calibration" in capsys.readouterr().err
     assert run("export", tmp_path) == 2

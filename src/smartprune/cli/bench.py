@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shlex
 import sys
 from pathlib import Path
@@ -44,6 +45,7 @@ def bench_verb(verbs: Verbs) -> None:
 def run_bench(args: argparse.Namespace) -> int:
     import torch
 
+    from ..block import Block
     from ..engines import CPU, GPU, bench
     from ..files import write_whole
     from ..runpage import write_run_page
@@ -54,8 +56,8 @@ def run_bench(args: argparse.Namespace) -> int:
         for name in ("threads", "rounds"):
             if getattr(args, name) < 1:
                 raise SmartpruneError(f"--{name} {getattr(args, name)} should be at least 1")
-        if min(args.batch) < 1 or not args.seconds > 0:
-            raise SmartpruneError("--batch and --seconds should be above 0")
+        if min(args.batch) < 1 or not 0 < args.seconds < math.inf:
+            raise SmartpruneError("--batch and --seconds should be above 0, and not without end")
         if args.plot and Path(args.plot).suffix not in (".svg", ".png"):
             raise SmartpruneError(f"--plot {args.plot} should end in .svg or .png")
         out = args.out or (folder / "bench.json" if folder.is_dir() else None)
@@ -72,6 +74,8 @@ def run_bench(args: argparse.Namespace) -> int:
             inputs = [one[0] for one in training_inputs(task, model, config)]
         else:
             model, block, example = find_model(args.model)
+        if args.block is not None:
+            Block.of(args.block)
         if args.input:
             example, inputs = sample(args.input), []  # in place of the task's
         if example is None:

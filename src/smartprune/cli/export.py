@@ -45,12 +45,14 @@ def export_verb(verbs: Verbs) -> None:
 
 
 def run_export(args: argparse.Namespace) -> int:
+    from ..block import Block
     from ..onnx import SIDECAR, export_onnx
     from ..receipt import Receipt
 
     folder = Path(args.model)
     out = Path(args.out or folder / "model.onnx")
     with arguments(args):
+        block = None if args.block is None else Block.of(args.block)
         if args.out is None and not folder.is_dir():
             raise SmartpruneError("--out is missing: the file to write, such as --out model.onnx")
         if out.suffix != ".onnx":
@@ -68,7 +70,7 @@ def run_export(args: argparse.Namespace) -> int:
             example = sample(args.input)
         if example is None:
             raise SmartpruneError("the shape of one sample is not known: add --input, such as --input 3x32x32")
-        if args.block is None and args.receipt is None and receipt is None:
+        if block is None and args.receipt is None and receipt is None:
             raise SmartpruneError("there is no receipt that says which block to check: add --block, such as --block 16x8")
         if args.int8 and args.calibration is None and task is None:
             raise SmartpruneError("--int8 needs inputs for the range of activations: add --calibration FILE.npy")
@@ -81,7 +83,7 @@ def run_export(args: argparse.Namespace) -> int:
         model,
         out,
         example,
-        args.block,
+        block,
         receipt=Receipt.load(args.receipt) if args.receipt else receipt,
         int8=args.int8,
         calibration=batches,
