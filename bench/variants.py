@@ -1,8 +1,8 @@
 """Which form of SMART is best on networks and data small enough for a CPU?
 
 python bench/variants.py --data DIR [--network NAME] [--sparsity S] [--seeds 0 1 2] [--pictures 10000]
-                         [--epochs DENSE SEARCH FINETUNE] [--lr LR] [--variants NAME ... | --ablation] [--transfer] [--dense FILE.pt]
-                         [--out FILE.json]
+                         [--epochs DENSE SEARCH FINETUNE] [--lr LR] [--variants NAME ... | --ablation] [--transfer]
+                         [--dense FILE.pt] [--out FILE.json]
 
 CIFAR-10 at 16x16 pixels, 16x8 blocks, one thread, two to four minutes a run. The networks: residual, of width 32; folded, the
 same with its batch norms folded into the convolutions once the dense model is trained, as networks arrive from ONNX files;

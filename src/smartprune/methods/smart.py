@@ -134,8 +134,7 @@ class Smart:
         scores = self.measure(blocks)
         spread = float((blocks.mean(torch.abs) if self.init == "ones" else scores).double().std(correction=0))
         unit = 1.0 if self.unit == "absolute" else spread or float(scores.double().abs().mean()) or 1.0
-        # where the next search for theta starts, and where the last one ended: (pivot, delta) each. They are two,
-        # so that any
+        # where the next search for theta starts, and where the last one ended: (pivot, delta) each. They are two, so that any
         # number of forward passes between two steps starts at the same place and gives the same bits.
         theta = torch.full((2, 2), math.nan, dtype=torch.float64, device=blocks.device)
         out: State = {"scores": scores.clone().requires_grad_(), "unit": unit, "theta": theta}
