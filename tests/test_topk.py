@@ -322,6 +322,29 @@ def test_ties_share_and_keep_a_finite_gradient() -> None:
     assert x.grad.tolist() == pytest.approx([2 / 9 * 2 / 3 * 1e7, -2 / 27 * 1e7, -2 / 27 * 1e7, 0], rel=1e-4)
 
 
+@pytest.mark.parametrize("warm", [None, (1e30, 0.0), (-1e30, 1.0), (0.0, 0.0)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_ties_beyond_a_gap_share_what_is_left(dtype: torch.dtype, warm: tuple[float, float] | None) -> None:
+    """Some 2^100 temperatures lie between the scores: more than halvings find their way through."""
+    x = torch.tensor([1e30] * 2049 + [-1e30] * 2048, dtype=dtype)
+    mask = soft_topk(x, 2048, 1e-3, warm=None if warm is None else torch.tensor(warm, dtype=torch.float64))
+    assert mask.double().sum().item() == pytest.approx(2048, rel=1e-6 if dtype == torch.float32 else 1e-11)
+    assert mask[:2049].tolist() == pytest.approx([2048 / 2049] * 2049, rel=1e-6)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_gradient_beyond_float16_stays_finite(compiled: bool) -> None:
+    x = torch.full((4,), 0.5, dtype=torch.float16, requires_grad=True)
+    made = topk._compiled(x, 2, 1e-7, None, None) if compiled else soft_topk(x, 2, 1e-7)
+    made.backward(torch.tensor([1.0, 0.0, 0.0, -1.0]))
+    assert x.grad is not None
+    assert x.grad.tolist() == [65504.0, 0.0, 0.0, -65504.0]
+    x.grad = None
+    soft_topk(x, 2, 1e-7).backward(torch.tensor([math.nan, 0.0, 0.0, 0.0]))
+    assert x.grad is not None
+    assert bool(x.grad.isnan().all())
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_scores(dtype: torch.dtype) -> None:
     x = make("means", 5000).to(dtype).requires_grad_()

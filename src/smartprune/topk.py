@@ -93,7 +93,12 @@ def _gradient(ctx: Any, grad: Tensor) -> Tensor:
             "unchanged: call optimizer.step() after backward()"
         )
     out: Tensor = solver.backward(x, grad if grad.is_contiguous() else grad.contiguous(), c, state)
-    return out if out.dtype is scores.dtype else out.to(scores.dtype)
+    return _finite(out.to(scores.dtype))
+
+
+def _finite(grad: Tensor) -> Tensor:
+    """A gradient that is too large for float16 becomes its largest number; NaN stays."""
+    return grad.nan_to_num_(math.nan) if grad.dtype is torch.float16 else grad
 
 
 def _forward(
@@ -171,7 +176,7 @@ def _node_backward(scores: Tensor, grad: Tensor, cost: Tensor | None, state: Ten
     solver, x, c = _prepare(scores, cost)
     known = tuple(state[:3].tolist()) if solver is topk_cpu else state
     out: Tensor = solver.backward(x, grad.contiguous(), None if c is None else c.to(grad.dtype), known)
-    return out.to(scores.dtype)
+    return _finite(out.to(scores.dtype))
 
 
 @_node.register_fake

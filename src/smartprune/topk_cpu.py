@@ -88,7 +88,7 @@ def _solve(
     if not low < pivot + delta < high:
         pivot, delta = 0.5 * low + 0.5 * high, 0.0
     low, high = low - pivot, high - pivot  # from here on: offsets from the pivot, like delta
-    step, before = math.inf, math.inf
+    step, before, stride = math.inf, math.inf, 8 * tau
     stale = cut = True
     for _ in range(100):
         moved = float(rounding(pivot + delta))
@@ -105,11 +105,12 @@ def _solve(
         u, left = _newton(r, A, B, k, total)
         new = delta - tau * u
         if abs(u) > 1 and not located:  # the warm start is off: two passes locate theta better than ten steps
-            located = True
-            p, d = _locate(x, k, tau, c, total, span)
-            new, left = (p - pivot) + d, math.inf
+            located, moved = True, pivot
+            pivot, new = _locate(x, k, tau, c, total, span)
+            delta, low, high, left = delta + (moved - pivot), low + (moved - pivot), high + (moved - pivot), math.inf
         if not low < new < high or abs(new - delta) > 0.5 * before:
-            new, left = 0.5 * low + 0.5 * high, math.inf
+            # not far at first: halving a bracket as wide as all scores loses what is known, and may take more steps than there are
+            new, left, stride = min(max(0.5 * low + 0.5 * high, delta - stride), delta + stride), math.inf, 8 * stride
         if new in (delta, low, high):
             break
         before, step, delta, stale = step, abs(new - delta), new, True
