@@ -156,6 +156,7 @@ class Pruner:
         self.count = min(self.count + 1, self.steps)
         self._update()
         self._move()
+        self._last = watch.now()
         if self._live is not None:
             self._live.weights = []  # of the last step; its mask stays, since a replayed graph writes the next one there
         if self.count >= self.steps:
@@ -486,8 +487,11 @@ class Pruner:
         update = getattr(self.method, "update", None)
         if update is None:
             return
-        if self._watched is not None and _distributed():
-            torch.distributed.all_reduce(self._watched.total)
+        if self._watched is not None:
+            if _distributed():
+                torch.distributed.all_reduce(self._watched.total)
+            if not self._watched.total.is_cuda:
+                self._require_finite_gradients(f"the gradients that {type(self.method).__name__} reads", [self._watched.total])
         with torch.no_grad():
             now = self._all_state()
             try:
@@ -643,9 +647,7 @@ class Pruner:
             raise SmartpruneError(
                 "pruner.step(): the scores do not require grad, so the search cannot learn; set requires_grad_(True)"
             )
-        optimizers, self._last = watch.since(self._last), watch.now()
-        moved = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-        ids = {id(parameter) for parameter in mine}
+        moved, ids = self._moved(), {id(parameter) for parameter in mine}
         if ids <= moved:
             self._proven = True
         elif any(id(p) in moved for p in self.model.parameters()):
@@ -653,6 +655,11 @@ class Pruner:
                 "pruner.step(): the optimizer trains the weights but not the scores; after attach, call "
                 "optimizer.add_param_group(pruner.param_group()), or build the optimizer after attach"
             )
+
+    def _moved(self) -> set[int]:
+        """The ids of what optimizers have stepped on since the last step of this pruner."""
+        optimizers = watch.since(self._last)
+        return {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
 
     def _require_penalty(self) -> None:
         """What a method learns from must have been there in this step."""
@@ -669,16 +676,26 @@ class Pruner:
             )
 
     def _require_finite(self) -> None:
-        for parameter in self.parameters():
-            if parameter.is_cuda:
-                check_device(parameter.device)
-            elif not math.isfinite(float(parameter.detach().sum())) or (
-                parameter.grad is not None and not math.isfinite(float(parameter.grad.sum()))
-            ):
-                raise SmartpruneError(
-                    f"pruner.step(): the scores or their gradient became NaN or infinite at step {self.count}; the loss is likely "
-                    "not finite: lower the learning rate, or clip (Smart(clip=1.0))"
-                )
+        mine, cuda = self.parameters(), self.blocks.device.type == "cuda"
+        if mine and cuda:
+            check_device(mine[0].device)
+        elif not _finite(mine):
+            self._diverged("the scores")
+        else:
+            self._require_finite_gradients("the gradient of the scores", [p.grad for p in mine if p.grad is not None])
+        if not cuda and not self._sharded and not _finite([min(self.blocks.weights, key=Tensor.numel)]):
+            self._require_finite_weights("step")  # a loss that is NaN reaches all of them: the smallest tells, at no cost
+
+    def _require_finite_gradients(self, what: str, gradients: Sequence[Tensor]) -> None:
+        """Those of a step that a gradient scaler skipped may be anything: nothing moved."""
+        if not _finite(gradients) and not self._moved().isdisjoint(map(id, self.model.parameters())):
+            self._diverged(what)
+
+    def _diverged(self, what: str) -> None:
+        raise SmartpruneError(
+            f"pruner.step(): {what} became NaN or infinite at step {self.count}; the loss is likely not finite: lower the learning "
+            "rate, or clip gradients (those of the scores: Smart(clip=1.0))"
+        )
 
     def _require_finite_weights(self, call: str) -> None:
         pairs = zip(self.blocks.layers, self.blocks.weights, strict=True)
@@ -704,6 +721,10 @@ def _sound(state: dict[str, Any], n: int) -> bool:
     vectors = [state.get(name, ...) for name in ("mask", "side")]
     fits = all(value is None or (isinstance(value, Tensor) and tuple(value.shape) == (n,)) for value in vectors)
     return fits and bool(state["count"] >= 0)
+
+
+def _finite(tensors: Sequence[Tensor]) -> bool:
+    return all(math.isfinite(float(tensor.detach().float().sum())) for tensor in tensors)
 
 
 class _Again(torch.autograd.Function):

@@ -51,9 +51,14 @@ class _Watch(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         watched: Watched = ctx.watched
         sizes = [None if grad is None else grad.abs() for grad in grads]
-        watched.total += watched.masking.block_inner(sizes, [product.abs() for product in ctx.products])
+        sums = watched.masking.block_inner(sizes, [product.abs() for product in ctx.products])
+        watched.total += sums
         watched.seen = True
-        zeros = [torch.zeros_like(p) if needed else None for p, needed in zip(ctx.products, ctx.needs_input_grad[2:], strict=True)]
+        zero = 0 * sums.sum()  # or NaN, for a gradient scaler to see
+        zeros = [
+            torch.empty_like(p).fill_(zero) if needed else None
+            for p, needed in zip(ctx.products, ctx.needs_input_grad[2:], strict=True)
+        ]
         return (None, None, *zeros)
 
 
@@ -108,6 +113,9 @@ def hook() -> None:
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     global _steps
+    skipped = getattr(optimizer, "found_inf", None)  # by which a gradient scaler tells a fused optimizer to move nothing
+    if isinstance(skipped, Tensor) and skipped.is_cpu and bool(skipped):
+        return
     _steps += 1
     _stepped[optimizer] = _steps
 

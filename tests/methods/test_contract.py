@@ -142,6 +142,36 @@ def test_accumulation(name: str) -> None:
     assert int(job.pruner.mask.sum()) == job.pruner.plan.keep
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_steps_that_a_gradient_scaler_skips(name: str, fused: bool) -> None:
+    """A scale that is too high gives infinite gradients; the scaler skips the step and lowers it."""
+    job = Job(name)
+    optimizer = torch.optim.SGD(job.model.parameters(), lr=0.02, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**126, growth_interval=5)
+    weight = job.pruner.blocks.weights[0]
+    before = weight.detach().clone()
+    for step in range(STEPS):
+        loss = nn.functional.cross_entropy(job.model(job.x), job.y) + job.pruner.penalty()
+        scaler.scale(1e3 * loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        job.pruner.step()
+        optimizer.zero_grad()
+        assert step > 0 or torch.equal(weight, before)
+    assert scaler.get_scale() < 2.0**126
+    assert int(job.pruner.mask.sum()) == job.pruner.plan.keep
+    assert not torch.equal(weight, before)
+
+
+def test_nan_in_the_loss_is_told_in_its_step(name: str) -> None:
+    job = Job(name, steps=1000)
+    for _ in range(3):
+        job.step()
+    job.x[0, 0, 0, 0] = math.nan
+    with pytest.raises(sp.SmartpruneError, match=r"pruner\.step\(\): .* NaN or infini"):
+        job.step()
+
+
 def test_bfloat16(name: str) -> None:
     job = Job(name).run(amp=True)
     assert int(job.pruner.mask.sum()) == job.pruner.plan.keep

@@ -82,13 +82,15 @@ class Awg:
         seen = state["watched"] * (counts / density)[layer]
         old = state["importance"]
         mean = torch.where(old.isnan(), seen, self.gamma * old + (1 - self.gamma) * seen)
+        mean = torch.where(seen.isfinite().all(), mean, old)  # a step that a gradient scaler skipped shows nothing
         if self.calibrates(clock) and self._place(clock)[1] > 0:
             return Change({"importance": mean})
         stage = before.count * self.stages // clock.steps + 1
         limit = blocks.total - (blocks.total - blocks.limit) * stage // self.stages
         alive = state["mask"] > 0
         cost = None if blocks.cost is None else torch.where(alive, blocks.cost.to(alive.device), blocks.total + 1)
-        kept = hard_topk(torch.where(alive, mean, -1.0), limit, cost, self.floor(blocks), layer)  # what is gone has no price
+        known = torch.where(mean.isnan(), blocks.mean(torch.abs), mean)  # by size, should all steps have been skipped
+        kept = hard_topk(torch.where(alive, known, -1.0), limit, cost, self.floor(blocks), layer)  # what is gone has no price
         return Change({"mask": kept.to(torch.float32), "importance": torch.full_like(mean, math.nan)})
 
     def rank(self, blocks: Blocks, state: State) -> Tensor:
