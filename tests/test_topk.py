@@ -835,3 +835,17 @@ def test_numbers_of_numpy_and_things_that_are_no_tensors() -> None:
     ):
         with pytest.raises(SmartpruneError, match=text):
             call()
+
+
+@pytest.mark.timeout(60)
+def test_many_exchanges_take_no_time() -> None:
+    """A floor that fits only if thousands of blocks give way to cheaper ones of their layer."""
+    layers, n = 20, 3000
+    generator = torch.Generator().manual_seed(0)
+    cost = torch.tensor([25, 10, 4]).repeat(layers * n // 3)
+    scores = cost.sqrt() + torch.rand(layers * n, generator=generator)
+    layer = torch.arange(layers).repeat_interleave(n)
+    limit = layers * 300 * 5
+    mask = hard_topk(scores, limit, cost, 0.1, layer)
+    assert (torch.bincount(layer[mask]) >= 300).all()
+    assert limit - 4 < int(cost[mask].sum()) <= limit

@@ -3,6 +3,7 @@
 import math
 import numbers
 from fractions import Fraction
+from heapq import heapify, heappop, heappush
 
 import torch
 from torch import Tensor
@@ -159,31 +160,40 @@ def forced_blocks(scores: Tensor, floor: float | Tensor | None, layer: Tensor | 
 def _cheaper(forced: Tensor, scores: Tensor, price: Tensor, room: float, layer: Tensor) -> Tensor:
     """As many blocks of every layer, of which some give way to cheaper ones until all fit, or until none is left to exchange: every
     time where the least of the scores is lost for what is saved."""
-    forced, values = forced.clone(), scores.double()
-    spent = price[forced].sum().item()
-    while spent > room:
-        best: tuple[float, int, int] | None = None
-        for home in layer[forced].unique().tolist():
-            mine = layer == home
-            inside, outside = _extremes(mine & forced, values, price, False), _extremes(mine & ~forced, values, price, True)
-            for dear, a in inside.items():
-                for cheap, b in outside.items():
-                    if cheap < dear:
-                        loss = float(values[a] - values[b]) / (dear - cheap)
-                        best = min(best, (loss, a, b)) if best is not None else (loss, a, b)
-        if best is None:
-            return forced
-        _, a, b = best
-        forced[a], forced[b] = False, True
-        spent += (price[b] - price[a]).item()
-    return forced
+    out, spent = forced.clone(), price[forced].sum().item()
+    values, prices, held = scores.double().tolist(), price.tolist(), forced.tolist()
+    # by layer, kept or not, and price: blocks in the order in which they would go, or come
+    stacks: dict[int, tuple[dict[float, list[tuple[float, int]]], ...]] = {h: ({}, {}) for h in layer[forced].unique().tolist()}
+    for i, home in enumerate(layer.tolist()):
+        if home in stacks:
+            stacks[home][held[i]].setdefault(prices[i], []).append((values[i] if held[i] else -values[i], -i))
+    for sides in stacks.values():
+        for side in sides:
+            for stack in side.values():
+                heapify(stack)
+    offers = [offer for home in stacks if (offer := _exchange(home, *stacks[home])) is not None]
+    heapify(offers)
+    while spent > room and offers:
+        _, a, b, home = heappop(offers)
+        outside, inside = stacks[home]
+        heappop(inside[prices[a]])
+        heappop(outside[prices[b]])
+        heappush(inside.setdefault(prices[b], []), (values[b], -b))
+        heappush(outside.setdefault(prices[a], []), (-values[a], -a))
+        out[a], out[b] = False, True
+        spent += prices[b] - prices[a]
+        if (offer := _exchange(home, outside, inside)) is not None:
+            heappush(offers, offer)
+    return out
 
 
-def _extremes(among: Tensor, values: Tensor, price: Tensor, highest: bool) -> dict[float, int]:
-    """For every price, the block with the highest, or the lowest, score."""
-    places = among.nonzero().squeeze(1)
-    order = places[values[places].sort(descending=not highest, stable=True).indices]
-    return {price[i].item(): int(i) for i in order}  # the last of a price stays
+def _exchange(
+    home: int, outside: dict[float, list[tuple[float, int]]], inside: dict[float, list[tuple[float, int]]]
+) -> tuple[float, int, int, int] | None:
+    """The best exchange in one layer: what is lost for what is saved, the block that goes, the one that comes, the layer."""
+    pairs = ((d, c) for d, going in inside.items() if going for c, coming in outside.items() if coming and c < d)
+    found = ((inside[d][0], outside[c][0], d - c) for d, c in pairs)
+    return min((((a[0] + b[0]) / saved, -a[1], -b[1], home) for a, b, saved in found), default=None)
 
 
 def _shown(floor: float | Tensor | None) -> str:
