@@ -600,6 +600,8 @@ class Pruner:
                 "first and attach afterwards, or resume with a checkpoint of this search"
             )
         self._live = None
+        if self._watched is not None:
+            watch.hold_still(self.model.parameters())  # with assign=True they are others now
 
     # -- no silent no-op --------------------------------------------------------------------------------------------------
 

@@ -194,6 +194,25 @@ def test_awg_weights_rest_while_it_watches_and_masks_are_nested() -> None:
     assert kept[18] == kept[24] == k
 
 
+def test_awg_pays_for_a_floor_with_blocks_that_were_gone() -> None:
+    """Of what an earlier stage kept, the floor would cost more than the budget; attach promised that it fits."""
+    job = Job("awg", "plain_cnn", block=(3, 5), budget=sp.params(0.9), floor=0.15).run()
+    plan, mask = job.pruner.plan, job.pruner.mask
+    assert plan.cost is not None
+    assert plan.limit is not None
+    assert plan.limit - int(plan.cost[~mask].min()) < int(plan.cost[mask].sum()) <= plan.limit
+    assert all(int(mask[layer.start : layer.stop].sum()) >= 0.15 * layer.n for layer in plan.layers)
+
+
+def test_awg_holds_parameters_still_that_were_put_in_place_of_others() -> None:
+    job = Job("awg", "plain_cnn")
+    job.model.load_state_dict({name: value.clone() for name, value in job.model.state_dict().items()}, assign=True)
+    job.optimizer = torch.optim.SGD(job.model.parameters(), lr=0.02)
+    before = [parameter.detach().clone() for parameter in job.model.parameters()]
+    job.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, job.model.parameters(), strict=True))
+
+
 def test_awg_importance() -> None:
     """EMA of sum |g w| times blocks over surviving blocks, element by element."""
     torch.manual_seed(0)

@@ -2,7 +2,8 @@
 
 In each of S stages the network is watched first, nothing moving: the importance of a block is a running mean of the sum of
 ``|gradient * weight|`` over its elements, times how much of its layer is gone already. Then the least important blocks go, and
-the rest trains on. A removed block has no gradient, so masks are nested, but for blocks that fill the last of a budget in costs.
+the rest trains on. A removed block has no gradient, so masks are nested, but for blocks that fill the last of a budget in costs,
+or a floor that is too dear without them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 from ..errors import SmartpruneError
 from ..layers import Blocks
 from ..topk import hard_topk
-from .cap import capped_floor, check_cap
+from .cap import capped_floor, check_cap, least_cost
 from .method import Change, Clock, State, within
 
 
@@ -88,9 +89,12 @@ class Awg:
         stage = before.count * self.stages // clock.steps + 1
         limit = blocks.total - (blocks.total - blocks.limit) * stage // self.stages
         alive = state["mask"] > 0
-        cost = None if blocks.cost is None else torch.where(alive, blocks.cost.to(alive.device), blocks.total + 1)
+        cost, floor = blocks.cost, self.floor(blocks)
+        if cost is not None:  # what is gone has no price, unless a floor cannot be paid for without it
+            nested = torch.where(alive, cost, blocks.total + 1)
+            cost = nested if floor is None or least_cost(blocks, floor, nested) <= limit else cost
         known = torch.where(mean.isnan(), blocks.mean(torch.abs), mean)  # by size, should all steps have been skipped
-        kept = hard_topk(torch.where(alive, known, -1.0), limit, cost, self.floor(blocks), layer)  # what is gone has no price
+        kept = hard_topk(torch.where(alive, known, -1.0), limit, cost, floor, layer)
         return Change({"mask": kept.to(torch.float32), "importance": torch.full_like(mean, math.nan)})
 
     def rank(self, blocks: Blocks, state: State) -> Tensor:

@@ -25,11 +25,12 @@ def least(blocks: Blocks, mspl: float) -> Tensor:
     return torch.tensor([layer.n - math.floor(share * layer.n) for layer in blocks.layers])
 
 
-def least_cost(blocks: Blocks, counts: Tensor) -> int:
-    """What the cheapest blocks cost that give every layer its count."""
-    if blocks.cost is None:
+def least_cost(blocks: Blocks, counts: Tensor, cost: Tensor | None = None) -> int:
+    """What the cheapest blocks cost that give every layer its count; ``cost`` [n] in place of the budget's."""
+    cost = blocks.cost if cost is None else cost
+    if cost is None:
         return int(counts.sum())
-    cost = blocks.cost.cpu()
+    cost = cost.cpu()
     return sum(
         int(cost[layer.start : layer.stop].sort().values[:count].sum())
         for layer, count in zip(blocks.layers, counts.tolist(), strict=True)
