@@ -78,6 +78,7 @@ class Pruner:
         self._scalars: dict[str, float] = {}
         self._last = watch.now()
         self._proven = False
+        self._agreed = False  # whether all ranks were seen to agree
         self._device = self.blocks.device
         self.telemetry_ = Telemetry(self.masking.starts, self._keep_equivalent())
         for name, value in method.state(self.blocks).items():
@@ -148,8 +149,9 @@ class Pruner:
             return
         self._follow()
         self._require_attached("step")
-        self._require_trained()
         self._require_finite()
+        self._require_trained()
+        self._require_agreement()
         if self._live is not None:
             self.telemetry_.measure(self._live.mask)
         self._require_penalty()
@@ -325,7 +327,7 @@ class Pruner:
         self.phase = "search" if mask is None else "frozen"
         self._hard = None if mask is None else mask.to(device, torch.bool).clone()
         self.telemetry_.side = None if state["side"] is None else state["side"].to(device).clone()
-        self._live, self._proven, self._last = None, False, watch.now()
+        self._live, self._proven, self._agreed, self._last = None, False, False, watch.now()
         self._move()
         if self._hard is not None:
             self.masking.multiply_(self._hard.to(torch.float32), self.blocks.weights)
@@ -337,10 +339,12 @@ class Pruner:
         self._arm()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_live": None, "_inside": False, "_proven": False, "_forgets": self._forgetful()}
+        return {**self.__dict__, "_live": None, "_inside": False, "_proven": False, "_agreed": False, "_forgets": self._forgetful()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update({"_forgets": [], "_paused": [], "_modules": {}, "_edges": []})  # which a pruner of before has not
+        self.__dict__.update(
+            {"_forgets": [], "_paused": [], "_modules": {}, "_edges": [], "_agreed": False}
+        )  # which a pruner of before has not
         self.__dict__.update(state)
         self._plain = bool(getattr(self.method, "plain", False))
         self._last = watch.now()
@@ -658,6 +662,22 @@ class Pruner:
                 "optimizer.add_param_group(pruner.param_group()), or build the optimizer after attach"
             )
 
+    def _require_agreement(self) -> None:
+        """At the first step of an optimizer every rank takes the first rank's state: DDP makes weights equal when it wraps a model,
+        which is after attach. From then on the scores are equal, or never will be."""
+        if self._agreed or not _distributed() or self._moved().isdisjoint(map(id, self.model.parameters())):
+            return
+        self._agreed = True
+        for name, value in self._state.items():
+            shared = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64, device=self.blocks.device)
+            torch.distributed.broadcast(shared, 0)
+            self._state[name] = shared if isinstance(value, Tensor) else shared.item()
+        if not all(_same_everywhere(parameter.detach()) for parameter in self.parameters()):
+            raise SmartpruneError(
+                "pruner.step(): the scores differ between ranks, since their gradients are not averaged: DistributedDataParallel "
+                "averages those of the parameters that a model has when it is wrapped; attach first, then wrap"
+            )
+
     def _moved(self) -> set[int]:
         """The ids of what optimizers have stepped on since the last step of this pruner."""
         optimizers = watch.since(self._last)
@@ -873,6 +893,13 @@ def _average(parameter: Tensor) -> None:
     if _distributed() and parameter.grad is not None:
         torch.distributed.all_reduce(parameter.grad)
         parameter.grad /= torch.distributed.get_world_size()
+
+
+def _same_everywhere(mine: Tensor) -> bool:
+    """Whether every rank has these numbers; all ranks must ask together."""
+    ends = torch.stack([mine, -mine])
+    torch.distributed.all_reduce(ends, torch.distributed.ReduceOp.MAX)
+    return torch.equal(ends[0], -ends[1])
 
 
 def _agree(hard: Tensor) -> Tensor:

@@ -53,12 +53,19 @@ METHODS = {
 }
 
 
+SEEDED = {"smart": sp.Smart(), "magnitude": sp.Magnitude(), "acdc": sp.Acdc(cycles=1)}
+
+
 def worker(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     for parallel in ("ddp", "fsdp"):
         for name in METHODS:
             work(rank, parallel, name, f"{folder}/{parallel}-{name}-{rank}")
+    for name in SEEDED:
+        seeded(rank, name, f"{folder}/seeded-{name}-{rank}")
+    for name in ("wrapper", "module"):
+        wrapped_first(name, data(0, rank), f"{folder}/{name}-{rank}")
     torch.distributed.barrier()
     os._exit(0)  # gloo's threads do not always survive an orderly end
 
@@ -81,6 +88,30 @@ def work(rank: int, parallel: str, name: str, file: str) -> None:
     assert receipt.met
     parts = [digest(pruner.mask), receipt.mask_hash, *(digest(value) for value in weights.values())]
     torch.save({"digests": parts, "weights": weights, "losses": losses, "mask": pruner.mask}, file)
+
+
+def seeded(rank: int, name: str, file: str) -> None:
+    """Weights that each rank has drawn for itself; DDP gives all the first rank's."""
+    torch.manual_seed(rank)
+    model = nn.Sequential(
+        nn.Linear(12, 40), nn.ReLU(), nn.Linear(40, 24), nn.ReLU(), nn.Linear(24, 22), nn.ReLU(), nn.Linear(22, 4)
+    )
+    pruner = sp.attach(model, SEEDED[name], block=(4, 4), sparsity=0.7, steps=4)
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    digests = []
+    for step in range(STEPS):
+        loop(wrapped, pruner, [data(step, rank)])
+        digests += [digest(pruner.mask), *(digest(parameter) for parameter in model.parameters())]
+    torch.save(digests, file)
+
+
+def wrapped_first(name: str, batch: tuple[Tensor, Tensor], file: str) -> None:
+    wrapped = nn.parallel.DistributedDataParallel(made())
+    pruner = sp.attach(wrapped if name == "wrapper" else wrapped.module, sp.Smart(), block=(4, 4), sparsity=0.7, steps=4)
+    try:
+        loop(wrapped, pruner, [batch])
+    except sp.SmartpruneError as error:
+        torch.save(str(error), file)
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +141,19 @@ def test_two_ranks_agree(folder: Path, parallel: str, method: str) -> None:
         if name.endswith("smartprune_scores"):
             continue  # once frozen they are of no use, and DDP goes on to decay them
         torch.testing.assert_close(told[0]["weights"][name], value, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", SEEDED)
+def test_ranks_that_began_with_different_weights_agree(folder: Path, method: str) -> None:
+    told = [torch.load(folder / f"seeded-{method}-{rank}", weights_only=True) for rank in (0, 1)]
+    assert told[0] == told[1]
+
+
+@pytest.mark.parametrize("how", ["wrapper", "module"])
+def test_wrapped_before_attach_is_an_error(folder: Path, how: str) -> None:
+    """DDP averages no gradients of parameters that came later: every rank would learn scores of its own."""
+    for rank in (0, 1):
+        assert "attach first, then wrap" in torch.load(folder / f"{how}-{rank}", weights_only=True)
 
 
 def test_sharding_after_attach_is_an_error(tmp_path: Path) -> None:
