@@ -754,7 +754,8 @@ class _Again(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, make: Callable[[], Tensor], sources: list[Tensor], *inputs: Tensor) -> Tensor:
-        with torch.enable_grad():
+        # what is kept is ours: a checkpointed part of the model, in which this may run, would look for it when it runs again
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_itself, _itself):
             ctx.made, ctx.sources = make(), sources
         return ctx.made.detach()  # type: ignore[no-any-return]
 
@@ -762,6 +763,10 @@ class _Again(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         return None, None, *torch.autograd.grad(ctx.made, ctx.sources, grad, retain_graph=True, allow_unused=True)
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _again(make: Callable[[], Tensor], sources: Sequence[Tensor]) -> Tensor:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import smartprune as sp
 from conftest import Case, removed_elements
@@ -167,6 +167,20 @@ def test_activation_checkpointing(reentrant: bool) -> None:
         case.loss().backward()
         results.append([pruner.parameters()[0].grad, *(w.grad for w in pruner.blocks.weights)])
     for a, b in zip(*results, strict=True):
+        assert torch.allclose(a, b, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", [sp.Pdp(tau=1e-2), sp.Smart(gain=True), sp.Smart(), sp.Pas()], ids=lambda m: str(m))
+def test_checkpointed_parts_without_the_model(method: object) -> None:
+    """The first part that runs makes the mask, and does not make it again when its activations are computed anew."""
+    grads = []
+    for on in (False, True):
+        case = Case("plain_cnn")
+        pruner = case.attach(method)
+        out = checkpoint_sequential(case.model, 3, case.x, use_reentrant=False) if on else case.model(case.x)
+        nn.functional.cross_entropy(out, case.y).backward()
+        grads.append([p.grad for p in (*pruner.parameters(), *pruner.blocks.weights)])
+    for a, b in zip(*grads, strict=True):
         assert torch.allclose(a, b, atol=1e-6)
 
 
