@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -186,7 +186,7 @@ def _spared(model: nn.Module) -> set[int]:
 
 
 def as_patterns(value: Patterns, where: str) -> tuple[Pattern, ...]:
-    out = (value,) if isinstance(value, (str, type)) else tuple(value)
+    out = tuple(value) if isinstance(value, Iterable) and not isinstance(value, (str, type)) else (value,)
     for pattern in out:
         if not (isinstance(pattern, str) or (isinstance(pattern, type) and issubclass(pattern, nn.Module))):
             raise SmartpruneError(f"{where}: {pattern!r} is neither a layer name (globs allowed) nor a module type")

@@ -16,7 +16,7 @@ from . import guard, watch
 from .block import Block
 from .budget import Budget
 from .errors import SmartpruneError
-from .layers import CONVOLUTIONS, TRANSPOSED, Patterns
+from .layers import CONVOLUTIONS, TRANSPOSED, Blocks, Patterns
 from .link import is_on, plain_class, put_on, take_off
 from .masking import Masking
 from .methods.method import Clock, Method, State, settings
@@ -59,6 +59,7 @@ class Pruner:
         self.count = 0
         self.phase = "search"
         self.blocks = planned.blocks(model)
+        _require_values(self.blocks)
         method.check(self.blocks, steps)
         self.masking = Masking([layer.grid for layer in planned.layers])
         self._sharded = is_sharded(self.blocks.weights[0])
@@ -734,6 +735,24 @@ class Pruner:
         return self.blocks.n * self.blocks.limit / max(self.blocks.total, 1)
 
 
+def _require_values(blocks: Blocks) -> None:
+    """Weights that a search can start from."""
+    bad: list[str] = []
+    for layer, weight in zip(blocks.layers, blocks.weights, strict=True):
+        if weight.is_meta:
+            raise SmartpruneError(f"attach: {layer.weight} is on the meta device and has no values; load them before you attach")
+        if weight.is_inference():
+            raise SmartpruneError(
+                f"attach: {layer.weight} was made in inference_mode and cannot train; make the model, or load it, outside"
+            )
+        bad += [] if bool(whole(weight.detach()).isfinite().all()) else [layer.name]
+    if bad:
+        raise SmartpruneError(
+            f"attach: the weights of {bad[0]} ({len(bad)} of {len(blocks.layers)} layers) hold NaN or infinity; load sound ones "
+            "before you attach"
+        )
+
+
 def _sound(state: dict[str, Any], n: int) -> bool:
     """Whether a state has all its parts, of the kinds that they have to be."""
     if not isinstance(state.get("tensors"), dict) or not all(isinstance(value, Tensor) for value in state["tensors"].values()):
@@ -824,6 +843,8 @@ def attach(
         raise SmartpruneError(f"attach: model is a {type(model).__name__}; give a torch.nn.Module")
     if isinstance(steps, bool) or not isinstance(steps, numbers.Integral) or steps < 1:
         raise SmartpruneError(f"attach: steps={steps!r}; give the length of the search as a number of optimizer steps, at least 1")
+    if isinstance(seed, bool) or not isinstance(seed, numbers.Integral):
+        raise SmartpruneError(f"attach: seed={seed!r}; give an integer")
     if find_pruner(model) is not None:
         raise SmartpruneError("attach: the model has a pruner already; bake it first, or start from a fresh model")
     if sparsity is None and budget is None:

@@ -1,6 +1,7 @@
 """The contract: every entry of METHODS goes through the same list. One row enrols a newcomer, if its defaults do."""
 
 import copy
+import dataclasses
 import hashlib
 import io
 import json
@@ -140,6 +141,35 @@ def test_copies_are_masked(name: str, steps: int) -> None:
 def test_accumulation(name: str) -> None:
     job = Job(name, "plain_cnn").run(parts=2)
     assert int(job.pruner.mask.sum()) == job.pruner.plan.keep
+
+
+def test_unknown_setting_lists_the_settings(name: str) -> None:
+    fields = [field.name for field in dataclasses.fields(METHODS[name])]
+    with pytest.raises(
+        sp.SmartpruneError, match=f"unknown setting 'amount' for {METHODS[name].__name__}; it has: {', '.join(fields)}"
+    ):
+        METHODS[name](amount=0.5)
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "value"),
+    [
+        ("awg", "stages", 2.5),
+        ("awg", "stages", "3"),
+        ("acdc", "cycles", 1.5),
+        ("acdc", "cycles", 0),
+        ("gradual", "updates", 0.5),
+        ("gradual", "through", "no"),
+        ("pas", "exact", "false"),
+        ("smart", "follow", None),
+        ("smart", "gain", "false"),
+        ("smart", "train_weights", "false"),
+    ],
+)
+def test_settings_of_another_kind_are_told_at_attach(name: str, setting: str, value: object) -> None:
+    model, _ = zoo.plain_cnn()
+    with pytest.raises(sp.SmartpruneError, match=f"{METHODS[name].__name__}: {setting}={value!r} .*(integer|True, False)"):
+        sp.attach(model, METHODS[name](**{setting: value}), block=(4, 4), sparsity=0.5, steps=50)
 
 
 @pytest.mark.parametrize("fused", [False, True])

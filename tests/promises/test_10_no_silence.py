@@ -140,6 +140,32 @@ def test_bad_arguments(options: dict, words: str) -> None:
     assert sp.pruner.find_pruner(case.model) is None
 
 
+@pytest.mark.parametrize("method", sp.METHODS)
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_told_at_attach(method: str, value: float) -> None:
+    case = Case("plain_cnn")
+    with torch.no_grad():
+        case.model[3].weight[1, 1] = value
+    with pytest.raises(sp.SmartpruneError, match=r"attach: the weights of 3 \(1 of 2 layers\) hold NaN or infinity; load"):
+        case.attach(sp.METHODS[method](), steps=50)
+
+
+def test_weights_that_cannot_train_are_told_at_attach() -> None:
+    case = Case("plain_cnn")
+    with pytest.raises(sp.SmartpruneError, match=r"attach: 3\.weight is on the meta device and has no values; load"):
+        case.attach(model=case.model.to("meta"))
+    with torch.inference_mode():
+        model = Case("plain_cnn").model
+    with pytest.raises(sp.SmartpruneError, match=r"attach: 3\.weight was made in inference_mode and cannot train"):
+        case.attach(model=model)
+
+
+@pytest.mark.parametrize("arguments", [{"seed": "x"}, {"seed": 1.5}, {"include": 5}, {"skip": 5}])
+def test_arguments_of_another_kind(arguments: dict[str, object]) -> None:
+    with pytest.raises(sp.SmartpruneError, match=r"seed=.*give an integer|5 is neither a layer name"):
+        Case("plain_cnn").attach(**{"include": (), **arguments})  # type: ignore[arg-type]
+
+
 def test_attached_twice() -> None:
     case = Case("plain_cnn")
     case.attach()

@@ -16,9 +16,10 @@ from ..errors import SmartpruneError
 from ..layers import Blocks
 from ..topk import hard_topk
 from .cap import capped_floor, check_cap
-from .method import Change, Clock, State
+from .method import Change, Clock, State, count, lists_settings
 
 
+@lists_settings
 @dataclass(frozen=True)
 class Acdc:
     """``cycles``: pairs of a compressed and a dense phase, of equal length; ``mspl``: no layer loses more than this share of
@@ -32,9 +33,10 @@ class Acdc:
     cap: str = "strict"
 
     def check(self, blocks: Blocks, steps: int) -> None:
-        if self.cycles < 1 or steps < 2 * self.cycles:
+        count("Acdc: cycles", self.cycles)
+        if steps < 2 * self.cycles:
             raise SmartpruneError(
-                f"Acdc: cycles={self.cycles} need at least {max(2, 2 * self.cycles)} steps, the search has {steps}; "
+                f"Acdc: cycles={self.cycles} need at least {2 * self.cycles} steps, the search has {steps}; "
                 "search longer, or take fewer cycles"
             )
         check_cap("Acdc", blocks, self.mspl, self.cap)

@@ -19,9 +19,10 @@ from ..errors import SmartpruneError
 from ..layers import Blocks
 from ..topk import hard_topk
 from .cap import capped_floor, check_cap, least_cost
-from .method import Change, Clock, State, within
+from .method import Change, Clock, State, count, lists_settings, within
 
 
+@lists_settings
 @dataclass(frozen=True)
 class Awg:
     """``stages``: S; ``calibration``: share of each stage that only watches; ``gamma`` of the running mean; ``mspl`` and
@@ -40,10 +41,11 @@ class Awg:
     cap: str = "strict"
 
     def check(self, blocks: Blocks, steps: int) -> None:
-        if self.stages < 1 or steps < 2 * self.stages:
+        count("Awg: stages", self.stages)
+        if steps < 2 * self.stages:
             raise SmartpruneError(
-                f"Awg: stages={self.stages} need at least {max(2, 2 * self.stages)} steps, the search has {steps}; search "
-                "longer, or take fewer stages"
+                f"Awg: stages={self.stages} need at least {2 * self.stages} steps, the search has {steps}; search longer, or take "
+                "fewer stages"
             )
         within("Awg: calibration", self.calibration, 1e-6, 1)
         within("Awg: gamma", self.gamma, 0, 1 - 1e-9)

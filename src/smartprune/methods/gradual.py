@@ -14,13 +14,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..errors import SmartpruneError
 from ..layers import Blocks
 from ..schedule import cubic
 from ..topk import hard_topk
-from .method import Change, Clock, State, choose, within
+from .method import Change, Clock, State, choose, count, lists_settings, within
 
 
+@lists_settings
 @dataclass(frozen=True)
 class Gradual:
     """``ramp``: share of the search in which sparsity rises; ``updates``: how many times the mask is chosen anew (at most once a
@@ -37,8 +37,8 @@ class Gradual:
     def check(self, blocks: Blocks, steps: int) -> None:
         within("Gradual: ramp", self.ramp, 1e-6, 1)
         choose("Gradual: norm", self.norm, ("mean", "l2", "share"))
-        if self.updates < 1:
-            raise SmartpruneError(f"Gradual: updates={self.updates!r} must be at least 1")
+        choose("Gradual: through", self.through, (True, False))
+        count("Gradual: updates", self.updates)
 
     def state(self, blocks: Blocks) -> State:
         return {"mask": torch.ones(blocks.n, device=blocks.device)}

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from ..layers import Blocks
 from ..topk import hard_topk
-from .method import State, choose
+from .method import State, choose, lists_settings
 
 
+@lists_settings
 @dataclass(frozen=True)
 class Magnitude:
     """``norm``: mean (of |w| over a block's real elements) or l2 (its Euclidean norm)."""

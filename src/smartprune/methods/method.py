@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+import numbers
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -91,11 +93,28 @@ def settings(method: Any) -> dict[str, Any]:
 
 def make(cls: type[M], values: dict[str, Any]) -> M:
     """A method from plain values; an unknown setting lists those there are."""
-    known = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    _require_known(cls, values)
+    return cls(**values)
+
+
+def lists_settings(cls: type[M]) -> type[M]:
+    """The dataclass, which then says the same of an unknown setting wherever it is made."""
+    init = cls.__init__
+
+    @functools.wraps(init)
+    def checked(self: M, *args: Any, **values: Any) -> None:
+        _require_known(cls, values)
+        init(self, *args, **values)
+
+    cls.__init__ = checked  # type: ignore[assignment, method-assign]
+    return cls
+
+
+def _require_known(cls: type[Any], values: dict[str, Any]) -> None:
+    known = [f.name for f in dataclasses.fields(cls)]
     for name in values:
         if name not in known:
             raise SmartpruneError(f"unknown setting {name!r} for {cls.__name__}; it has: {', '.join(known)}")
-    return cls(**values)
 
 
 def choose(where: str, value: Any, allowed: Any) -> None:
@@ -108,4 +127,10 @@ def within(where: str, value: Any, low: float, high: float) -> None:
     """Raises unless a setting is a number in [low, high]."""
     good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     if not good or not low <= value <= high:
-        raise SmartpruneError(f"{where}={value!r} is outside [{low:g}, {high:g}]")
+        raise SmartpruneError(f"{where}={value!r} is outside [{low:g}, {high:.10g}]")
+
+
+def count(where: str, value: Any) -> None:
+    """Raises unless a setting is an integer of at least one."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
+        raise SmartpruneError(f"{where}={value!r} must be an integer, at least 1")

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from ..errors import SmartpruneError
 from ..layers import Blocks
-from .method import State, within
+from .method import State, choose, lists_settings, within
 
 
+@lists_settings
 @dataclass(frozen=True)
 class Pas:
     """``strength``: lambda of the penalty; ``start``: value of the gates at the start; ``spread``: width of a uniform noise on it,
@@ -36,6 +37,7 @@ class Pas:
         within("Pas: strength", self.strength, 0, 1e12)
         within("Pas: start", self.start, 0, 1)
         within("Pas: spread", self.spread, 0, 1)
+        choose("Pas: exact", self.exact, (True, False))
 
     def state(self, blocks: Blocks) -> State:
         noise = torch.rand(blocks.n, generator=torch.Generator().manual_seed(0)) - 0.5

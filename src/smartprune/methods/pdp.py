@@ -17,9 +17,10 @@ from torch import Tensor
 
 from ..layers import Blocks
 from ..topk import hard_topk
-from .method import State, choose, within
+from .method import State, choose, lists_settings, within
 
 
+@lists_settings
 @dataclass(frozen=True)
 class Pdp:
     """``tau``: temperature, in units of squared norms; ``ramp``: share of the search in which sparsity rises, linearly;

@@ -21,12 +21,13 @@ from ..errors import SmartpruneError
 from ..layers import Blocks
 from ..schedule import SCHEDULES, cubic
 from ..topk import hard_topk, soft_topk
-from .method import Change, Clock, State, choose, within
+from .method import Change, Clock, State, choose, lists_settings, within
 
 REFRESHES = 200  # times in a search that scores are brought to where the weights are
 RAMP_FROM = 0.99  # share of the cost of all blocks that a ramp starts at; below 1, so that scores learn from the first step on
 
 
+@lists_settings
 @dataclass(frozen=True)
 class Smart:
     """Settings of SMART. With none given, the temperature range fits the model's own weights.
@@ -103,6 +104,8 @@ class Smart:
         choose("Smart: init", self.init, ("mean", "l1", "share", "ones"))
         choose("Smart: ramp", self.ramp, ("none", "cubic"))
         choose("Smart: mask_type", self.mask_type, ("deterministic", "stochastic", "binary", "binary_soft"))
+        for field in ("follow", "gain", "train_weights"):
+            choose(f"Smart: {field}", getattr(self, field), (True, False))
         within("Smart: hold", self.hold, 0, 0.99)
         within("Smart: warmup", self.warmup, 0, 1)
         if self.warmup and self._limit is None:
