@@ -147,6 +147,7 @@ class Pruner:
             raise SmartpruneError("pruner.step(): the model is baked, there is nothing left to step; take the call out of the loop")
         if self.phase == "frozen":
             self._clean()
+            self._glance()
             return
         self._follow()
         self._require_attached("step")
@@ -232,6 +233,7 @@ class Pruner:
             )
         if self.phase == "frozen":  # a baked model is its owner's: what grew back there is told, not undone
             self._require_attached("receipt")
+            self._require_finite_weights("receipt")
             self._clean()
         pairs = zip(self.plan.layers, self.blocks.weights, strict=True)
         weights = {layer.weight: whole(weight.detach()) for layer, weight in pairs}
@@ -699,15 +701,20 @@ class Pruner:
             )
 
     def _require_finite(self) -> None:
-        mine, cuda = self.parameters(), self.blocks.device.type == "cuda"
-        if mine and cuda:
+        mine = self.parameters()
+        if mine and mine[0].is_cuda:
             check_device(mine[0].device)
         elif not _finite(mine):
             self._diverged("the scores")
         else:
             self._require_finite_gradients("the gradient of the scores", [p.grad for p in mine if p.grad is not None])
-        if not cuda and not self._sharded and not _finite([min(self.blocks.weights, key=Tensor.numel)]):
-            self._require_finite_weights("step")  # a loss that is NaN reaches all of them: the smallest tells, at no cost
+        self._glance()
+
+    def _glance(self) -> None:
+        """A loss that is NaN reaches all weights: the smallest tells, at no cost. (On a GPU it would have to be waited for.)"""
+        weight = min(self.blocks.weights, key=Tensor.numel)
+        if weight.device.type != "cuda" and not self._sharded and not _finite([weight]):
+            self._require_finite_weights("step")
 
     def _require_finite_gradients(self, what: str, gradients: Sequence[Tensor]) -> None:
         """Those of a step that a gradient scaler skipped may be anything: nothing moved."""

@@ -87,6 +87,20 @@ def test_nan_in_the_weights_is_told_by_layer(method: Method) -> None:
         case.train(pruner, optimizer, 6)
 
 
+@pytest.mark.parametrize("told", [True, False])
+def test_nan_while_the_mask_is_frozen(told: bool) -> None:
+    """Nothing times zero is zero, but for NaN: blocks that come back so are no fault of the mask."""
+    case = Case("plain_cnn")
+    pruner = case.attach(steps=1)
+    optimizer = case.optimizer()
+    case.train(pruner, optimizer, 2)
+    case.x[0, 0, 0, 0] = float("nan")
+    case.loss().backward()
+    optimizer.step()
+    with pytest.raises(sp.SmartpruneError, match=r"pruner\.\w+\(\): the weights of \S+ \(2 of 2 layers\) hold NaN or infinity"):
+        pruner.step() if told else sp.bake(case.model)
+
+
 def test_nan_in_the_scores() -> None:
     case = Case("plain_cnn")
     pruner = case.attach(steps=7)
