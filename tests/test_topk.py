@@ -849,3 +849,12 @@ def test_many_exchanges_take_no_time() -> None:
     mask = hard_topk(scores, limit, cost, 0.1, layer)
     assert (torch.bincount(layer[mask]) >= 300).all()
     assert limit - 4 < int(cost[mask].sum()) <= limit
+
+
+@pytest.mark.parametrize(("n", "k"), [(300_001, 1.0), (300_001, 300_000.0), (2500, 1e-3), (2500, 1e-7)])
+@pytest.mark.parametrize("tied", [False, True])
+def test_plain_path_keeps_few_of_many_exactly(monkeypatch: pytest.MonkeyPatch, n: int, k: float, tied: bool) -> None:
+    monkeypatch.setattr(topk, "BACKEND", "torch")
+    x = make("equal" if tied else "means", n).double()
+    for tau in (10.0, 1e-3):
+        assert float(soft_topk(x, k, tau).sum()) == pytest.approx(k, rel=1e-10)

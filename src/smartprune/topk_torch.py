@@ -19,7 +19,6 @@ STEPS = 10  # of Newton: random problems needed at most 8; where a step leaves t
 SLACK = (1e-12, 4e-15)  # rounding of the crossing, as shares of min(k, sum(cost) - k) and of sum(cost)
 REACH = 34.0  # in tau: a score that far above theta counts as kept but for less than the slack, one below as dropped
 WINDOW = 2.0  # scores within this many tau of the crossing are taken as equal to guess theta
-NOISE = 4e-15  # of a sum, as a share of sum(cost)
 
 
 def forward(
@@ -44,7 +43,7 @@ def forward(
             torch.mul(m, weight, out=share)
         torch.addcmul(share, share, m, value=-1, out=spread)
         amount, slope = (sums.mean(1) if weight is None else sums.sum(1)).clamp_(min=1e-300)
-        r = torch.nn.functional.hardshrink(amount - goal, NOISE)
+        r = amount - goal
         more = r > 0
         low, high = torch.where(more, d, low), torch.where(more, high, d)
         new = torch.addcdiv(d, r, slope)
@@ -82,7 +81,7 @@ def _start(x: Tensor, weight: Tensor | None, goal: Tensor, heat: Tensor) -> tupl
     j = torch.searchsorted(values, torch.add(middle, heat, alpha=WINDOW).view(1), right=True)
     under, upto = below.take(torch.cat((i, j)))
     part = ((upto - drop) / (upto - under)).nan_to_num_(0.5, 0.5, 0.5)
-    return pivot, torch.lerp(first, last, 0.5) - torch.logit(part, 1e-6), first - REACH, last + REACH
+    return pivot, torch.lerp(first, last, 0.5) - torch.logit(part, 1e-12), first - REACH, last + REACH
 
 
 def backward(x: Tensor, g: Tensor, c: Tensor | None, state: Tensor) -> Tensor:
