@@ -19,6 +19,7 @@ from torch.nn.utils import prune
 
 import smartprune as sp
 import zoo
+from smartprune import onnxfile
 from smartprune.block import Block
 from smartprune.cli import main
 from smartprune.onnxfile import read_onnx
@@ -368,6 +369,13 @@ def origins() -> dict[str, tuple[list[Any], dict[str, np.ndarray], int]]:
     out["constant"] = [constant, helper.make_node("Gemm", ["x", "w"], ["y"], transB=1)], {}, zero(w)
     sparse = helper.make_node("Constant", [], ["w"], sparse_value=sparse_tensor(w, by_axis=True))
     out["sparse constant"] = [sparse, helper.make_node("Gemm", ["x", "w"], ["y"], transB=1)], {}, zero(w)
+    turn, matmul = helper.make_node("Transpose", ["w"], ["t"], perm=[1, 0]), helper.make_node("MatMul", ["x", "t"], ["y"])
+    out["turned constant"] = [constant, turn, matmul], {}, zero(w)
+    q = np.round(w * 9).astype(np.int8)
+    stored = {"w": q.astype(np.uint8) + np.uint8(128), "z": np.full((), 128, np.uint8), "s": np.float32(0.1).reshape(())}
+    constants = [helper.make_node("Constant", [], [key], value=numpy_helper.from_array(stored[key])) for key in stored]
+    scale = helper.make_node("DequantizeLinear", ["w", "s", "z"], ["t"])
+    out["scaled constant"] = [*constants, scale, helper.make_node("Gemm", ["x", "t"], ["y"], transB=1)], {}, zero(q)
     cast = helper.make_node("Cast", ["w"], ["t"], to=TensorProto.FLOAT)
     out["cast"] = [cast, helper.make_node("MatMul", ["x", "t"], ["y"])], {"w": w.T.astype(np.float16)}, zero(w)
     own = {"domain": "com.microsoft"}
@@ -446,6 +454,27 @@ def test_weights_in_branches(tmp_path: Path) -> None:
     assert [layer.weight for layer in found.layers] == ["w", "shared", "w#2"]
     alone = {str(i): torch.from_numpy(array) for i, array in enumerate(arrays)}
     assert found.zero == sp.verify(alone, BLOCK).zero
+
+
+def test_a_small_file_takes_no_more_memory_than_a_large_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor that stores its nonzero numbers only can claim any size: each is read once, and together they have a limit."""
+    monkeypatch.setattr(onnxfile, "MOST_BYTES", 2 * 4 << 20)
+    one = sparse_tensor(np.eye(1 << 10, dtype=np.float32), by_axis=False)
+    for constant in (False, True):
+        nodes = [helper.make_node("Constant", [], ["w"], sparse_value=one)] if constant else []
+        use = helper.make_node("MatMul", ["x", "w"], ["y"])
+        branches = [helper.make_graph([use], "branch", [], []) for _ in range(4)]
+        nodes += [use, use, use, *(helper.make_node("If", ["c"], ["y"], then_branch=branch) for branch in branches)]
+        model = graph(nodes, {})
+        model.graph.sparse_initializer.extend([] if constant else [one])
+        assert [*onnxfile.parse_onnx(model.SerializeToString(), "one").weights] == ["w"]
+
+    large = graph([helper.make_node("MatMul", ["x", name], ["y"]) for name in "uvw"], {})
+    for name in "uvw":
+        one.values.name = name
+        large.graph.sparse_initializer.append(one)
+    with pytest.raises(sp.SmartpruneError, match=r"large: w has the shape \[1024, 1024\], and the tensors"):
+        onnxfile.parse_onnx(large.SerializeToString(), "large")
 
 
 def test_other_tensors_are_no_weights(tmp_path: Path) -> None:

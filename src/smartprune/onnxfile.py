@@ -21,10 +21,10 @@ from .layout import Layout
 from .receipt import Receipt
 
 MOST_BYTES = 1 << 31  # what one protobuf message can hold
-MOST_NUMBERS = 1 << 27  # of a tensor that stores its nonzero numbers only, so that a small file may claim anything
 MOST_STEPS = 8  # nodes between a weight and the layer that uses it
 BLOCK, RECEIPT = "smartprune.block", "smartprune.receipt"  # entries of the model's metadata
 QUANTIZED = "_quantized"  # what onnxruntime's quantizer puts behind the name of a weight
+STORED = {"value": "t", "sparse_value": "sparse_tensor"}  # where a Constant node holds its tensor
 WEIGHT = {"Conv": 1, "ConvTranspose": 1, "Gemm": 1, "MatMul": 1, "QLinearConv": 3, "QLinearMatMul": 3}  # input of the weight
 WEIGHT |= {"ConvInteger": 1, "MatMulInteger": 1}
 WEIGHT |= {"FusedConv": 1, "FusedGemm": 1, "FusedMatMul": 1, "QGemm": 3}  # what onnxruntime's optimizer makes of them
@@ -153,7 +153,9 @@ class _Graph:
         made = {name: node for node in graph.node for name in node.output}
         self.initializers: ChainMap[str, Any] = ChainMap(stored, *(outer.initializers.maps if outer else ()))
         self.makers: ChainMap[str, Any] = ChainMap(made, *(outer.makers.maps if outer else ()))
-        self.ready: dict[str, Tensor] = {}
+        self.root: _Graph = outer.root if outer else self
+        self.ready: dict[int, Tensor] = {}  # of the whole file, by what holds it
+        self.claimed = 0  # bytes of tensors that store their nonzero numbers only, so that a small file may claim anything
 
     def weights(self, node: Any) -> Iterable[OnnxWeight]:
         kind = node.op_type
@@ -181,20 +183,14 @@ class _Graph:
         turned = False
         scales: list[tuple[_Found | None, int]] = []
         for _ in range(MOST_STEPS):
-            if name in self.initializers:
+            if self.message(name) is not None:
                 array = self.tensor(name)
                 for scale in scales:
                     array = self.centred(array, *scale)
                 return _Found(name, array, turned)
             node = self.makers.get(name)
-            if node is None or (not node.input and node.op_type != "Constant"):
+            if node is None or not node.input:
                 return None
-            if node.op_type == "Constant":
-                kinds = {"value": "t", "sparse_value": "sparse_tensor"}
-                value = next((getattr(a, kinds[a.name]) for a in node.attribute if a.name in kinds), None)
-                if value is None or scales or turned:
-                    return None
-                return _Found(name, self.decode(value, name))
             if node.op_type == "Transpose" and not scales and list(_attribute(node, "perm", [1, 0])) == [1, 0]:
                 turned = not turned
             elif node.op_type == "DequantizeLinear":
@@ -209,11 +205,14 @@ class _Graph:
         return None
 
     def message(self, name: str) -> Any:
-        """What holds a weight: a tensor of the graph, or a node."""
-        return self.initializers[name] if name in self.initializers else self.makers[name]
+        """What holds the tensor of that name: one of the graph, or a Constant node; None where nothing does."""
+        if name in self.initializers:
+            return self.initializers[name]
+        node = self.makers.get(name)
+        return node if node is not None and node.op_type == "Constant" and any(a.name in STORED for a in node.attribute) else None
 
     def find_plain(self, name: str) -> _Found | None:
-        return _Found(name, self.tensor(name)) if name in self.initializers else None
+        return None if self.message(name) is None else _Found(name, self.tensor(name))
 
     def centred(self, array: Tensor, point: _Found | None, axis: int) -> Tensor:
         """Quantized numbers less their zero point, so that what stands for zero is zero."""
@@ -229,9 +228,12 @@ class _Graph:
         return array.to(torch.float32) - shift
 
     def tensor(self, name: str) -> Tensor:
-        if name not in self.ready:
-            self.ready[name] = self.decode(self.initializers[name], name)
-        return self.ready[name]
+        message, ready = self.message(name), self.root.ready
+        if id(message) not in ready:
+            inside = () if name in self.initializers else message.attribute
+            stored = next((getattr(a, STORED[a.name]) for a in inside if a.name in STORED), message)
+            ready[id(message)] = self.decode(stored, name)
+        return ready[id(message)]
 
     def decode(self, stored: Any, name: str) -> Tensor:
         """A stored tensor, if its bytes are there and as many as its shape says."""
@@ -261,9 +263,15 @@ class _Graph:
     def filled(self, stored: Any, name: str) -> Tensor:
         """A tensor that stores its nonzero numbers and where they are: as one number each, or one per axis."""
         shape = list(stored.dims)
-        if any(n < 0 for n in shape) or len(shape) > 16 or math.prod(shape) > MOST_NUMBERS:
-            raise SmartpruneError(f"{self.where}: {name} has the shape {str(shape)[:80]}, which no weight has")
         values, index = self.decode(stored.values, name), self.decode(stored.indices, f"the indices of {name}")
+        if any(n < 0 for n in shape) or len(shape) > 16:
+            raise SmartpruneError(f"{self.where}: {name} has the shape {str(shape)[:80]}, which no weight has")
+        self.root.claimed += math.prod(shape) * values.element_size()
+        if self.root.claimed > MOST_BYTES:
+            raise SmartpruneError(
+                f"{self.where}: {name} has the shape {str(shape)[:80]}, and the tensors that store their nonzero numbers only "
+                f"would be more than {MOST_BYTES:,} bytes together, which no file holds"
+            )
         sizes, index = (shape, index) if index.dim() != 1 else ([math.prod(shape)], index[:, None])
         fits = values.dim() == 1 and index.shape == (len(values), len(sizes)) and index.dtype == torch.int64
         if not fits or bool(((index < 0) | (index >= torch.tensor(sizes))).any()):
