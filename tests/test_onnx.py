@@ -456,6 +456,29 @@ def test_weights_in_branches(tmp_path: Path) -> None:
     assert found.zero == sp.verify(alone, BLOCK).zero
 
 
+def test_numbers_and_names_that_are_given_twice() -> None:
+    """Readers differ in which they take, and a name that was made up must not hide a weight that has it."""
+    use, zero, one = helper.make_node("MatMul", ["x", "w"], ["y"]), np.zeros((4, 4), np.float32), np.eye(4, dtype=np.float32)
+    twice = graph([use], {"w": zero})
+    twice.graph.initializer.append(numpy_helper.from_array(one, "w"))
+    both = graph([use], {"w": one})
+    both.graph.sparse_initializer.append(sparse_tensor(one, by_axis=True))
+    for model in (twice, both):
+        with pytest.raises(sp.SmartpruneError, match="two tensors of a graph have one name"):
+            onnxfile.parse_onnx(model.SerializeToString(), "twice")
+    values = numpy_helper.from_array(np.array([1, 0], np.float32), "w")
+    for shape, places in (([4, 4], np.array([5, 5])), ([4, 4], np.array([[1, 1], [1, 1]])), ([], np.zeros((2, 0), np.int64))):
+        model = graph([use], {})
+        model.graph.sparse_initializer.append(helper.make_sparse_tensor(values, numpy_helper.from_array(places, "places"), shape))
+        with pytest.raises(sp.SmartpruneError, match="w has two numbers for one place"):
+            onnxfile.parse_onnx(model.SerializeToString(), "twice")
+    branches = [helper.make_graph([use], "branch", [], [], [numpy_helper.from_array(one, "w")]) for _ in range(2)]
+    node = helper.make_node("If", ["c"], ["y"], then_branch=branches[0], else_branch=branches[1])
+    hidden = graph([helper.make_node("MatMul", ["x", "w#2"], ["y"]), node], {"w#2": zero})
+    found = onnxfile.parse_onnx(hidden.SerializeToString(), "hidden").weights
+    assert {name: int(weight.tensor.sum()) for name, weight in found.items()} == {"w#2": 0, "w": 4, "w#3": 4}
+
+
 def test_a_small_file_takes_no_more_memory_than_a_large_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tensor that stores its nonzero numbers only can claim any size: each is read once, and together they have a limit."""
     monkeypatch.setattr(onnxfile, "MOST_BYTES", 2 * 4 << 20)

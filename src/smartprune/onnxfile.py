@@ -105,9 +105,11 @@ def parse_onnx(data: bytes, where: str) -> OnnxFile:
                 continue
             seen.add(message)
             used.add(weight.initializer)
-            times[weight.name] += 1
-            name = weight.name if times[weight.name] == 1 else f"{weight.name}#{times[weight.name]}"
-            weights.setdefault(name, replace(weight, name=name))
+            name = weight.name
+            while name in weights:
+                times[weight.name] += 1
+                name = f"{weight.name}#{times[weight.name] + 1}"
+            weights[name] = replace(weight, name=name)
     rest = {name: graph for graph in graphs for name in graph.initializers.maps[0] if name not in used and name not in weights}
     others = {name: graph.tensor(name) for name, graph in rest.items()}
     if not weights:
@@ -150,6 +152,8 @@ class _Graph:
         self.nodes = graph.node
         stored = {tensor.name: tensor for tensor in graph.initializer}
         stored |= {tensor.values.name: tensor for tensor in graph.sparse_initializer}
+        if len(stored) < len(graph.initializer) + len(graph.sparse_initializer):
+            raise SmartpruneError(f"{where}: two tensors of a graph have one name, and readers differ in which they take")
         made = {name: node for node in graph.node for name in node.output}
         self.initializers: ChainMap[str, Any] = ChainMap(stored, *(outer.initializers.maps if outer else ()))
         self.makers: ChainMap[str, Any] = ChainMap(made, *(outer.makers.maps if outer else ()))
@@ -276,8 +280,11 @@ class _Graph:
         fits = values.dim() == 1 and index.shape == (len(values), len(sizes)) and index.dtype == torch.int64
         if not fits or bool(((index < 0) | (index >= torch.tensor(sizes))).any()):
             raise SmartpruneError(f"{self.where}: {name} has indices that do not fit its shape {shape}")
-        out = values.new_zeros(sizes)
-        out[tuple(index.T)] = values
+        places = index @ torch.tensor([math.prod(sizes[axis:]) for axis in range(1, len(sizes) + 1)], dtype=torch.int64)
+        if len(places.unique()) < len(places):
+            raise SmartpruneError(f"{self.where}: {name} has two numbers for one place")
+        out = values.new_zeros(math.prod(shape))
+        out[places] = values
         return out.reshape(shape)
 
 
