@@ -192,6 +192,18 @@ def test_weights_that_a_hook_makes_before_every_call() -> None:
     agree(sp.accelerate(normed, threads=1)(x), normed(x))
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("both", [True, False])
+def test_a_tied_weight_under_masks_of_its_own(both: bool) -> None:
+    model, x = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16)), torch.randn(4, 16)
+    model[2].weight = model[0].weight
+    for layer in (model[0], model[2])[: 1 + both]:
+        prune.random_unstructured(layer, "weight", 0.5)
+    before = copy.deepcopy(model.state_dict())
+    agree(sp.accelerate(model, threads=1)(x), model(x))
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # dynamo imports torch.jit
 @torch.no_grad()
 def test_a_model_in_a_wrapper(model: nn.Module) -> None:

@@ -334,5 +334,7 @@ def copied(model: nn.Module) -> nn.Module:
     for module in out.modules():
         for hook in list(module._forward_pre_hooks.values()):
             if isinstance(hook, prune.BasePruningMethod):
+                name = f"{hook._tensor_name}_orig"
+                setattr(module, name, nn.Parameter(getattr(module, name), False))  # others may share it without this mask
                 prune.remove(module, hook._tensor_name)
     return out.float().requires_grad_(False)
