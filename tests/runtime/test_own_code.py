@@ -160,6 +160,30 @@ def test_torchs_own_modules_are_left_alone() -> None:
 
 
 @pytest.mark.parametrize("with_example", [True, False])
+def test_own_code_adds_to_a_list_and_is_told_what_to_do(with_example: bool) -> None:
+    class Keeping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.twice = nn.Conv2d(8, 8, 3, padding=1), False
+
+        def forward(self, x: Tensor, kept: list[Tensor]) -> Tensor:
+            out = self.conv(x) if x.sum() < 1e9 else x
+            kept.append(out)
+            return 2 * out if self.twice else out
+
+    fast, kept = sp.accelerate(Keeping(), threads=1, example=(X, []) if with_example else None), []
+    first = fast(X, kept)
+    assert len(kept) == 1
+    assert kept[0] is first
+    fast.twice = True
+    agree(fast(X, kept), 2 * first)
+    fast.other = 1
+    assert fast.other == 1
+    copied = copy.deepcopy(fast)
+    assert (copied.twice, copied.other) == (True, 1)
+
+
+@pytest.mark.parametrize("with_example", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_own_code_runs_like_a_plan(dtype: torch.dtype, with_example: bool) -> None:
     """In float32 and eval mode, without gradients, whatever is done to a surrounding model."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .inputs import as_float32
 from .module import Accelerated, Options
@@ -44,13 +44,23 @@ class Layered(Holder, Opaque):
         """Stays in eval mode, whatever a surrounding model does."""
         return self
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """What the model's code reads of itself is set there."""
+        held = self.__dict__.get("_model")
+        own = name in self.__dict__ or hasattr(type(self), name)
+        if held is not None and not own and hasattr(held[0], name):
+            setattr(held[0], name, value)
+        else:
+            super().__setattr__(name, value)
+
     def extra_repr(self) -> str:
         return f"own code with its layers replaced: {self._model[0]!r}"
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with torch.no_grad():
-            args, kwargs = tree_map_only(Tensor, as_float32, (args, kwargs))
-            return self._model[0](*args, **kwargs)
+            if any(isinstance(x, Tensor) and as_float32(x) is not x for x in tree_leaves((args, kwargs))):
+                args, kwargs = tree_map_only(Tensor, as_float32, (args, kwargs))
+            return self._model[0](*args, **kwargs)  # as they are, for a model may add to a list that it is given
 
 
 def layered(model: nn.Module, options: Options) -> Layered:
