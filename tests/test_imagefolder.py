@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
@@ -11,12 +12,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from folders import TRAIN, VAL, pack, pixels, write_classes
 from jobs import assert_same_run, rows
 from smartprune import SmartpruneError
 from smartprune.cli import main
 from smartprune.config import configure, load
+from smartprune.runpage import run_cycles
 from smartprune.tasks.imagefolder import ImageFolder, Split
 from smartprune.tasks.pictures import MEAN, STD, Shelf, cut
 from smartprune.train import check, resume, train
@@ -66,6 +69,16 @@ def test_a_tar_reads_as_the_folder_does(top: str, folder: Path, tmp_path: Path, 
     assert torch.equal(kept(ImageFolder(folder=str(tar), size=16), "test"), wanted)
     monkeypatch.setenv("SMARTPRUNE_DATA", str(tmp_path))  # the folder that holds the tar
     assert torch.equal(kept(ImageFolder(size=16), "test"), wanted)
+
+
+def test_the_cycles_of_a_run_from_elsewhere_take_no_memory(folder: Path, tmp_path: Path) -> None:
+    """Its weights fit pictures of any size."""
+    save_file(ImageFolder(folder=str(folder)).model("resnet8").state_dict(), tmp_path / "model.safetensors")
+    told: dict[str, object] = {"task": "imagefolder", "model": "resnet8"}
+    for size, known in ((128, True), (10**6, True), (10**10, False), (10**30, False)):
+        told["task_settings"] = {"folder": str(folder), "size": size}
+        (tmp_path / "config.json").write_text(json.dumps(told))
+        assert (run_cycles(tmp_path) is not None) is known
 
 
 def test_evaluation_sees_the_middle_of_every_picture_once(folder: Path) -> None:

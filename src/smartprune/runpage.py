@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,7 +17,6 @@ from .npu import Estimate, read_npu
 from .report.page import write_page
 from .rundir import CONFIG
 from .source import read_source
-from .tasks import Task
 
 PAGE = "report.html"  # in a run folder
 
@@ -30,8 +31,8 @@ def write_run_page(folder: str | Path, path: str | Path | None = None, own: bool
 def run_cycles(folder: str | Path, own: bool = False) -> Estimate | None:
     """The cycles of a run's network on the NPU of its settings, or None where it cannot be made here."""
     try:
-        config, task, model = _made(folder, own)
-        return read_npu(config.npu).estimate(model, task.example(), weights=folder)
+        config, model, example = _made(folder, own)
+        return read_npu(config.npu).estimate(model, example, weights=folder)
     except SmartpruneError:
         return None
 
@@ -39,24 +40,23 @@ def run_cycles(folder: str | Path, own: bool = False) -> Estimate | None:
 def run_network(folder: str | Path, own: bool = False) -> nn.Module | None:
     """A run's network, which says what axes its weights have, or None where it cannot be made here."""
     try:
-        return _made(folder, own)[2]
+        return _made(folder, own)[1]
     except SmartpruneError:
         return None
 
 
-def _made(folder: str | Path, own: bool) -> tuple[Config, Task, nn.Module]:
-    """The network of a run, fresh. A folder from elsewhere must choose neither what code runs nor how much memory is taken: its
-    network has to be one of ours, and to fit the weights beside it, which takes no memory to see."""
+def _made(folder: str | Path, own: bool) -> tuple[Config, nn.Module, Any]:
+    """The network of a run and an input. A folder from elsewhere must choose neither what code runs nor how much memory is
+    taken: its network has to be one of ours, without numbers in it, and to fit the weights beside it."""
     config = configs.load(Path(folder) / CONFIG)
     if foreign(config.model) and not own:
         raise SmartpruneError(f"model={config.model!r} is not of this package")
     task = configs.make_task(config.task, config.task_settings)
     try:
-        with torch.random.fork_rng(devices=[]):
-            if not own:
-                with torch.device("meta"):
-                    shell = task.model(config.model)
-                read_source(folder, shell)
-            return config, task, task.model(config.model)
+        with torch.random.fork_rng(devices=[]), nullcontext() if own else torch.device("meta"):
+            model, example = task.model(config.model), task.example()
     except (RuntimeError, TypeError, ValueError, OverflowError, MemoryError) as error:
         raise SmartpruneError(f"model={config.model!r} cannot be made with these settings ({error})") from None
+    if not own:
+        read_source(folder, model)
+    return config, model, example
