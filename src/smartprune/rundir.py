@@ -24,6 +24,7 @@ from . import ranks
 from .config import Config
 from .errors import SmartpruneError
 from .files import write_whole
+from .packfile import check_header
 from .shards import whole
 
 CONFIG, METRICS, CHECKPOINT, RESULT = "config.json", "metrics.jsonl", "checkpoint.pt", "result.json"
@@ -143,6 +144,7 @@ def load_weights(model: nn.Module, path: Path) -> None:
         tensors = load_file(path)
     except (OSError, SafetensorError) as error:
         raise SmartpruneError(f"{path} cannot be read as a .safetensors file ({error})") from None
+    check_header(path)
     wanted = model.state_dict()
     missing, extra = sorted(set(wanted) - set(tensors)), sorted(set(tensors) - set(wanted))
     if missing or extra:

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 import smartprune as sp
 from conftest import Case
+from smartprune.rundir import load_weights
 
 
 class Trap:
@@ -61,6 +62,8 @@ def test_two_entries_of_one_name_are_refused(tmp_path: Path) -> None:
             sp.verify(path, (4, 4))
     with pytest.raises(sp.SmartpruneError, match="a key comes twice"):
         sp.unpack(packed)
+    with pytest.raises(sp.SmartpruneError, match="a key comes twice"):
+        load_weights(model, plain)
 
 
 def test_a_pruners_state_loads_without_pickled_code(tmp_path: Path) -> None:
