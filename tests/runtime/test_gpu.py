@@ -179,6 +179,18 @@ def test_what_a_gpu_needs_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         on_gpu(net, [(torch.zeros(1, 3, 8, 8),)], FLOAT)
 
 
+@pytest.mark.parametrize("given", [torch.float16, torch.bfloat16, torch.float64])
+@torch.no_grad()
+def test_an_example_of_any_floating_dtype(given: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a CPU. Dense layers on the CPU, so that neither a GPU nor Triton is needed."""
+    monkeypatch.setattr(gpu, "chosen", lambda step, shapes, dtype, device: Dense(step, shapes[step.node], dtype))
+    net, x = network(), torch.randn(2, 3, 9, 11).to(given)
+    fast = on_gpu(net.to(given), [(x,)], Options("bfloat16", 1, False), "cpu")
+    for ours, theirs in zip(fast(x), net.float()(x.float()), strict=True):
+        assert ours.dtype is torch.bfloat16
+        assert float((ours.float() - theirs).abs().max()) < 0.1 * float(theirs.abs().max())
+
+
 @pytest.mark.gpu
 @on_gpu_machine
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])

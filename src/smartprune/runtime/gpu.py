@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 
 from ..errors import SmartpruneError
 from .inplace import Unproved
+from .inputs import as_float32
 from .lower import NOTHING, Activation, Shape, Step, fuse, lower
 from .module import Options, copied, copies
 from .tracing import Watch, tensors, trace
@@ -231,7 +232,7 @@ def on_gpu(model: nn.Module, inputs: Sequence[tuple[Any, ...]], options: Options
         if importlib.util.find_spec("triton") is None:
             raise SmartpruneError(f"accelerate: device={device!r} needs Triton, which comes with torch for CUDA")
     dtype, own = DTYPES[options.dtype], copied(model).to(device)
-    values = [v.to(device) if isinstance(v, Tensor) else v for v in inputs[0]]
+    values = [as_float32(v).to(device) if isinstance(v, Tensor) else v for v in inputs[0]]
     try:
         traced, _ = trace(own)
     except Exception as error:  # whatever the model's own code raises when it meets a symbol instead of a tensor
