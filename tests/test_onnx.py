@@ -24,6 +24,7 @@ from smartprune.block import Block
 from smartprune.cli import main
 from smartprune.onnxfile import read_onnx
 from smartprune.receipt import make_receipt
+from smartprune.source import read_source
 from test_verify import baked
 
 onnx = pytest.importorskip("onnx", reason="onnx is not installed")
@@ -454,6 +455,14 @@ def test_weights_in_branches(tmp_path: Path) -> None:
     assert [layer.weight for layer in found.layers] == ["w", "shared", "w#2"]
     alone = {str(i): torch.from_numpy(array) for i, array in enumerate(arrays)}
     assert found.zero == sp.verify(alone, BLOCK).zero
+
+    model = nn.Module()
+    model.w, model.shared = (nn.Parameter(torch.from_numpy(array)) for array in (arrays[0], arrays[2]))
+    with pytest.raises(sp.SmartpruneError, match="several weights of the name w, in branches"):
+        read_source(path, model)
+    branches[1].initializer[0].CopyFrom(numpy_helper.from_array(arrays[0], "w"))
+    node = helper.make_node("If", ["c"], ["y"], then_branch=branches[0], else_branch=branches[1])
+    assert read_source(written(graph([node], {"shared": arrays[2]}), path), model).model is model
 
 
 def test_numbers_and_names_that_are_given_twice() -> None:

@@ -259,6 +259,12 @@ def _belonging(source: Source, network: nn.Module) -> Source:
                 f"{source.where} does not belong to the model: {name} ({text.sizes(tensor.shape)}) is not in the model; give the "
                 "model that it was made from"
             )
+        stem = name.rpartition("#")[0]
+        if name in source.layouts and name not in own and stem in own and not torch.equal(tensor.float(), own[stem].float()):
+            raise SmartpruneError(
+                f"{source.where} does not belong to the model: it has several weights of the name {stem}, in branches; "
+                "look at it without the model"
+            )
     return replace(source, tensors=own, model=network, layouts={})
 
 
