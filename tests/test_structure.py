@@ -10,7 +10,8 @@ LOWER = (
     "verify", "report", "source", "occupancy", "receipt", "pack", "packfile", "layout", "onnx", "onnxfile", "onnxgraph", "npu",
     "npu_work", "runtime",
 )  # fmt: skip
-UPPER = ("pruner", "methods", "masking", "guard", "topk", "schedule", "train", "cli", "tasks", "models", "run")
+OPTIONAL = {"sklearn", "onnx", "onnxruntime", "openvino", "matplotlib", "rich", "torchvision", "lightning", "transformers"}
+UPPER = ("pruner", "methods", "masking", "guard", "topk", "schedule", "train", "cli", "tasks", "models", "run", "integrations")
 
 
 def imports(path: Path) -> set[str]:
@@ -43,7 +44,7 @@ def test_the_mathematics_imports_no_life() -> None:
 
 def test_import_of_the_package_stays_light() -> None:
     """Optional packages are imported where they are used."""
-    for path in SOURCE.glob("*.py"):
+    for path in (*SOURCE.glob("*.py"), *(SOURCE / "integrations" / f"{name}.py" for name in ("__init__", "search"))):
         for node in ast.parse(path.read_text()).body:
             names = []
             if isinstance(node, ast.Import):
@@ -51,6 +52,6 @@ def test_import_of_the_package_stays_light() -> None:
             elif isinstance(node, ast.ImportFrom) and node.level == 0:
                 names = [node.module or ""]
             for name in names:
-                assert name.split(".")[0] not in {"sklearn", "onnx", "onnxruntime", "openvino", "matplotlib", "rich", "torchvision"}
+                assert name.split(".")[0] not in OPTIONAL
                 if "triton" not in path.name:
                     assert name.split(".")[0] != "triton", path

@@ -1,0 +1,126 @@
+"""Pruning inside Lightning: ``Trainer(callbacks=[PruneCallback(block=(16, 8), sparsity=0.9)])``."""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import Any
+
+import torch
+
+from ..errors import SmartpruneError
+from ..methods.method import Method
+from ..pruner import Pruner
+from ..receipt import Receipt
+from .search import Search
+
+try:  # the name under which the user has it: both are the same code
+    if "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules:
+        raise ImportError
+    from lightning.pytorch import Callback  # type: ignore[import-not-found,unused-ignore]
+except ImportError:
+    try:
+        from pytorch_lightning import Callback  # type: ignore[import-not-found,no-redef,unused-ignore]
+    except ImportError as error:
+        raise SmartpruneError(
+            f"smartprune.integrations.lightning: lightning cannot be imported ({error}); install lightning, or pytorch-lightning"
+        ) from None
+
+
+class PruneCallback(Callback):  # type: ignore[misc,unused-ignore]
+    """Searches for the blocks that can go while the trainer trains, fine-tunes without them, and bakes the model after ``fit``.
+
+    ``steps`` is the length of the search in optimizer steps, or as a share (a float) of the training; ``epochs`` is its length in
+    epochs. Without either it is 0.3 of the training, and the rest is fine-tuning. ``score_lr`` is the learning rate of the scores,
+    that of the weights unless given. ``settings`` are the other arguments of :func:`smartprune.attach`.
+    """
+
+    def __init__(
+        self,
+        method: Method | None = None,
+        *,
+        steps: float | None = None,
+        epochs: float | None = None,
+        score_lr: float | None = None,
+        bake: bool = True,
+        **settings: Any,
+    ) -> None:
+        self.search = Search("lightning.PruneCallback", method, steps, epochs, score_lr, bake, settings)
+
+    @property
+    def pruner(self) -> Pruner | None:
+        return self.search.pruner
+
+    @property
+    def receipt(self) -> Receipt:
+        return self.search.proof()
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """The trainer loads checkpoints and wraps the module right after ``configure_model``, so this is where masks are put on."""
+        if stage != "fit":
+            return
+        self.search.require_unbaked()
+        configure = pl_module.configure_model
+
+        def configure_and_attach() -> None:
+            del pl_module.configure_model
+            configure()
+            self._attach(trainer, pl_module)
+
+        pl_module.configure_model = configure_and_attach
+
+    def _attach(self, trainer: Any, pl_module: Any) -> None:
+        dtype, device = torch.get_default_dtype(), next((p.device for p in pl_module.parameters()), torch.device("cpu"))
+        torch.set_default_dtype(torch.float32)  # those of the trainer are meant for layers that are made here
+        try:
+            with device:
+                steps = self.search.fixed if self.search.fixed is not None else self.search.length(*_lengths(trainer, pl_module))
+                self.search.attach(pl_module, steps, carry=False)
+        finally:
+            torch.set_default_dtype(dtype)
+        self.search.claim()
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        self.search.settle(trainer.optimizers, [config.scheduler.optimizer for config in trainer.lr_scheduler_configs])
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.search.begin(*_lengths(trainer, pl_module))
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        if not trainer.barebones:
+            pl_module.log_dict(self.search.metrics())
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        if not trainer.barebones:
+            pl_module.log("smartprune/undecided", self.search.metrics(whole=True)["smartprune/undecided"])
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        """After every callback's ``on_train_end``: averages that are written there are pruned, too."""
+        self.search.end()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self.teardown(trainer, pl_module, "fit")
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if stage == "fit":
+            self.search.stop()
+            pl_module.__dict__.pop("configure_model", None)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.search.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.search.load_state_dict(state_dict)
+
+
+def _lengths(trainer: Any, pl_module: Any) -> tuple[float, float]:
+    """Optimizer steps of the training, and of an epoch; infinite where they are not known."""
+    if not pl_module.automatic_optimization:  # how often the optimizer steps is the module's own business
+        return math.inf, math.inf
+    total = trainer.estimated_stepping_batches
+    per_epoch = (
+        math.inf
+        if math.isinf(trainer.num_training_batches)
+        else math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)
+    )
+    return (math.inf if total < 0 else total), per_epoch

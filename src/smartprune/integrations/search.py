@@ -1,0 +1,356 @@
+"""What the integrations share: one search inside a trainer, from the attached model to the baked one."""
+
+from __future__ import annotations
+
+import io
+import math
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from .. import guard, watch
+from ..errors import SmartpruneError
+from ..methods import Smart
+from ..methods.method import Method
+from ..pruner import Pruner, attach, bake, find_pruner
+from ..receipt import Receipt
+
+SHARE = 0.3  # of the training is search: between the 0.2 and the 0.4 of the records, which differ by less than their spread
+LABEL = "smartprune: "  # how the key begins
+OPEN = 2**31  # the length of a search until the trainer knows its own
+
+
+class Search:
+    """One search. The trainer's hooks call, in this order: attach, claim, settle, begin, (steps of the optimizer), end or stop."""
+
+    def __init__(
+        self,
+        where: str,
+        method: Method | None,
+        steps: float | None,
+        epochs: float | None,
+        score_lr: float | None,
+        bake: bool,
+        settings: dict[str, Any],
+    ) -> None:
+        if steps is not None and epochs is not None:
+            raise SmartpruneError(f"{where}: steps={steps!r} and epochs={epochs!r}; give one of them as the length of the search")
+        share = isinstance(steps, float) and 0 < steps <= 1
+        count = isinstance(steps, int) and not isinstance(steps, bool) and steps >= 1
+        if steps is not None and not share and not count:
+            raise SmartpruneError(
+                f"{where}: steps={steps!r}; give the length of the search as a number of optimizer steps (an integer, at least 1) "
+                "or as a share of the training (a float above 0, at most 1.0)"
+            )
+        if epochs is not None and (isinstance(epochs, bool) or not isinstance(epochs, int | float) or not 0 < epochs < math.inf):
+            raise SmartpruneError(f"{where}: epochs={epochs!r}; give the length of the search as a number of epochs above 0")
+        self.where, self.method, self.settings = where, Smart() if method is None else method, settings
+        self.steps = SHARE if steps is None and epochs is None else steps
+        self.epochs, self.score_lr, self.bake = epochs, score_lr, bake
+        self.pruner: Pruner | None = None
+        self.receipt: Receipt | None = None
+        self._carrier: Carrier | None = None
+        self._home: weakref.ref[Optimizer] | None = None  # the optimizer that trains the scores, whose steps count
+        self._seen = 0
+        self._handle: Any = None
+
+    @property
+    def fixed(self) -> int | None:
+        """The length of the search where it does not depend on the trainer."""
+        return self.steps if isinstance(self.steps, int) else None
+
+    def length(self, total: float, per_epoch: float) -> int:
+        """The length of the search in a training of so many optimizer steps, infinite where that is not known."""
+        if self.fixed is not None:
+            return self.fixed
+        whole, share = (per_epoch, self.epochs) if self.epochs is not None else (total, self.steps)
+        if not 0 < whole < math.inf:
+            raise SmartpruneError(
+                f"{self.where}: the length of the {'epochs' if self.epochs is not None else 'training'} is not known before it "
+                "starts, so the search cannot have a share of it; give its length in optimizer steps: steps=1000"
+            )
+        assert share is not None
+        return max(1, round(share * whole))
+
+    # -- before the training ----------------------------------------------------------------------------------------------
+
+    def attach(self, model: nn.Module, steps: int | None, carry: bool) -> None:
+        """Puts masks on the model, unless they are there. ``carry``: its state dict holds the state of the pruner."""
+        self.require_unbaked()
+        if self.pruner is None:
+            self.pruner = attach(model, self.method, steps=OPEN if steps is None else steps, **self.settings)
+            self._carrier = Carrier(self.pruner, carry, flexible=self.fixed is None)
+        elif find_pruner(model) is not self.pruner:
+            raise SmartpruneError(f"{self.where}: this callback prunes another model already; make a new one for this model")
+
+    def require_unbaked(self) -> None:
+        if self.receipt is not None:
+            raise SmartpruneError(
+                f"{self.where}: this callback has pruned its model and baked it; to go on training, take it out of the callbacks "
+                "(removed blocks stay zero in this process); to prune again, make a new one"
+            )
+
+    def claim(self) -> None:
+        """From now on the first optimizer that is given a pruned weight gets the scores, in a group without weight decay.
+
+        Schedulers and saved states count the groups of an optimizer, so the group has to be there when the optimizer is made.
+        """
+        self._home = None
+        _waiting.add(self)
+        Optimizer.add_param_group = _add_param_group  # type: ignore[method-assign,assignment]
+
+    def settle(self, optimizers: Sequence[Optimizer], scheduled: Sequence[Optimizer] = ()) -> None:
+        """The trainer has its optimizers. One that is older than the scores gets them now, if no scheduler counts its groups."""
+        self._release()
+        found = None if self._home is None else self._home()
+        if any(optimizer is found for optimizer in optimizers):
+            return
+        ours = self._ids()
+        for optimizer in optimizers:
+            group = next((group for group in optimizer.param_groups if ours & {id(p) for p in group["params"]}), None)
+            if group is None:
+                continue
+            if any(optimizer is other for other in scheduled):
+                raise SmartpruneError(
+                    f"{self.where}: the optimizer and its scheduler were made before the scores were there, and a scheduler counts "
+                    "the parameter groups it was made with; let the trainer make both, after attach"
+                )
+            options = {name: value for name, value in group.items() if name not in ("params", "param_names")}
+            names = [f"smartprune.{i}" for i in range(len(self._pruner.parameters()))] if "param_names" in group else None
+            self._give(optimizer, options, names)
+            return
+        raise SmartpruneError(
+            f"{self.where}: none of the {len(optimizers)} optimizers trains a pruned weight, so the search could never move; give "
+            "the optimizer the parameters of the model, or choose other layers (include=, skip=)"
+        )
+
+    def begin(self, total: float, per_epoch: float) -> None:
+        """The training starts: from now on every step of the optimizer is one of the search."""
+        self.require_unbaked()
+        pruner, carrier = self._pruner, self._carrier
+        assert carrier is not None
+        if carrier.owed:
+            raise SmartpruneError(
+                f"{self.where}: the checkpoint has no state of the pruner: it was saved before the search, or after bake, or with "
+                "the weights alone; load its weights into the model before the trainer starts, or resume from one of this search"
+            )
+        if pruner.steps == OPEN:
+            steps = self.length(total, per_epoch)
+            pruner.method.check(pruner.blocks, steps)
+            pruner.steps = steps
+            pruner._move()
+        if self.bake and pruner.phase == "search" and total < pruner.steps:
+            raise SmartpruneError(
+                f"{self.where}: the search has {pruner.steps} steps and the training {total}, so it would end before the mask is "
+                "hard; search shorter (steps=, epochs=), train longer, or give bake=False to go on in a later training"
+            )
+        self.stop()
+        self._seen = watch.now()
+        if pruner.phase == "search":  # the guard has its hook at torch from now on: none can be added while torch calls them
+            guard.hold((), pruner.masking, torch.ones(pruner.blocks.n))
+        after_step = weakref.WeakMethod(self._after_step)
+
+        def hook(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            if (call := after_step()) is not None:
+                call(optimizer)
+
+        self._handle = register_optimizer_step_post_hook(hook)
+        weakref.finalize(self, self._handle.remove)  # of a training that died, where the trainer has no hook for that
+
+    # -- in it, and after it ----------------------------------------------------------------------------------------------
+
+    def _after_step(self, optimizer: Optimizer) -> None:
+        """Torch calls this after real steps only: not for batches that are gathered, nor for what a gradient scaler skips."""
+        if self._home is None or self._home() is not optimizer or watch.now() == self._seen:
+            return
+        self._seen = watch.now()
+        self._pruner.step()
+
+    def metrics(self, whole: bool = False) -> dict[str, float]:
+        """``whole``: with what has to be waited for on a GPU."""
+        out = {"smartprune/tau": self._pruner.tau, "smartprune/progress": self._pruner.progress}
+        if whole:
+            out["smartprune/undecided"] = float(self._pruner.telemetry()["undecided"])
+        return out
+
+    def stop(self) -> None:
+        """Nothing of the search is left at torch. The model stays as it is."""
+        self._release()
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+        if self._carrier is not None:
+            self._carrier.owed = False
+
+    def end(self) -> None:
+        """The training is over: the model becomes plain, or the user is told why it cannot."""
+        self.stop()
+        pruner = self._pruner
+        if not self.bake or self.receipt is not None:
+            return
+        if pruner.phase == "search":
+            raise SmartpruneError(
+                f"{self.where}: the training ended at step {pruner.count} of {pruner.steps} of the search, and no block is removed "
+                "yet; resume from its last checkpoint, search shorter (steps=, epochs=), or take the mask as it stands: "
+                "callback.pruner.freeze(force=True), then smartprune.bake(model)"
+            )
+        self.receipt = bake(pruner.model)
+        assert self._carrier is not None
+        self._carrier.remove()
+
+    def proof(self) -> Receipt:
+        return self._pruner.receipt() if self.receipt is None else self.receipt
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.pruner is None or self.pruner.phase == "baked" else self.pruner.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Of a model that is baked, only weights are loaded: the best of those after the search, say."""
+        if self._carrier is not None and state and self._pruner.phase != "baked":
+            self._carrier.restore(state)
+
+    # -- the scores and their optimizer -----------------------------------------------------------------------------------
+
+    @property
+    def _pruner(self) -> Pruner:
+        if self.pruner is None:
+            raise SmartpruneError(f"{self.where}: there is no pruner yet; it is attached when the trainer starts to train")
+        return self.pruner
+
+    def _ids(self) -> set[int]:
+        return {id(parameter) for parameter in (*self._pruner.parameters(), *self._pruner.blocks.weights)}
+
+    def _release(self) -> None:
+        _waiting.discard(self)
+        if not _waiting:
+            Optimizer.add_param_group = _plain_add_param_group  # type: ignore[method-assign]
+
+    def _give(self, optimizer: Optimizer, options: dict[str, Any], names: Sequence[str] | None) -> None:
+        self._home = weakref.ref(optimizer)
+        group = self._pruner.param_group() if self.score_lr is None else self._pruner.param_group(lr=self.score_lr)
+        if not group["params"]:
+            return
+        if names is not None:
+            group["params"] = list(zip(names, group["params"], strict=True))
+        _plain_add_param_group(optimizer, {**options, **group})
+
+    def _divide(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
+        """A group with pruned weights or scores, which an optimizer is given: without the scores, which get their own beside it."""
+        scores = {id(parameter) for parameter in self._pruner.parameters()}
+        mine = [entry for entry in group["params"] if id(_tensor(entry)) in scores]
+        rest = [entry for entry in group["params"] if id(_tensor(entry)) not in scores]
+        options = {name: value for name, value in group.items() if name != "params"}
+        home = None if self._home is None else self._home()
+        if rest:
+            _plain_add_param_group(optimizer, {**options, "params": rest})
+        elif home is not None:  # a group of the scores alone was meant for them
+            home.param_groups = [other for other in home.param_groups if not scores & {id(p) for p in other["params"]}]
+            home = None
+        if home is None:
+            names = [entry[0] for entry in mine] or [f"smartprune.{i}" for i in range(len(scores))]
+            self._give(optimizer, options, names if isinstance(group["params"][0], tuple) else None)
+
+
+class Carrier:
+    """Keeps the keys of a model's state dict plain while it is attached. Scores are part of the pruner's state.
+
+    Weights of a search that is not over are no pruned model. Their state dict has one key more, which says so where a plain
+    model refuses it. A model that carries its pruner has its state there.
+    """
+
+    def __init__(self, pruner: Pruner, carry: bool, flexible: bool) -> None:
+        self.pruner, self.carry, self.flexible = pruner, carry, flexible
+        self.owed = False  # whether weights were loaded to which the state of the pruner is missing
+        self._found: dict[str, Any] | None = None
+        model = pruner.model
+        self._handles = [
+            model.register_state_dict_post_hook(self),
+            model.register_load_state_dict_pre_hook(self._before_load),
+            model.register_load_state_dict_post_hook(self._after_load),
+        ]
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """A search whose length is a share of the training keeps the length it started with."""
+        if self.flexible and isinstance(state.get("steps"), int):
+            self.pruner.steps = state["steps"]
+        self.pruner.load_state_dict(state)
+        self.owed = False
+
+    def _names(self, model: nn.Module) -> dict[str, Tensor]:
+        scores = {id(parameter) for parameter in self.pruner.parameters()}
+        return {name: parameter for name, parameter in model.named_parameters() if id(parameter) in scores}
+
+    def __call__(self, model: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
+        if self.pruner.phase == "baked":
+            return
+        for name in self._names(model):
+            state_dict.pop(prefix + name, None)
+        if self.pruner.phase == "search" or self.carry:
+            state_dict[prefix + self._label()] = _packed(self.pruner.state_dict() if self.carry else {})
+
+    def _label(self) -> str:
+        if self.pruner.phase != "search":
+            return f"{LABEL}resumes the fine-tuning of pruned weights, whose removed blocks are zero; a plain model needs it not"
+        return (
+            f"{LABEL}saved at step {self.pruner.count} of the search, when no block was removed yet; resume the training with it, "
+            "or load a checkpoint that was saved after the search"
+        )
+
+    def _before_load(self, model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        if self.pruner.phase == "baked":
+            return
+        labels = [key for key in state_dict if key.startswith(prefix + LABEL)]
+        states = [_unpacked(state_dict.pop(key)) for key in labels]
+        self._found = next((state for state in states if state), None)
+        for name, parameter in self._names(model).items():
+            state_dict.setdefault(prefix + name, parameter.detach().clone())
+        self.owed = True
+
+    def _after_load(self, model: nn.Module, incompatible: Any) -> None:
+        if self._found is not None:
+            found, self._found = self._found, None
+            self.restore(found)
+
+
+_waiting: weakref.WeakSet[Search] = weakref.WeakSet()
+_plain_add_param_group = Optimizer.add_param_group
+
+
+def _add_param_group(optimizer: Optimizer, group: dict[str, Any]) -> None:
+    """In place of torch's own while a search waits for its optimizer."""
+    params = group.get("params") if isinstance(group, dict) else None
+    if params is not None and not isinstance(params, set):
+        group["params"] = [params] if isinstance(params, Tensor) else list(params)
+        ids = {id(_tensor(entry)) for entry in group["params"]}
+        for search in list(_waiting):
+            if search.pruner is not None and search._ids() & ids:
+                search._divide(optimizer, group)
+                return
+    _plain_add_param_group(optimizer, group)
+
+
+def _tensor(entry: Any) -> Any:
+    """Of what an optimizer is given: tensors, or names and tensors."""
+    return entry[1] if isinstance(entry, tuple) else entry
+
+
+def _packed(state: dict[str, Any]) -> Tensor:
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+
+
+def _unpacked(packed: Tensor) -> dict[str, Any]:
+    try:
+        state = torch.load(io.BytesIO(packed.cpu().numpy().tobytes()), map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise SmartpruneError(f"load_state_dict(): the state of the pruner in the checkpoint is damaged ({error})") from None
+    return state if isinstance(state, dict) else {}

@@ -1,0 +1,101 @@
+"""Pruning inside the Trainer of transformers: ``Trainer(..., callbacks=[PruneCallback(block=(16, 8), sparsity=0.9)])``."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from ..errors import SmartpruneError
+from ..methods.method import Method
+from ..pruner import Pruner, find_pruner
+from ..receipt import Receipt
+from .search import Search
+
+try:
+    from transformers import TrainerCallback  # type: ignore[import-not-found,unused-ignore]
+except ImportError as error:
+    raise SmartpruneError(
+        f"smartprune.integrations.transformers: transformers cannot be imported ({error}); install transformers and accelerate"
+    ) from None
+
+
+class PruneCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
+    """Searches for the blocks that can go while the trainer trains, fine-tunes without them, and bakes the model after ``train``.
+
+    ``steps`` is the length of the search in optimizer steps, or as a share (a float) of the training; ``epochs`` is its length in
+    epochs. Without either it is 0.3 of the training, and the rest is fine-tuning. ``score_lr`` is the learning rate of the scores,
+    that of the weights unless given. ``settings`` are the other arguments of :func:`smartprune.attach`.
+
+    The trainer gives callbacks no other chance before it loads a checkpoint, makes the optimizer and wraps the model: masks are put
+    on when the Trainer is made. The state of the pruner is part of the model's, and so of the trainer's checkpoints.
+    """
+
+    def __init__(
+        self,
+        method: Method | None = None,
+        *,
+        steps: float | None = None,
+        epochs: float | None = None,
+        score_lr: float | None = None,
+        bake: bool = True,
+        **settings: Any,
+    ) -> None:
+        self.search = Search("transformers.PruneCallback", method, steps, epochs, score_lr, bake, settings)
+        self._began = False
+
+    @property
+    def pruner(self) -> Pruner | None:
+        return self.search.pruner
+
+    @property
+    def receipt(self) -> Receipt:
+        return self.search.proof()
+
+    def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **others: Any) -> None:
+        self.search.attach(model, self.search.fixed, carry=True)
+        self.search.claim()
+        if optimizer is not None:
+            self.search.settle([optimizer], [] if others.get("lr_scheduler") is None else [optimizer])
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **others: Any) -> None:
+        if self.pruner is None or (find_pruner(model) is not self.pruner and self.pruner.phase != "baked"):
+            raise SmartpruneError(
+                f"{self.search.where}: the model that is trained is not the one that the Trainer was made with; give the Trainer a "
+                "model (not model_init), and the callback when it is made (not by add_callback)"
+            )
+        optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate's is a wrapper
+        self.search.require_unbaked()
+        self.search.settle([optimizer], [optimizer])
+        batches = _length(others.get("train_dataloader"))
+        self.search.begin(state.max_steps, math.ceil(batches / args.gradient_accumulation_steps) if batches < math.inf else batches)
+        self._began = True
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        if not self._began:
+            raise SmartpruneError(
+                f"{self.search.where}: the model has soft masks from the moment the Trainer is made, so what it predicts before it "
+                "is trained is not what it was; evaluate the dense model with a Trainer without this callback"
+            )
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **others: Any) -> None:
+        """Callbacks that come later see it; those that ``report_to`` names come first, and do not."""
+        if self._began and logs is not None and "loss" in logs:
+            logs |= self.search.metrics(whole=True)
+            state.log_history[-1] |= self.search.metrics(whole=True)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        if self.pruner is not None and self.pruner.phase == "search" and args.load_best_model_at_end and self.search.bake:
+            self.search.stop()
+            raise SmartpruneError(
+                f"{self.search.where}: load_best_model_at_end loaded {state.best_model_checkpoint}, saved at step "
+                f"{self.pruner.count} of the {self.pruner.steps} of the search, when no block was removed yet; let only checkpoints after the search "
+                "compete, or give load_best_model_at_end=False"
+            )
+        self.search.end()
+
+
+def _length(loader: Any) -> float:
+    try:
+        return len(loader)
+    except TypeError:
+        return math.inf
