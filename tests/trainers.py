@@ -174,7 +174,7 @@ class SmallLightning:
 
 
 class SmallTransformers:
-    """The order of transformers' Trainer: on_init_end, the checkpoint, optimizer and scheduler, their states, on_train_begin, ..."""
+    """The order of transformers' Trainer: on_init_end, the checkpoint, optimizer and scheduler, on_train_begin, ..."""
 
     name, stops = "transformers", STOPS
 

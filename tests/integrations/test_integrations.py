@@ -221,9 +221,10 @@ def test_copies_of_an_attached_model(trainer: Any) -> None:
         ({"steps": 1.5}, "share of the training"),
         ({"steps": True}, "share of the training"),
         ({"epochs": 0}, "number of epochs above 0"),
+        ({"exclude": "head"}, "no argument 'exclude'; those of attach are block, sparsity, .* include, skip"),
     ],
 )
-def test_lengths_that_are_none(given: dict[str, Any], message: str) -> None:
+def test_arguments_that_cannot_be(given: dict[str, Any], message: str) -> None:
     for name in INTEGRATIONS:
         with trainers.importable(name) as module, pytest.raises(sp.SmartpruneError, match=message):
             module.PruneCallback(**given)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import math
 import weakref
@@ -19,7 +20,7 @@ from ..methods.method import Method
 from ..pruner import Pruner, attach, bake, find_pruner
 from ..receipt import Receipt
 
-SHARE = 0.3  # of the training is search: between the 0.2 and the 0.4 of the records, which differ by less than their spread
+SHARE = 0.3  # of the training is search: between the 0.2 and the 0.4 of the records, which differ by no more than their spread
 LABEL = "smartprune: "  # how the key begins
 OPEN = 2**31  # the length of a search until the trainer knows its own
 
@@ -48,6 +49,10 @@ class Search:
             )
         if epochs is not None and (isinstance(epochs, bool) or not isinstance(epochs, int | float) or not 0 < epochs < math.inf):
             raise SmartpruneError(f"{where}: epochs={epochs!r}; give the length of the search as a number of epochs above 0")
+        known = [name for name in inspect.signature(attach).parameters if name not in ("model", "method", "steps")]
+        unknown = [name for name in settings if name not in known]
+        if unknown:
+            raise SmartpruneError(f"{where}: there is no argument {unknown[0]!r}; those of attach are {', '.join(known)}")
         self.where, self.method, self.settings = where, Smart() if method is None else method, settings
         self.steps = SHARE if steps is None and epochs is None else steps
         self.epochs, self.score_lr, self.bake = epochs, score_lr, bake

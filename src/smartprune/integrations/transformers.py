@@ -88,8 +88,8 @@ class PruneCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
             self.search.stop()
             raise SmartpruneError(
                 f"{self.search.where}: load_best_model_at_end loaded {state.best_model_checkpoint}, saved at step "
-                f"{self.pruner.count} of the {self.pruner.steps} of the search, when no block was removed yet; let only checkpoints after the search "
-                "compete, or give load_best_model_at_end=False"
+                f"{self.pruner.count} of the {self.pruner.steps} of the search, when no block was removed yet; let only "
+                "checkpoints after the search compete, or give load_best_model_at_end=False"
             )
         self.search.end()
 
