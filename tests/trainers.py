@@ -285,12 +285,12 @@ class RealLightning:
         from torch.utils.data import DataLoader
 
         class Stopper(Callback):  # type: ignore[misc]
-            def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> Any:
-                if trainer.current_epoch * BATCHES + index == stop:
-                    if not early:
-                        raise StopError
-                    trainer.should_stop = True
-                    return -1
+            def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
+                if trainer.current_epoch * BATCHES + index == stop and not early:
+                    raise StopError
+
+            def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+                trainer.should_stop = trainer.should_stop or (early and trainer.global_step == stop)
 
         keep = ModelCheckpoint(self.folder, "{step}", save_top_k=-1, every_n_train_steps=1, enable_version_counter=False)
         self.last = self.trainer(

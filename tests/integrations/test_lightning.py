@@ -116,3 +116,18 @@ def test_two_processes(tmp_path: Path) -> None:
     best = Net.load_from_checkpoint(tmp_path / "epoch=3.ckpt")
     plan = sp.plan(Net(), SETTINGS["block"], SETTINGS["sparsity"], include="*")
     assert zeros(best, plan) == zeros(net, plan) >= (plan.n - plan.keep) * 4 * 2
+    resumed = Net()
+    trainer = trainers.RealLightning(tmp_path).trainer(PruneCallback(**{**SETTINGS, "steps": 6}), strategy="ddp_spawn", devices=2)
+    trainer.fit(resumed, loader(), loader(), ckpt_path=str(tmp_path / "epoch=1.ckpt"))
+    assert all(torch.equal(value, net.state_dict()[name]) for name, value in resumed.state_dict().items())
+
+
+def test_a_search_for_a_learning_rate_leaves_no_trace(tmp_path: Path) -> None:
+    plain, finding = PruneCallback(**SETTINGS), PruneCallback(**SETTINGS)
+    one, two = Net(), Net()
+    two.lr = 0.05
+    finder = lightning.callbacks.LearningRateFinder(num_training_steps=8, update_attr=False)
+    fit(tmp_path, one, plain)
+    fit(tmp_path, two, finding, finder)
+    assert finding.receipt == plain.receipt
+    assert all(torch.equal(value, one.state_dict()[name]) for name, value in two.state_dict().items())

@@ -1,5 +1,8 @@
 """What only the real Trainer of transformers can show: its models, its best checkpoints, optimizers of one's own."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,26 @@ from smartprune.integrations.transformers import PruneCallback  # noqa: E402
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
 SETTINGS: dict[str, Any] = {"block": (4, 4), "sparsity": 0.75, "include": "*", "steps": 10}
+RANK = """
+import sys
+from pathlib import Path
+import torch, trainers
+from smartprune.integrations.transformers import PruneCallback
+
+real = trainers.RealTransformers(Path(sys.argv[1]))
+ends = []
+for resume in (None, str(real.path(3))):
+    module, callback = real.module(), PruneCallback(block=(4, 4), sparsity=0.75, include="*", steps=5)
+    trainer = real.trainer(module, [callback], ddp_backend="gloo")
+    trainer.train(resume_from_checkpoint=resume)
+    assert isinstance(trainer.model_wrapped, torch.nn.parallel.DistributedDataParallel)
+    ends.append((callback.receipt, module.state_dict()))
+assert ends[0][0] == ends[1][0]
+assert all(torch.equal(value, ends[1][1][name]) for name, value in ends[0][1].items())
+print("mask", ends[0][0].mask_hash, flush=True)
+torch.distributed.barrier()
+torch.distributed.destroy_process_group()
+"""
 
 
 def test_a_model_of_the_library(tmp_path: Path) -> None:
@@ -91,3 +114,17 @@ def test_numbers_reach_the_history(tmp_path: Path) -> None:
     rows = [row for row in trainer.state.log_history if "loss" in row]
     assert [row["smartprune/progress"] for row in rows[:2]] == [0.1, 0.2]
     assert rows[-1]["smartprune/tau"] == rows[-1]["smartprune/undecided"] == 0
+
+
+@pytest.mark.slow
+def test_two_processes(tmp_path: Path) -> None:
+    """Both ranks have one mask, and a resumed run has the bits of the uninterrupted one."""
+    (tmp_path / "rank.py").write_text(RANK)
+    tests, source = Path(trainers.__file__).parent, Path(sp.__file__).parents[1]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "rank.py", "run"]
+    found = {**os.environ, "PYTHONPATH": f"{tests}{os.pathsep}{source}", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=found, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    masks = [line for line in done.stdout.splitlines() if line.startswith("mask sha256:")]
+    assert len(masks) == 2
+    assert len(set(masks)) == 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import io
 import math
 import weakref
 from collections.abc import Sequence
@@ -19,9 +18,9 @@ from ..methods import Smart
 from ..methods.method import Method
 from ..pruner import Pruner, attach, bake, find_pruner
 from ..receipt import Receipt
+from .carrier import Carrier
 
 SHARE = 0.3  # of the training is search: between the 0.2 and the 0.4 of the records, which differ by no more than their spread
-LABEL = "smartprune: "  # how the key begins
 OPEN = 2**31  # the length of a search until the trainer knows its own
 
 
@@ -114,7 +113,11 @@ class Search:
         found = None if self._home is None else self._home()
         if any(optimizer is found for optimizer in optimizers):
             return
-        ours = self._ids()
+        ours, scores = self._ids(), {id(parameter) for parameter in self._pruner.parameters()}
+        for optimizer in optimizers:
+            if scores and scores <= {id(p) for group in optimizer.param_groups for p in group["params"]}:
+                self._home = weakref.ref(optimizer)  # of an earlier training
+                return
         for optimizer in optimizers:
             group = next((group for group in optimizer.param_groups if ours & {id(p) for p in group["params"]}), None)
             if group is None:
@@ -125,7 +128,7 @@ class Search:
                     "the parameter groups it was made with; let the trainer make both, after attach"
                 )
             options = {name: value for name, value in group.items() if name not in ("params", "param_names")}
-            names = [f"smartprune.{i}" for i in range(len(self._pruner.parameters()))] if "param_names" in group else None
+            names = [f"smartprune.{i}" for i in range(len(scores))] if "param_names" in group else None
             self._give(optimizer, options, names)
             return
         raise SmartpruneError(
@@ -173,7 +176,8 @@ class Search:
         if self._home is None or self._home() is not optimizer or watch.now() == self._seen:
             return
         self._seen = watch.now()
-        self._pruner.step()
+        if self._pruner.phase != "baked":  # by the user, before the trainer was done
+            self._pruner.step()
 
     def metrics(self, whole: bool = False) -> dict[str, float]:
         """``whole``: with what has to be waited for on a GPU."""
@@ -203,7 +207,7 @@ class Search:
                 "yet; resume from its last checkpoint, search shorter (steps=, epochs=), or take the mask as it stands: "
                 "callback.pruner.freeze(force=True), then smartprune.bake(model)"
             )
-        self.receipt = bake(pruner.model)
+        self.receipt = pruner.receipt() if pruner.phase == "baked" else bake(pruner.model)
         assert self._carrier is not None
         self._carrier.remove()
 
@@ -231,7 +235,7 @@ class Search:
 
     def _release(self) -> None:
         _waiting.discard(self)
-        if not _waiting:
+        if not _waiting and Optimizer.add_param_group is _add_param_group:
             Optimizer.add_param_group = _plain_add_param_group  # type: ignore[method-assign]
 
     def _give(self, optimizer: Optimizer, options: dict[str, Any], names: Sequence[str] | None) -> None:
@@ -260,71 +264,6 @@ class Search:
             self._give(optimizer, options, names if isinstance(group["params"][0], tuple) else None)
 
 
-class Carrier:
-    """Keeps the keys of a model's state dict plain while it is attached. Scores are part of the pruner's state.
-
-    Weights of a search that is not over are no pruned model. Their state dict has one key more, which says so where a plain
-    model refuses it. A model that carries its pruner has its state there.
-    """
-
-    def __init__(self, pruner: Pruner, carry: bool, flexible: bool) -> None:
-        self.pruner, self.carry, self.flexible = pruner, carry, flexible
-        self.owed = False  # whether weights were loaded to which the state of the pruner is missing
-        self._found: dict[str, Any] | None = None
-        model = pruner.model
-        self._handles = [
-            model.register_state_dict_post_hook(self),
-            model.register_load_state_dict_pre_hook(self._before_load),
-            model.register_load_state_dict_post_hook(self._after_load),
-        ]
-
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """A search whose length is a share of the training keeps the length it started with."""
-        if self.flexible and isinstance(state.get("steps"), int):
-            self.pruner.steps = state["steps"]
-        self.pruner.load_state_dict(state)
-        self.owed = False
-
-    def _names(self, model: nn.Module) -> dict[str, Tensor]:
-        scores = {id(parameter) for parameter in self.pruner.parameters()}
-        return {name: parameter for name, parameter in model.named_parameters() if id(parameter) in scores}
-
-    def __call__(self, model: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
-        if self.pruner.phase == "baked":
-            return
-        for name in self._names(model):
-            state_dict.pop(prefix + name, None)
-        if self.pruner.phase == "search" or self.carry:
-            state_dict[prefix + self._label()] = _packed(self.pruner.state_dict() if self.carry else {})
-
-    def _label(self) -> str:
-        if self.pruner.phase != "search":
-            return f"{LABEL}resumes the fine-tuning of pruned weights, whose removed blocks are zero; a plain model needs it not"
-        return (
-            f"{LABEL}saved at step {self.pruner.count} of the search, when no block was removed yet; resume the training with it, "
-            "or load a checkpoint that was saved after the search"
-        )
-
-    def _before_load(self, model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-        if self.pruner.phase == "baked":
-            return
-        labels = [key for key in state_dict if key.startswith(prefix + LABEL)]
-        states = [_unpacked(state_dict.pop(key)) for key in labels]
-        self._found = next((state for state in states if state), None)
-        for name, parameter in self._names(model).items():
-            state_dict.setdefault(prefix + name, parameter.detach().clone())
-        self.owed = True
-
-    def _after_load(self, model: nn.Module, incompatible: Any) -> None:
-        if self._found is not None:
-            found, self._found = self._found, None
-            self.restore(found)
-
-
 _waiting: weakref.WeakSet[Search] = weakref.WeakSet()
 _plain_add_param_group = Optimizer.add_param_group
 
@@ -345,17 +284,3 @@ def _add_param_group(optimizer: Optimizer, group: dict[str, Any]) -> None:
 def _tensor(entry: Any) -> Any:
     """Of what an optimizer is given: tensors, or names and tensors."""
     return entry[1] if isinstance(entry, tuple) else entry
-
-
-def _packed(state: dict[str, Any]) -> Tensor:
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
-
-
-def _unpacked(packed: Tensor) -> dict[str, Any]:
-    try:
-        state = torch.load(io.BytesIO(packed.cpu().numpy().tobytes()), map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise SmartpruneError(f"load_state_dict(): the state of the pruner in the checkpoint is damaged ({error})") from None
-    return state if isinstance(state, dict) else {}

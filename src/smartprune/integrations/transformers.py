@@ -80,8 +80,9 @@ class PruneCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **others: Any) -> None:
         """Callbacks that come later see it; those that ``report_to`` names come first, and do not."""
         if self._began and logs is not None and "loss" in logs:
-            logs |= self.search.metrics(whole=True)
-            state.log_history[-1] |= self.search.metrics(whole=True)
+            numbers = self.search.metrics(whole=True)
+            logs |= numbers
+            state.log_history[-1] |= numbers
 
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         if self.pruner is not None and self.pruner.phase == "search" and args.load_best_model_at_end and self.search.bake:
