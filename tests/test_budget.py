@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import reference
@@ -155,6 +155,29 @@ def test_macs_of_a_parametrized_model() -> None:
     want = count_macs(model, x)
     torch.nn.utils.parametrizations.weight_norm(model[3])
     assert count_macs(model, x) == want
+
+
+class Reading(nn.Module):
+    """Computes with weights of its layers, as attention with a bias of its own does, and calls one of them as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.up = nn.Linear(8, 24, bias=False), nn.ConvTranspose1d(24, 16, 2, stride=2)
+        self.both, self.head = nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.linear(x, weight=self.qkv.weight)
+        x = nn.functional.conv_transpose1d(x.mT, self.up.weight, self.up.bias, 2).mT
+        return self.head(self.both(nn.functional.linear(x, self.both.weight)))  # type: ignore[no-any-return]
+
+
+def test_weights_that_are_read_without_calling_their_layer_have_macs() -> None:
+    model, x = Reading().eval(), torch.randn(2, 5, 8)
+    with FlopCounterMode(display=False) as counter:
+        model(x)
+    assert count_macs(model, x) == counter.get_total_flops() // 2 // 2
+    layers, _ = find(model, Block(4, 4), include="*")
+    assert count_uses(model, layers, x) == {"qkv": (5,), "up": (5,), "both": (20,), "head": (10,)}
 
 
 def test_resolve() -> None:

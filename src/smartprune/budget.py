@@ -10,7 +10,9 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from .errors import SmartpruneError
 from .layers import CONVOLUTIONS, TRANSPOSED, Layer
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from .npu_latency import Latency
 
 Kind = Literal["blocks", "params", "macs", "cycles"]
+TRANSPOSING = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
 
 
 @dataclass(frozen=True)
@@ -218,6 +221,7 @@ def _calls(model: nn.Module, example: Any) -> tuple[dict[str, list[tuple[Call, .
     found: dict[str, list[tuple[Call, ...]]] = {}
     hooks = []
     unbatched = False
+    aside = _Aside()
 
     for name, module in model.named_modules():
         if isinstance(module, nn.MultiheadAttention):
@@ -235,15 +239,19 @@ def _calls(model: nn.Module, example: Any) -> tuple[dict[str, list[tuple[Call, .
                 given = args[0] if args else kwargs["input"]
                 axis = -1 if isinstance(m, nn.Linear) else out.dim() - len(m.kernel_size) - 1  # type: ignore[arg-type]
                 unbatched |= axis == 0
-                reads, writes = (tensor.numel() // tensor.shape[axis] for tensor in (given, out))
-                uses = reads if isinstance(m, TRANSPOSED) else writes
-                found.setdefault(name, []).append((Call(uses, reads, writes),))
+                found.setdefault(name, []).append((_call(given, out, axis, isinstance(m, TRANSPOSED)),))
+                aside.inside.discard(id(m._parameters.get("weight")))
 
+            def enter(m: nn.Module, args: Any) -> None:
+                aside.inside.add(id(m._parameters.get("weight")))
+
+            aside.names.setdefault(id(module._parameters.get("weight")), name)
+            hooks.append(module.register_forward_pre_hook(enter))
             hooks.append(module.register_forward_hook(plain, with_kwargs=True))
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), aside:
             if isinstance(example, Tensor):
                 model(example)
             elif isinstance(example, Mapping):
@@ -262,7 +270,35 @@ def _calls(model: nn.Module, example: Any) -> tuple[dict[str, list[tuple[Call, .
             hook.remove()
         for module in training:
             module.training = True
+    for name, calls in aside.found.items():
+        found.setdefault(name, []).extend(calls)
     return found, 1 if unbatched else _batch(example)
+
+
+class _Aside(TorchFunctionMode):
+    """Notes uses of weights whose layer is not called: ``F.linear(x, layer.weight)`` in the code of another module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: dict[int, str] = {}  # of layers, by the identity of their weight
+        self.inside: set[int] = set()  # weights of layers that are being called
+        self.found: dict[str, list[tuple[Call, ...]]] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if func in (F.linear, F.conv1d, F.conv2d, F.conv3d, *TRANSPOSING):
+            given, weight = (args[i] if i < len(args) else kwargs[key] for i, key in enumerate(("input", "weight")))
+            name = self.names.get(id(weight))
+            if name is not None and id(weight) not in self.inside:
+                axis = -1 if func is F.linear else out.dim() - weight.dim() + 1
+                self.found.setdefault(name, []).append((_call(given, out, axis, func in TRANSPOSING),))
+        return out
+
+
+def _call(given: Tensor, out: Tensor, axis: int, transposed: bool) -> Call:
+    reads, writes = (tensor.numel() // tensor.shape[axis] for tensor in (given, out))
+    return Call(reads if transposed else writes, reads, writes)
 
 
 def _share(count: int, batch: int) -> int:
