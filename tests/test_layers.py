@@ -118,6 +118,42 @@ def test_one_module_used_twice_is_one_layer() -> None:
     assert names(find(nn.Sequential(shared, shared, nn.Linear(8, 2)), BLOCK)[0]) == ["0"]
 
 
+class Standardized(nn.Conv2d):
+    def forward(self, x: Tensor) -> Tensor:
+        weight = (self.weight - self.weight.mean((1, 2, 3), keepdim=True)) / (self.weight.std((1, 2, 3), keepdim=True) + 1e-5)
+        return self._conv_forward(x, weight, self.bias)
+
+
+class Same(nn.Conv2d):
+    """Pads as it likes; scales its weights, and zeros stay zero."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.pad(x, (1, 1, 1, 1))
+        return self._conv_forward(x, nn.functional.normalize(self.weight.flatten(1)).view_as(self.weight), self.bias)
+
+
+class Positive(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight.exp(), self.bias)
+
+
+class Pair(nn.Linear):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x + y)
+
+
+def test_layers_that_make_something_else_of_zeros_are_left_alone_unless_named() -> None:
+    plain = nn.ModuleList([Same(16, 16, 3, dilation=2), Pair(16, 16)])
+    made = nn.ModuleList([Standardized(16, 16, 3), Standardized(16, 16, (1, 3), bias=False), Positive(16, 16)])
+    model = nn.Sequential(plain, made, nn.Linear(16, 4))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    layers, skipped = find(model, Block(4, 4))
+    assert [layer.name for layer in layers] == ["0.0", "0.1"]
+    assert ["not zero where its weight is" in s.reason for s in skipped] == [True, True, True, False]
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert [layer.name for layer in find(model, Block(4, 4), include="1.0")[0]] == ["0.0", "0.1", "1.0"]
+
+
 def test_lazy_layers() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch says that lazy modules are new

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from torch.nn.utils import parametrize
 
 from .block import Block, Grid
 from .errors import SmartpruneError
-from .shards import whole
+from .shards import is_sharded, whole
 
 Pattern = str | type[nn.Module]
 Patterns = Pattern | Sequence[Pattern]
@@ -117,8 +118,9 @@ def find(
 
     Left alone unless ``include`` names them (by glob such as ``"head.*"`` or by type): grouped and depthwise
     convolutions, the stem that reads the image (the first convolution, if it reads at most 4 channels), the
-    classifier (the last layer) and what a module of the model lists in ``smartprune_skip`` (names within that module,
-    globs allowed). ``skip`` takes layers out, and wins over ``include``.
+    classifier (the last layer), layers whose own code makes other numbers of zeros (weight standardization), and what a
+    module of the model lists in ``smartprune_skip`` (names within that module, globs allowed). ``skip`` takes layers out,
+    and wins over ``include``.
     """
     wanted, unwanted = as_patterns(include, "include"), as_patterns(skip, "skip")
     sites: dict[int, list[Candidate]] = {}
@@ -154,6 +156,8 @@ def find(
                 reason = "last layer, taken for the classifier"
             elif c is stem:
                 reason = f"stem: reads the image ({c.weight.shape[1]} channels)"
+            elif not _zeros_stay(c):
+                reason = "computes with numbers that are not zero where its weight is (weight standardization?)"
         if reason is None:
             try:
                 grid = block.grid(tuple(c.weight.shape), c.parts, c.transposed)
@@ -231,6 +235,32 @@ def _mismatch(same: Sequence[Candidate]) -> str | None:
         if not other.cuttable or (other.parts, other.transposed) != (first.parts, first.transposed):
             return f"tied to {other.name} ({other.kind}), which reads its axes differently"
     return None
+
+
+def _zeros_stay(c: Candidate) -> bool:
+    """Whether a zero in the weight is a zero in what the layer computes with. Code that first subtracts a mean, say, makes
+    another number of it. Tried on a copy: an input channel whose weights are all zero must not reach the output."""
+    cls = getattr(type(c.module), "_smartprune_class", type(c.module))
+    if cls.__module__.startswith("torch.") or c.module._modules or c.weight.is_meta or is_sharded(c.weight):
+        return True
+    try:
+        probe = copy.copy(c.module)
+        probe.__class__, probe.training = cls, False
+        probe._buffers = {name: None if value is None else value.clone() for name, value in c.module._buffers.items()}
+        weight = torch.linspace(1, 2, c.weight.numel()).reshape(c.weight.shape).to(c.weight)
+        weight.select(0 if c.transposed else 1, 0).zero_()
+        probe._parameters = {**c.module._parameters, "weight": nn.Parameter(weight)}
+        if (bias := probe._parameters.get("bias")) is not None:
+            probe._parameters["bias"] = nn.Parameter(torch.zeros_like(bias))
+        sizes = zip(getattr(probe, "kernel_size", ()), getattr(probe, "dilation", ()), strict=True)
+        channels = getattr(probe, "in_channels", c.weight.shape[1])
+        x = weight.new_zeros(1, channels, *(1 + (size - 1) * step for size, step in sizes))
+        with torch.no_grad():
+            nothing = cls.forward(probe, x)
+            x[:, 0] = 1
+            return bool(torch.allclose(cls.forward(probe, x), nothing))
+    except Exception:  # whatever the layer's own code raises when it is not called as it is used to
+        return True
 
 
 class Blocks:

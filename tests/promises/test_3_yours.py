@@ -64,7 +64,7 @@ def test_user_subclass_with_its_own_forward() -> None:
             return self._conv_forward(x, weight, self.bias)
 
     model = nn.Sequential(Standardized(8, 8, 3), nn.Flatten(), nn.Linear(8 * 36, 4))
-    pruner = sp.attach(model, sp.Smart(), block=(4, 4), sparsity=0.5, steps=1)
+    pruner = sp.attach(model, sp.Smart(), block=(4, 4), sparsity=0.5, steps=1, include="0")
     raw = pruner.blocks.weights[0].detach()
     masked = raw * pruner.plan.layers[0].grid.expand(pruner.mask)
     x = torch.randn(1, 8, 8, 8)
