@@ -374,6 +374,19 @@ def test_every_kind_of_model(name: str, npu: NPU) -> None:
     assert data["ms"] == pytest.approx(found.latency / npu.clock_mhz / 1000)
 
 
+def test_zeros_that_a_layer_makes_something_else_of_are_not_skipped() -> None:
+    class Standardized(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.linear(x, self.weight - self.weight.mean(1, keepdim=True), self.bias)
+
+    model = nn.Sequential(Standardized(32, 32), nn.Linear(32, 32))
+    with torch.no_grad():
+        for layer in model:
+            layer.weight[:16] = 0
+    first, second = IDEAL.estimate(model, torch.zeros(1, 32)).layers
+    assert first.pruned.latency == first.dense.latency == second.dense.latency > second.pruned.latency
+
+
 def test_weights_of_a_file(tmp_path: Path) -> None:
     model, x = zoo.plain_cnn()
     other, _ = zoo.plain_cnn()

@@ -156,7 +156,7 @@ def find(
                 reason = "last layer, taken for the classifier"
             elif c is stem:
                 reason = f"stem: reads the image ({c.weight.shape[1]} channels)"
-            elif not _zeros_stay(c):
+            elif not zeros_stay(c.module):
                 reason = "computes with numbers that are not zero where its weight is (weight standardization?)"
         if reason is None:
             try:
@@ -237,23 +237,24 @@ def _mismatch(same: Sequence[Candidate]) -> str | None:
     return None
 
 
-def _zeros_stay(c: Candidate) -> bool:
-    """Whether a zero in the weight is a zero in what the layer computes with. Code that first subtracts a mean, say, makes
-    another number of it. Tried on a copy: an input channel whose weights are all zero must not reach the output."""
-    cls = getattr(type(c.module), "_smartprune_class", type(c.module))
-    if cls.__module__.startswith("torch.") or c.module._modules or c.weight.is_meta or is_sharded(c.weight):
+def zeros_stay(module: nn.Module) -> bool:
+    """Whether a zero in a layer's weight is a zero in what the layer computes with. Code that first subtracts a mean, say,
+    makes another number of it. Tried on a copy: an input channel whose weights are all zero must not reach the output."""
+    cls = getattr(type(module), "_smartprune_class", type(module))
+    stored = module._parameters.get("weight")
+    if cls.__module__.startswith("torch.") or module._modules or stored is None or stored.is_meta or is_sharded(stored):
         return True
     try:
-        probe = copy.copy(c.module)
+        probe = copy.copy(module)
         probe.__class__, probe.training = cls, False
-        probe._buffers = {name: None if value is None else value.clone() for name, value in c.module._buffers.items()}
-        weight = torch.linspace(1, 2, c.weight.numel()).reshape(c.weight.shape).to(c.weight)
-        weight.select(0 if c.transposed else 1, 0).zero_()
-        probe._parameters = {**c.module._parameters, "weight": nn.Parameter(weight)}
+        probe._buffers = {name: None if value is None else value.clone() for name, value in module._buffers.items()}
+        weight = torch.linspace(1, 2, stored.numel()).reshape(stored.shape).to(stored)
+        weight.select(0 if isinstance(module, TRANSPOSED) else 1, 0).zero_()
+        probe._parameters = {**module._parameters, "weight": nn.Parameter(weight)}
         if (bias := probe._parameters.get("bias")) is not None:
             probe._parameters["bias"] = nn.Parameter(torch.zeros_like(bias))
         sizes = zip(getattr(probe, "kernel_size", ()), getattr(probe, "dilation", ()), strict=True)
-        channels = getattr(probe, "in_channels", c.weight.shape[1])
+        channels = getattr(probe, "in_channels", stored.shape[1])
         x = weight.new_zeros(1, channels, *(1 + (size - 1) * step for size, step in sizes))
         with torch.no_grad():
             nothing = cls.forward(probe, x)

@@ -21,7 +21,7 @@ from .block import Block
 from .budget import Call, as_share, find_calls
 from .errors import SmartpruneError
 from .files import parse_json, read_capped
-from .layers import Layer, Skipped, candidates, find
+from .layers import Layer, Skipped, candidates, find, zeros_stay
 from .npu_latency import Latency
 from .npu_work import Cost, Work, dense, line, pruned
 from .occupancy import occupied
@@ -193,6 +193,8 @@ class NPU:
                 live = occupied(layer.grid, tensor)
             except SmartpruneError as error:
                 raise SmartpruneError(f"NPU.estimate: {layer.weight}: {error}") from None
+            if not zeros_stay(model.get_submodule(layer.sites[0][0])):  # no block can be skipped
+                live.fill_(True)
             rows.append(self._row(layer, calls[layer.name], live))
         if not any(row.calls for row in rows):
             raise SmartpruneError("NPU.estimate: the example reaches no convolution or linear layer; give an input of the model")
