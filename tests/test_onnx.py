@@ -285,6 +285,26 @@ def test_what_the_graph_does_not_use(tmp_path: Path) -> None:
     assert [layer.name for layer in found.layers] == ["body", "head"]
 
 
+class Standardized(nn.Conv2d):
+    def forward(self, x: Tensor) -> Tensor:
+        return self._conv_forward(x, self.weight - self.weight.mean((1, 2, 3), keepdim=True), self.bias)
+
+
+def test_zeros_that_no_node_computes_with_are_not_counted(tmp_path: Path) -> None:
+    model = nn.Sequential(Standardized(8, 8, 1), nn.ReLU(), nn.Conv2d(8, 8, 1), nn.Flatten(), nn.Linear(32, 4))
+    with torch.no_grad():
+        model[0].weight[:4] = 0
+        model[2].weight[:4, :4] = 0
+    path = tmp_path / "a.onnx"
+    found = sp.export_onnx(model, path, torch.randn(2, 8, 2, 2), (4, 4), fold=False)
+    checked = sp.verify(path, (4, 4))
+    assert found.blocks.removed == 1 == checked.zero
+    assert (found.blocks.total, found.layers) == (12, 2) == (checked.blocks, len(checked.layers))
+    assert found.remade == ("0.weight",)
+    assert found.missing == ()
+    assert "not counted: 0.weight" in str(found)
+
+
 @pytest.mark.parametrize("fold", [True, False])
 def test_folding(fold: bool, tmp_path: Path) -> None:
     """A factor of zero makes kept blocks vanish, which is said and is no fault; without folding nothing does."""

@@ -37,7 +37,7 @@ class Exported:
 
     ``difference`` is the largest deviation of the file's float outputs from the model's, ``scale`` the largest output;
     ``int8_error`` the root mean square error of the int8 outputs, relative to the float ones. ``blocks`` counts those of
-    all weights that can be cut; removed are the ones that are zero in the file.
+    all weights that can be cut and that nodes compute with as they are; removed are the ones that are zero in the file.
     """
 
     path: str
@@ -54,10 +54,17 @@ class Exported:
     missing: tuple[str, ...]  # weights that are not in the graph: no node uses them, such as those for training alone
     batchnorms: int  # left in the graph
     int8_error: float | None
+    remade: tuple[str, ...] = ()  # weights that the graph makes other numbers of before a node computes with them
 
     def to_json(self) -> dict[str, object]:
         """Plain data: numbers, strings, lists and dictionaries."""
-        return {**vars(self), "block": str(self.block), "blocks": self.blocks.to_json(), "missing": list(self.missing)}
+        return {
+            **vars(self),
+            "block": str(self.block),
+            "blocks": self.blocks.to_json(),
+            "missing": list(self.missing),
+            "remade": list(self.remade),
+        }
 
     def __str__(self) -> str:
         lines = [
@@ -73,6 +80,10 @@ class Exported:
             names = ", ".join(self.missing[:3]) + (", ..." if len(self.missing) > 3 else "")
             many = "1 weight is" if len(self.missing) == 1 else f"{len(self.missing)} weights are"
             lines.append(f"note     {many} used by no node, such as one for training alone, and not in the file: {names}")
+        if self.remade:
+            names = ", ".join(self.remade[:3]) + (", ..." if len(self.remade) > 3 else "")
+            many = "1 weight is" if len(self.remade) == 1 else f"{len(self.remade)} weights are"
+            lines.append(f"note     {many} changed before a node computes with the result; such zeros are not counted: {names}")
         if self.vanished:
             lines.append(f"note     {self.vanished:,} kept blocks became zero by folding or rounding")
         if self.batchnorms:
@@ -158,7 +169,8 @@ def export_onnx(
         int8_error = _quantized_error(data, steps, [_run(plain, batch) for batch in steps])
     where = f"export_onnx: {target}"
     file = parse_onnx(data, where)
-    blocks, vanished = _zeros(file, [cut for cut in cuts if cut.weight not in missing], where)
+    remade = tuple(cut.weight for cut in cuts if cut.weight in file.others)
+    blocks, vanished = _zeros(file, [cut for cut in cuts if cut.weight not in (*missing, *remade)], where)
     if receipt is not None and not vanished and not (found := verify(file.tensors(), receipt=receipt)).ok:
         raise SmartpruneError(f"{where}: the graph is not what the receipt says: {found.problems[0]}")
     write_whole(target, data)
@@ -174,10 +186,11 @@ def export_onnx(
         scale=scale,
         blocks=blocks,
         vanished=vanished,
-        layers=len(cuts) - len(missing),
+        layers=len(cuts) - len(missing) - len(remade),
         missing=tuple(missing),
         batchnorms=sum(node.op_type == "BatchNormalization" for node in graph.graph.node),
         int8_error=int8_error,
+        remade=remade,
     )
 
 
