@@ -47,8 +47,9 @@ def accelerate(
     unless given. ``backend="reference"`` runs the same graph in torch, without a C compiler and without any gain.
 
     Results agree with the model's to float rounding, and with int8 to its rounding; the first result for every structure,
-    shape and dtype of inputs is compared with the model's own, and so is one for random inputs. Inputs must be finite, for a
-    block that is absent does not turn infinity into NaN. For inference only: there are no gradients, and later changes of
+    shape and dtype of inputs is compared with the model's own, and so is one for random inputs; where a model sorts or selects,
+    so that rounding alone changes what it gives, layer by layer. Inputs must be finite, for a block that is absent does not
+    turn infinity into NaN. For inference only: there are no gradients, and later changes of
     the model's weights are not seen.
     """
     if not isinstance(model, nn.Module):
