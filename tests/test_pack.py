@@ -9,6 +9,7 @@ import re
 import stat
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -387,6 +388,23 @@ def test_a_model_that_does_not_fit_is_left_alone(tmp_path: Path) -> None:
         with pytest.raises(sp.SmartpruneError, match=message):
             sp.unpack(tmp_path / "p", other)
         assert same(dict(other.state_dict()), before)
+
+
+class Versioned(nn.Linear):
+    """Asks for the version of its format, as batch norms and torchvision's MNASNet do."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *rest: Any) -> None:
+        assert metadata["version"] == 2
+        super()._load_from_state_dict(state, prefix, metadata, *rest)
+
+
+def test_modules_that_ask_for_the_version_of_their_format(tmp_path: Path) -> None:
+    model, other = nn.Sequential(Versioned(32, 16)), nn.Sequential(Versioned(32, 16))
+    sp.pack(model, tmp_path / "a.safetensors", (16, 8))
+    sp.unpack(tmp_path / "a.safetensors", other)
+    assert torch.equal(other[0].weight, model[0].weight)
 
 
 def test_packing_changes_nothing(tmp_path: Path) -> None:

@@ -236,4 +236,5 @@ def load_into(model: nn.Module, state: Mapping[str, Tensor], where: str) -> None
                 f"{where} does not fit the model: {name} is {tensor.dtype} {text.sizes(tensor.shape)} there and "
                 f"{own[name].dtype} {text.sizes(own[name].shape)} in the model"
             )
-    model.load_state_dict(state)
+    own.update(state)  # which keeps what torch notes beside the tensors and some modules ask for: the version of their format
+    model.load_state_dict(own)

@@ -156,7 +156,8 @@ def load_weights(model: nn.Module, path: Path) -> None:
             raise SmartpruneError(f"{path} does not fit the model: {name} is {given} there and {own} in the model")
         if value.is_floating_point() and not bool(tensors[name].isfinite().all()):
             raise SmartpruneError(f"{path}: {name} holds NaN or infinity; give a model that was trained to its end")
-    model.load_state_dict(tensors)
+    wanted.update(tensors)  # which keeps the versions that torch notes beside the tensors, and some modules ask for
+    model.load_state_dict(wanted)
 
 
 def to_cpu(value: Any) -> Any:
