@@ -213,3 +213,27 @@ def test_needs_an_example() -> None:
         sp.accelerate(nn.Conv2d(3, 3, 1), dtype="int8")
     with pytest.raises(sp.SmartpruneError, match="finite"):
         sp.accelerate(nn.Conv2d(3, 3, 1), dtype="int8", example=torch.full((1, 3, 4, 4), torch.inf))
+
+
+@torch.fx.wrap
+def _halved(x: Tensor, sizes: list[int]) -> Tensor:
+    sizes[0] = 2  # a list in a traced graph cannot be changed
+    return x / sizes[0]
+
+
+class Writes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _halved(self.layer(x), [1])
+
+
+def test_a_graph_that_does_not_run_says_so() -> None:
+    model, x = pruned(Writes(), 0.5), torch.randn(4, 16)
+    assert torch.allclose(sp.accelerate(model, example=x)(x), model(x), atol=1e-5)
+    with pytest.raises(sp.SmartpruneError, match=r"does not run \(TypeError.*use float32"):
+        sp.accelerate(model, example=x, dtype="int8")
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        sp.accelerate(model, example=x[:, :8], dtype="int8")

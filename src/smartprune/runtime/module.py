@@ -148,7 +148,15 @@ class Accelerated(Opaque):
                         "accelerate: torch.fx cannot trace the model, which int8 needs "
                         f"({type(error).__name__}: {error}); use float32"
                     ) from error
-                Watch(run, self.ranges.setdefault(form_of(run.graph), {})).run(*copies(values))
+                try:
+                    Watch(run, self.ranges.setdefault(form_of(run.graph), {})).run(*copies(values))
+                except Exception as error:  # whatever the graph does that the model's own code does not
+                    self._run_model(self._model[0], (args, {}), copies(values))  # raises what the model raises
+                    first = next(iter(str(error).splitlines()), "")
+                    raise SmartpruneError(
+                        f"accelerate: the graph that torch.fx traces, which int8 needs, does not run ({type(error).__name__}: "
+                        f"{first}); use float32"
+                    ) from error
 
     def _graph(self, args: tuple[Any, ...]) -> fx.GraphModule:
         try:
