@@ -1,4 +1,5 @@
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -119,9 +120,13 @@ def test_one_module_used_twice_is_one_layer() -> None:
 
 
 class Standardized(nn.Conv2d):
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.gain = nn.Parameter(torch.zeros(self.out_channels))
+
     def forward(self, x: Tensor) -> Tensor:
         weight = (self.weight - self.weight.mean((1, 2, 3), keepdim=True)) / (self.weight.std((1, 2, 3), keepdim=True) + 1e-5)
-        return self._conv_forward(x, weight, self.bias)
+        return self._conv_forward(x, self.gain[:, None, None, None] * weight, self.bias)
 
 
 class Same(nn.Conv2d):

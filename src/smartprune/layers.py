@@ -250,9 +250,11 @@ def zeros_stay(module: nn.Module) -> bool:
         probe._buffers = {name: None if value is None else value.clone() for name, value in module._buffers.items()}
         weight = torch.linspace(1, 2, stored.numel()).reshape(stored.shape).to(stored)
         weight.select(0 if isinstance(module, TRANSPOSED) else 1, 0).zero_()
-        probe._parameters = {**module._parameters, "weight": nn.Parameter(weight)}
-        if (bias := probe._parameters.get("bias")) is not None:
-            probe._parameters["bias"] = nn.Parameter(torch.zeros_like(bias))
+        others = {name: value for name, value in module._parameters.items() if value is not None}
+        ones = {name: nn.Parameter(torch.ones_like(value)) for name, value in others.items()}  # a gain may start at zero
+        probe._parameters = {**module._parameters, **ones, "weight": nn.Parameter(weight)}
+        if "bias" in others:
+            probe._parameters["bias"] = nn.Parameter(torch.zeros_like(others["bias"]))
         sizes = zip(getattr(probe, "kernel_size", ()), getattr(probe, "dilation", ()), strict=True)
         channels = getattr(probe, "in_channels", stored.shape[1])
         x = weight.new_zeros(1, channels, *(1 + (size - 1) * step for size, step in sizes))
