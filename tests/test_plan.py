@@ -218,6 +218,9 @@ def test_nothing_to_prune_says_why() -> None:
         "plan: nothing to prune in this Sequential (0: stem: reads the image (3 channels); 1: depthwise convolution; "
         "3: last layer, taken for the classifier); include= brings layers in"
     )
+    deep = nn.Sequential(nn.Conv2d(3, 8, 3), *(nn.Conv2d(8, 8, 3, groups=8) for _ in range(50)), nn.Linear(8, 2))
+    with pytest.raises(SmartpruneError, match="; 1, 2, 3 and 47 more: depthwise convolution; 51: last layer"):
+        plan(deep, sparsity=0.5)
     with pytest.raises(SmartpruneError, match="it has no weights with two axes or more"):
         plan(nn.BatchNorm2d(3), sparsity=0.5)
 

@@ -265,7 +265,13 @@ def plan(
     block = Block.of(block)
     layers, skipped = find(model, block, include, skip)
     if not layers:
-        reasons = "; ".join(f"{s.name}: {s.reason}" for s in skipped) or "it has no weights with two axes or more"
+        names: dict[str, list[str]] = {}
+        for s in skipped:
+            names.setdefault(s.reason, []).append(s.name)
+        listed = {
+            reason: ", ".join(found[:3]) + (f" and {len(found) - 3} more" * (len(found) > 3)) for reason, found in names.items()
+        }
+        reasons = "; ".join(f"{found}: {reason}" for reason, found in listed.items()) or "it has no weights with two axes or more"
         raise SmartpruneError(f"plan: nothing to prune in this {type(model).__name__} ({reasons}); include= brings layers in")
     least = None if floor is None else min_keep(layers, floor)
     cost, limit, latency = (None, None, None) if budget is None else budget.resolve(model, layers)
