@@ -180,6 +180,28 @@ def test_weights_that_are_read_without_calling_their_layer_have_macs() -> None:
     assert count_uses(model, layers, x) == {"qkv": (5,), "up": (5,), "both": (20,), "head": (10,)}
 
 
+class Pooling(nn.Module):
+    """Hands the weights of four layers to torch's attention, as CLIP does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.transpose(0, 1)
+        weights = {f"{name}_proj_weight": getattr(self, name).weight for name in "qkv"}
+        bias = torch.cat([self.q.bias, self.k.bias, self.v.bias])
+        more = {"use_separate_proj_weight": True, "need_weights": False, "training": False, **weights}
+        last = (self.out.weight, self.out.bias)
+        return nn.functional.multi_head_attention_forward(x[:1], x, x, 8, 2, None, bias, None, None, False, 0.0, *last, **more)[0]
+
+
+def test_attention_with_the_weights_of_layers_has_macs() -> None:
+    model, x = Pooling(), torch.randn(2, 5, 8)
+    layers, _ = find(model, Block(4, 4), include="*")
+    assert count_uses(model, layers, x) == {"q": (1,), "k": (5,), "v": (5,), "out": (1,)}
+
+
 def test_resolve() -> None:
     model, x = zoo.plain_cnn()
     layers, _ = find(model, Block(4, 4))

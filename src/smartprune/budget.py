@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import numbers
 from collections.abc import Mapping, Sequence
@@ -245,7 +246,8 @@ def _calls(model: nn.Module, example: Any) -> tuple[dict[str, list[tuple[Call, .
             def enter(m: nn.Module, args: Any) -> None:
                 aside.inside.add(id(m._parameters.get("weight")))
 
-            aside.names.setdefault(id(module._parameters.get("weight")), name)
+            if (stored := module._parameters.get("weight")) is not None:
+                aside.names.setdefault(id(stored), name)
             hooks.append(module.register_forward_pre_hook(enter))
             hooks.append(module.register_forward_hook(plain, with_kwargs=True))
     training = [module for module in model.modules() if module.training]
@@ -293,6 +295,14 @@ class _Aside(TorchFunctionMode):
             if name is not None and id(weight) not in self.inside:
                 axis = -1 if func is F.linear else out.dim() - weight.dim() + 1
                 self.found.setdefault(name, []).append((_call(given, out, axis, func in TRANSPOSING),))
+        elif func is F.multi_head_attention_forward:
+            bound = inspect.signature(func).bind(*args, **kwargs).arguments
+            if id(bound.get("q_proj_weight")) in self.names:  # of a layer, as where CLIP pools; nn.MultiheadAttention has its own
+                for key, rows in (("q_proj", "query"), ("k_proj", "key"), ("v_proj", "value"), ("out_proj", "query")):
+                    name = self.names.get(id(bound.get(f"{key}_weight")))
+                    count = bound[rows].numel() // bound[rows].shape[-1]
+                    if name is not None:
+                        self.found.setdefault(name, []).append((Call(count, count, count),))
         return out
 
 
