@@ -16,14 +16,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from .errors import SmartpruneError
-from .layers import CONVOLUTIONS, TRANSPOSED, Layer
+from .layers import COMPUTING, CONVOLUTIONS, TRANSPOSED, TRANSPOSING, Layer
 
 if TYPE_CHECKING:
     from .npu import NPU
     from .npu_latency import Latency
 
 Kind = Literal["blocks", "params", "macs", "cycles"]
-TRANSPOSING = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
 
 
 @dataclass(frozen=True)
@@ -289,7 +288,7 @@ class _Aside(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        if func in (F.linear, F.conv1d, F.conv2d, F.conv3d, *TRANSPOSING):
+        if func in COMPUTING:
             given, weight = (args[i] if i < len(args) else kwargs[key] for i, key in enumerate(("input", "weight")))
             name = self.names.get(id(weight))
             if name is not None and id(weight) not in self.inside:

@@ -7,10 +7,13 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
+from torch.overrides import TorchFunctionMode
 
 from .block import Block, Grid
 from .errors import SmartpruneError
@@ -21,6 +24,8 @@ Patterns = Pattern | Sequence[Pattern]
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+TRANSPOSING = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
+COMPUTING = (F.linear, F.conv1d, F.conv2d, F.conv3d, *TRANSPOSING)
 SMALLEST_SHARE = 1e-12
 IMAGE_CHANNELS = 4  # a first convolution that reads at most this many channels is taken for the stem
 
@@ -239,31 +244,42 @@ def _mismatch(same: Sequence[Candidate]) -> str | None:
 
 def zeros_stay(module: nn.Module) -> bool:
     """Whether a zero in a layer's weight is a zero in what the layer computes with. Code that first subtracts a mean, say,
-    makes another number of it. Tried on a copy: an input channel whose weights are all zero must not reach the output."""
+    makes another number of it. Tried on a copy, with a weight whose first input channel is all zero."""
     cls = getattr(type(module), "_smartprune_class", type(module))
     stored = module._parameters.get("weight")
     if cls.__module__.startswith("torch.") or module._modules or stored is None or stored.is_meta or is_sharded(stored):
         return True
+    axis, used = 0 if isinstance(module, TRANSPOSED) else 1, _Used()
     try:
         probe = copy.copy(module)
         probe.__class__, probe.training = cls, False
         probe._buffers = {name: None if value is None else value.clone() for name, value in module._buffers.items()}
         weight = torch.linspace(1, 2, stored.numel()).reshape(stored.shape).to(stored)
-        weight.select(0 if isinstance(module, TRANSPOSED) else 1, 0).zero_()
+        weight.select(axis, 0).zero_()
         others = {name: value for name, value in module._parameters.items() if value is not None}
         ones = {name: nn.Parameter(torch.ones_like(value)) for name, value in others.items()}  # a gain may start at zero
         probe._parameters = {**module._parameters, **ones, "weight": nn.Parameter(weight)}
-        if "bias" in others:
-            probe._parameters["bias"] = nn.Parameter(torch.zeros_like(others["bias"]))
         sizes = zip(getattr(probe, "kernel_size", ()), getattr(probe, "dilation", ()), strict=True)
-        channels = getattr(probe, "in_channels", stored.shape[1])
-        x = weight.new_zeros(1, channels, *(1 + (size - 1) * step for size, step in sizes))
-        with torch.no_grad():
-            nothing = cls.forward(probe, x)
-            x[:, 0] = 1
-            return bool(torch.allclose(cls.forward(probe, x), nothing))
+        x = weight.new_ones(1, getattr(probe, "in_channels", stored.shape[1]), *(1 + (size - 1) * step for size, step in sizes))
+        with torch.no_grad(), torch.random.fork_rng([stored.device] if stored.is_cuda else []), used:
+            cls.forward(probe, x)
     except Exception:  # whatever the layer's own code raises when it is not called as it is used to
         return True
+    return not any(bool(made.select(axis, 0).any()) for made in used.weights if made.shape == stored.shape)
+
+
+class _Used(TorchFunctionMode):
+    """Notes the weights that linear layers and convolutions are computed with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights: list[Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in COMPUTING:
+            self.weights.append(args[1] if len(args) > 1 else kwargs["weight"])
+        return func(*args, **kwargs)
 
 
 class Blocks:
