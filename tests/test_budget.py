@@ -180,6 +180,13 @@ def test_weights_that_are_read_without_calling_their_layer_have_macs() -> None:
     assert count_uses(model, layers, x) == {"qkv": (5,), "up": (5,), "both": (20,), "head": (10,)}
 
 
+def test_a_compiled_model_has_the_macs_of_its_code() -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)), torch.randn(2, 5, 8)
+    assert count_macs(model, x) == 5 * (8 * 8 + 8 * 4) == count_macs(torch.compile(model, backend="eager"), x)  # type: ignore[arg-type]
+    model[0].compile(backend="eager")
+    assert count_macs(model, x) == 5 * (8 * 8 + 8 * 4)
+
+
 class Pooling(nn.Module):
     """Hands the weights of four layers to torch's attention, as CLIP does."""
 

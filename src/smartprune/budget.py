@@ -5,7 +5,9 @@ from __future__ import annotations
 import inspect
 import math
 import numbers
+import sys
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Literal
@@ -252,7 +254,7 @@ def _calls(model: nn.Module, example: Any) -> tuple[dict[str, list[tuple[Call, .
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
-        with torch.no_grad(), aside:
+        with torch.no_grad(), _uncompiled(), aside:
             if isinstance(example, Tensor):
                 model(example)
             elif isinstance(example, Mapping):
@@ -274,6 +276,11 @@ def _calls(model: nn.Module, example: Any) -> tuple[dict[str, list[tuple[Call, .
     for name, calls in aside.found.items():
         found.setdefault(name, []).extend(calls)
     return found, 1 if unbatched else _batch(example)
+
+
+def _uncompiled() -> AbstractContextManager[object]:
+    """Code that was compiled runs as it was written: what the compiler makes of hooks and modes counts a layer twice."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 class _Aside(TorchFunctionMode):
