@@ -150,23 +150,34 @@ class Normed(nn.Linear):
         return super().forward(x + torch.randn_like(x))
 
 
+class Gated(nn.Linear):
+    """Another weight, of the same shape, beside its own."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size, size)
+        self.gate = nn.Parameter(torch.randn(size, size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * nn.functional.linear(x, self.gate).sigmoid()
+
+
 class Pair(nn.Linear):
     def forward(self, x: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]
         return super().forward(x + y)
 
 
 def test_layers_that_make_something_else_of_zeros_are_left_alone_unless_named() -> None:
-    plain = nn.ModuleList([Same(16, 16, 3, dilation=2), Pair(16, 16), Normed(16, 16)])
+    plain = nn.ModuleList([Same(16, 16, 3, dilation=2), Pair(16, 16), Normed(16, 16), Gated(16)])
     made = nn.ModuleList([Standardized(16, 16, 3), Standardized(16, 16, (1, 3), bias=False), Positive(16, 16)])
     model = nn.Sequential(plain, made, nn.Linear(16, 4))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     drawn = torch.get_rng_state()
     layers, skipped = find(model, Block(4, 4))
     assert torch.equal(torch.get_rng_state(), drawn)
-    assert [layer.name for layer in layers] == ["0.0", "0.1", "0.2"]
-    assert ["not zero where its weight is" in s.reason for s in skipped] == [True, True, True, False]
+    assert [layer.name for layer in layers] == ["0.0", "0.1", "0.2", "0.3"]
+    assert ["not zero where its weight is" in s.reason for s in skipped if s.kind != "Gated"] == [True, True, True, False]
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert [layer.name for layer in find(model, Block(4, 4), include="1.0")[0]] == ["0.0", "0.1", "0.2", "1.0"]
+    assert [layer.name for layer in find(model, Block(4, 4), include="1.0")[0]] == ["0.0", "0.1", "0.2", "0.3", "1.0"]
 
 
 def test_lazy_layers() -> None:

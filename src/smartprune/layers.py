@@ -265,7 +265,8 @@ def zeros_stay(module: nn.Module) -> bool:
             cls.forward(probe, x)
     except Exception:  # whatever the layer's own code raises when it is not called as it is used to
         return True
-    return not any(bool(made.select(axis, 0).any()) for made in used.weights if made.shape == stored.shape)
+    made = [bool(weight.select(axis, 0).any()) for weight in used.weights if weight.shape == stored.shape]
+    return not made or not all(made)  # others of that shape may be parameters of the layer's own
 
 
 class _Used(TorchFunctionMode):
