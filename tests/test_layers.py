@@ -180,6 +180,25 @@ def test_layers_that_make_something_else_of_zeros_are_left_alone_unless_named() 
     assert [layer.name for layer in find(model, Block(4, 4), include="1.0")[0]] == ["0.0", "0.1", "0.2", "0.3", "1.0"]
 
 
+class Keeping(nn.Linear):
+    """Makes the numbers that it computes with once."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.kept: dict[str, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        if "weight" not in self.kept:
+            self.kept["weight"] = self.weight.detach() / 2
+        return nn.functional.linear(x, self.kept["weight"], self.bias)
+
+
+def test_a_layer_that_keeps_what_it_made_is_left_as_it_was() -> None:
+    model = nn.Sequential(Keeping(16, 16), nn.Linear(16, 4))
+    assert names(find(model, Block(4, 4))[0]) == ["0"]
+    assert model[0].kept == {}
+
+
 def test_lazy_layers() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch says that lazy modules are new

@@ -252,6 +252,8 @@ def zeros_stay(module: nn.Module) -> bool:
     axis, used = 0 if isinstance(module, TRANSPOSED) else 1, _Used()
     try:
         probe = copy.copy(module)
+        held = vars(module).items()  # a layer that keeps what it made in a dictionary, say, must not find what was made here
+        probe.__dict__.update({name: copy.copy(value) for name, value in held if isinstance(value, (dict, list, set))})
         probe.__class__, probe.training = cls, False
         probe._buffers = {name: None if value is None else value.clone() for name, value in module._buffers.items()}
         weight = torch.linspace(1, 2, stored.numel()).reshape(stored.shape).to(stored)
