@@ -929,8 +929,8 @@ def _average(parameter: Tensor) -> None:
 
 
 def _same_everywhere(mine: Tensor) -> bool:
-    """Whether every rank has these numbers; all ranks must ask together."""
-    ends = torch.stack([mine, -mine])
+    """Whether every rank has these numbers, or the same that are none; all ranks must ask together."""
+    ends = torch.stack([mine, -mine]).nan_to_num_()
     torch.distributed.all_reduce(ends, torch.distributed.ReduceOp.MAX)
     return torch.equal(ends[0], -ends[1])
 

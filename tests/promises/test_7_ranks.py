@@ -4,6 +4,7 @@
 """
 
 import hashlib
+import math
 import os
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 import smartprune as sp
+from smartprune.pruner import _same_everywhere
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
 STEPS = 7  # four of search, then fine-tuning
@@ -66,6 +68,8 @@ def worker(rank: int, folder: str) -> None:
         seeded(rank, name, f"{folder}/seeded-{name}-{rank}")
     for name in ("wrapper", "module"):
         wrapped_first(name, data(0, rank), f"{folder}/{name}-{rank}")
+    numbers = ([1.0, math.nan, math.inf], [1.0, float(rank)], [1.0, math.nan if rank else 1.0])
+    torch.save([_same_everywhere(torch.tensor(mine)) for mine in numbers], f"{folder}/same-{rank}")
     torch.distributed.barrier()
     os._exit(0)  # gloo's threads do not always survive an orderly end
 
@@ -154,6 +158,12 @@ def test_wrapped_before_attach_is_an_error(folder: Path, how: str) -> None:
     """DDP averages no gradients of parameters that came later: every rank would learn scores of its own."""
     for rank in (0, 1):
         assert "attach first, then wrap" in torch.load(folder / f"{how}-{rank}", weights_only=True)
+
+
+def test_scores_that_are_nan_on_every_rank_do_not_differ(folder: Path) -> None:
+    """A loss that is NaN in the first step, which on a GPU is told later, is no matter of how DDP wrapped the model."""
+    for rank in (0, 1):
+        assert torch.load(folder / f"same-{rank}", weights_only=True) == [True, False, False]
 
 
 def test_sharding_after_attach_is_an_error(tmp_path: Path) -> None:
