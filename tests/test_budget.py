@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import reference
 import zoo
-from smartprune import budget
+from smartprune import Magnitude, attach, budget
 from smartprune.block import Block
 from smartprune.budget import as_share, block_macs, blocks, count_macs, count_uses, keep_count, macs, min_keep, params
 from smartprune.errors import SmartpruneError
@@ -177,7 +177,10 @@ def test_weights_that_are_read_without_calling_their_layer_have_macs() -> None:
         model(x)
     assert count_macs(model, x) == counter.get_total_flops() // 2 // 2
     layers, _ = find(model, Block(4, 4), include="*")
-    assert count_uses(model, layers, x) == {"qkv": (5,), "up": (5,), "both": (20,), "head": (10,)}
+    uses = {"qkv": (5,), "up": (5,), "both": (20,), "head": (10,)}
+    assert count_uses(model, layers, x) == uses
+    attach(model, Magnitude(), block=(4, 4), sparsity=0.5, steps=1)
+    assert count_uses(model, layers, x) == uses
 
 
 def test_a_compiled_model_has_the_macs_of_its_code() -> None:
@@ -206,7 +209,10 @@ class Pooling(nn.Module):
 def test_attention_with_the_weights_of_layers_has_macs() -> None:
     model, x = Pooling(), torch.randn(2, 5, 8)
     layers, _ = find(model, Block(4, 4), include="*")
-    assert count_uses(model, layers, x) == {"q": (1,), "k": (5,), "v": (5,), "out": (1,)}
+    uses = {"q": (1,), "k": (5,), "v": (5,), "out": (1,)}
+    assert count_uses(model, layers, x) == uses
+    attach(model, Magnitude(), block=(4, 4), sparsity=0.5, steps=1)
+    assert count_uses(model, layers, x) == uses
 
 
 def test_resolve() -> None:

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from .errors import SmartpruneError
 from .layers import COMPUTING, CONVOLUTIONS, TRANSPOSED, TRANSPOSING, Layer
+from .shards import is_sharded
 
 if TYPE_CHECKING:
     from .npu import NPU
@@ -249,6 +250,8 @@ def _calls(model: nn.Module, example: Any) -> tuple[dict[str, list[tuple[Call, .
 
             if (stored := module._parameters.get("weight")) is not None:
                 aside.names.setdefault(id(stored), name)
+                if hasattr(type(module), "_smartprune_class") and not is_sharded(stored):
+                    aside.masked.append(module)
             hooks.append(module.register_forward_pre_hook(enter))
             hooks.append(module.register_forward_hook(plain, with_kwargs=True))
     training = [module for module in model.modules() if module.training]
@@ -290,6 +293,7 @@ class _Aside(TorchFunctionMode):
         super().__init__()
         self.names: dict[int, str] = {}  # of layers, by the identity of their weight
         self.inside: set[int] = set()  # weights of layers that are being called
+        self.masked: list[nn.Module] = []  # layers that hand out their weight times a mask
         self.found: dict[str, list[tuple[Call, ...]]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -297,19 +301,25 @@ class _Aside(TorchFunctionMode):
         out = func(*args, **kwargs)
         if func in COMPUTING:
             given, weight = (args[i] if i < len(args) else kwargs[key] for i, key in enumerate(("input", "weight")))
-            name = self.names.get(id(weight))
-            if name is not None and id(weight) not in self.inside:
+            stored = self._stored(weight)
+            name = self.names.get(stored)
+            if name is not None and stored not in self.inside:
                 axis = -1 if func is F.linear else out.dim() - weight.dim() + 1
                 self.found.setdefault(name, []).append((_call(given, out, axis, func in TRANSPOSING),))
         elif func is F.multi_head_attention_forward:
             bound = inspect.signature(func).bind(*args, **kwargs).arguments
-            if id(bound.get("q_proj_weight")) in self.names:  # of a layer, as where CLIP pools; nn.MultiheadAttention has its own
+            # of a layer, as where CLIP pools; nn.MultiheadAttention has its own
+            if self._stored(bound.get("q_proj_weight")) in self.names:
                 for key, rows in (("q_proj", "query"), ("k_proj", "key"), ("v_proj", "value"), ("out_proj", "query")):
-                    name = self.names.get(id(bound.get(f"{key}_weight")))
+                    name = self.names.get(self._stored(bound.get(f"{key}_weight")))
                     count = bound[rows].numel() // bound[rows].shape[-1]
                     if name is not None:
                         self.found.setdefault(name, []).append((Call(count, count, count),))
         return out
+
+    def _stored(self, weight: Any) -> int:
+        """The identity of a weight as its layer stores it."""
+        return next((id(module._parameters["weight"]) for module in self.masked if module.weight is weight), id(weight))
 
 
 def _call(given: Tensor, out: Tensor, axis: int, transposed: bool) -> Call:
