@@ -577,6 +577,16 @@ class Count(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def test_plain_path_stays_where_nothing_is_soft(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The best blocks cost k exactly, and theta lies in a gap: what rounding leaves of a sum moves it nowhere.
+    monkeypatch.setattr(topk, "BACKEND", "torch")
+    for seed in range(100):
+        g = torch.Generator().manual_seed(seed)
+        x, c = torch.randn(40, generator=g).double(), torch.randint(1, 20, (40,), generator=g).double()
+        k = float(c[x.argsort(descending=True)[: 1 + seed % 38]].sum())
+        assert abs(float((c * soft_topk(x, k, 1e-5, c)).sum()) - k) <= 1e-10 * k
+
+
 def test_plain_path_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     # Every operation is a launch: 50 bisections take 460.
     monkeypatch.setattr(topk, "BACKEND", "torch")

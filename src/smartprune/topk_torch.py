@@ -19,6 +19,7 @@ STEPS = 10  # of Newton: random problems needed at most 8; where a step leaves t
 SLACK = (1e-12, 4e-15)  # rounding of the crossing, as shares of min(k, sum(cost) - k) and of sum(cost)
 REACH = 34.0  # in tau: a score that far above theta counts as kept but for less than the slack, one below as dropped
 WINDOW = 2.0  # scores within this many tau of the crossing are taken as equal to guess theta
+NOISE = 4e-15  # of a sum, as a share of it: a step from less, where nothing is soft, leads anywhere
 
 
 def forward(
@@ -37,13 +38,15 @@ def forward(
     sums = wide.new_empty(2, x.numel())
     share, spread = sums  # c m and c m (1 - m)
     m = share if weight is None else torch.empty_like(wide)
+    base = wide.new_full((2,), 1e-300)  # so that no slope is zero
+    base[0] = -1  # what is kept, as a share of what should be, less one
     for _ in range(STEPS):
         torch.sub(y, d, out=m).sigmoid_()
         if weight is not None:
             torch.mul(m, weight, out=share)
         torch.addcmul(share, share, m, value=-1, out=spread)
-        amount, slope = (sums.mean(1) if weight is None else sums.sum(1)).clamp_(min=1e-300)
-        r = amount - goal
+        r, slope = torch.addcdiv(base, sums.mean(1) if weight is None else sums.sum(1), goal)
+        r = torch.nn.functional.hardshrink(r, NOISE)
         more = r > 0
         low, high = torch.where(more, d, low), torch.where(more, high, d)
         new = torch.addcdiv(d, r, slope)
