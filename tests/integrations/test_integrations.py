@@ -258,7 +258,7 @@ def search() -> Iterator[Search]:
 
 def attached(search: Search) -> trainers.Body:
     model = trainers.Body()
-    search.attach(model, 3, carry=False)
+    search.attach(model, carry=False)
     search.claim()
     return model
 
@@ -323,7 +323,7 @@ def test_however_an_optimizer_gets_its_parameters_the_scores_have_one_group(sear
 def test_an_optimizer_that_is_older_than_the_scores(search: Search) -> None:
     model = trainers.Body()
     optimizer = trainers.make_optimizer(model.parameters())
-    search.attach(model, 3, carry=False)
+    search.attach(model, carry=False)
     with pytest.raises(sp.SmartpruneError, match="a scheduler counts the parameter groups it was made with"):
         search.settle([optimizer], [optimizer])
     for _ in range(2):  # in a second training it has them
@@ -349,6 +349,22 @@ def test_a_model_that_the_user_bakes_first(search: Search) -> None:
     assert search.receipt is not None
     assert search.receipt.mask_hash == receipt.mask_hash
     assert not any("smartprune" in name for name in model.state_dict())
+
+
+def test_the_length_is_that_of_the_first_training_with_a_step() -> None:
+    """One that failed before, or tried sizes of batches, had another."""
+    search = Search("here", None, 0.5, None, None, True, dict(SETTINGS))
+    model = attached(search)
+    optimizer = trainers.make_optimizer(model.parameters())
+    assert search.pruner is not None
+    for total, stepped in ((100, False), (10, True), (40, True)):
+        search.settle([optimizer])
+        search.begin(total, total)
+        if stepped:
+            model(**trainers.batches()[0])["loss"].backward()
+            optimizer.step()
+        search.stop()
+        assert search.pruner.steps == (5 if stepped else 50)
 
 
 def test_a_length_that_nobody_knows() -> None:

@@ -131,3 +131,21 @@ def test_a_search_for_a_learning_rate_leaves_no_trace(tmp_path: Path) -> None:
     fit(tmp_path, two, finding, finder)
     assert finding.receipt == plain.receipt
     assert all(torch.equal(value, one.state_dict()[name]) for name, value in two.state_dict().items())
+
+
+def test_a_search_for_a_size_of_batches_comes_before_the_length_is_known(tmp_path: Path) -> None:
+    class Sized(Net):
+        batch_size = 2
+
+        def train_dataloader(self) -> Any:
+            return torch.utils.data.DataLoader(trainers.data(), batch_size=self.batch_size)
+
+        val_dataloader = staticmethod(loader)
+
+    callback, net = PruneCallback(**{**SETTINGS, "steps": 0.5}), Sized()
+    trainer = trainers.RealLightning(tmp_path).trainer(callback)
+    lightning.tuner.Tuner(trainer).scale_batch_size(net, max_trials=3, steps_per_trial=1)
+    trainer.fit(net)
+    assert callback.pruner is not None
+    assert callback.pruner.steps == callback.pruner.count == 24 // net.batch_size * trainers.EPOCHS // 2
+    assert sp.verify(net, (4, 4), receipt=callback.receipt).ok

@@ -65,17 +65,16 @@ class PruneCallback(Callback):  # type: ignore[misc,unused-ignore]
         def configure_and_attach() -> None:
             del pl_module.configure_model
             configure()
-            self._attach(trainer, pl_module)
+            self._attach(pl_module)
 
         pl_module.configure_model = configure_and_attach
 
-    def _attach(self, trainer: Any, pl_module: Any) -> None:
+    def _attach(self, pl_module: Any) -> None:
         dtype, device = torch.get_default_dtype(), next((p.device for p in pl_module.parameters()), torch.device("cpu"))
         torch.set_default_dtype(torch.float32)  # those of the trainer are meant for layers that are made here
         try:
             with device:
-                steps = self.search.fixed if self.search.fixed is not None else self.search.length(*_lengths(trainer, pl_module))
-                self.search.attach(pl_module, steps, carry=False)
+                self.search.attach(pl_module, carry=False)
         finally:
             torch.set_default_dtype(dtype)
         self.search.claim()

@@ -69,8 +69,6 @@ class Search:
 
     def length(self, total: float, per_epoch: float) -> int:
         """The length of the search in a training of so many optimizer steps, infinite where that is not known."""
-        if self.fixed is not None:
-            return self.fixed
         whole, share = (per_epoch, self.epochs) if self.epochs is not None else (total, self.steps)
         if not 0 < whole < math.inf:
             raise SmartpruneError(
@@ -82,11 +80,11 @@ class Search:
 
     # -- before the training ----------------------------------------------------------------------------------------------
 
-    def attach(self, model: nn.Module, steps: int | None, carry: bool) -> None:
+    def attach(self, model: nn.Module, carry: bool) -> None:
         """Puts masks on the model, unless they are there. ``carry``: its state dict holds the state of the pruner."""
         self.require_unbaked()
         if self.pruner is None:
-            self.pruner = attach(model, self.method, steps=OPEN if steps is None else steps, **self.settings)
+            self.pruner = attach(model, self.method, steps=self.fixed or OPEN, **self.settings)
             self._carrier = Carrier(self.pruner, carry, flexible=self.fixed is None)
         elif find_pruner(model) is not self.pruner:
             raise SmartpruneError(f"{self.where}: this callback prunes another model already; make a new one for this model")
@@ -146,7 +144,7 @@ class Search:
                 f"{self.where}: the checkpoint has no state of the pruner: it was saved before the search, or after bake, or with "
                 "the weights alone; load its weights into the model before the trainer starts, or resume from one of this search"
             )
-        if pruner.steps == OPEN:
+        if self.fixed is None and pruner.count == 0 and pruner.phase == "search":  # also where an earlier training took no step
             steps = self.length(total, per_epoch)
             pruner.method.check(pruner.blocks, steps)
             pruner.steps = steps

@@ -52,7 +52,7 @@ class PruneCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
         return self.search.proof()
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **others: Any) -> None:
-        self.search.attach(model, self.search.fixed, carry=True)
+        self.search.attach(model, carry=True)
         self.search.claim()
         if optimizer is not None:
             self.search.settle([optimizer], [] if others.get("lr_scheduler") is None else [optimizer])
