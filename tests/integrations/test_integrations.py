@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -318,6 +319,24 @@ def test_however_an_optimizer_gets_its_parameters_the_scores_have_one_group(sear
     assert [(len(group["params"]), group["weight_decay"]) for group in mine] == [(1, 0.0)]
     assert mine[0]["lr"] == (0.3 if kind == "own" else trainers.LR)
     assert sum(len(group["params"]) for group in optimizer.param_groups) == len(list(model.parameters()))
+
+
+def test_a_search_that_has_its_optimizer_can_be_pickled(search: Search) -> None:
+    """By trainers that start processes, with the model: there it goes on with another optimizer."""
+    model = attached(search)
+    optimizer = trainers.make_optimizer(model.parameters())
+    for _ in range(2):
+        search.settle([optimizer])
+        search.begin(10, 10)
+        model(**trainers.batches()[0])["loss"].backward()
+        optimizer.step()
+        model, search = pickle.loads(pickle.dumps((model, search)))
+        assert search.pruner is find_pruner(model)
+        search.claim()
+        optimizer = trainers.make_optimizer(model.parameters())
+    assert search.pruner is not None
+    assert search.pruner.count == 2
+    search.stop()
 
 
 def test_an_optimizer_that_is_older_than_the_scores(search: Search) -> None:

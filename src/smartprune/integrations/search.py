@@ -62,6 +62,10 @@ class Search:
         self._seen = 0
         self._handle: Any = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For processes that are started by a trainer, which has its own optimizer in each."""
+        return {**self.__dict__, "_home": None, "_handle": None}
+
     @property
     def fixed(self) -> int | None:
         """The length of the search where it does not depend on the trainer."""
