@@ -51,7 +51,7 @@ def replay(kind: str, seen: list[tuple[Tensor, Tensor]], steps: int, accumulate:
     own = pruner.param_group() if lr is None else pruner.param_group(lr=lr)
     decayed = [p for p in plain if p.ndim > 1 or kind == "lightning"]
     rest = [p for p in plain if p.ndim == 1 and kind != "lightning"]
-    optimizer = trainers.make_optimizer([{"params": decayed}, own, *([{"params": rest, "weight_decay": 0.0}] if rest else [])])
+    optimizer = trainers.make_optimizer([{"params": decayed}, *([{"params": rest, "weight_decay": 0.0}] if rest else []), own])
     scheduler = trainers.make_scheduler(optimizer, -(-trainers.BATCHES // accumulate) * trainers.EPOCHS)
     for number, (x, y) in enumerate(seen):
         (model(x, y)["loss"] / accumulate).backward()
@@ -319,6 +319,21 @@ def test_however_an_optimizer_gets_its_parameters_the_scores_have_one_group(sear
     assert [(len(group["params"]), group["weight_decay"]) for group in mine] == [(1, 0.0)]
     assert mine[0]["lr"] == (0.3 if kind == "own" else trainers.LR)
     assert sum(len(group["params"]) for group in optimizer.param_groups) == len(list(model.parameters()))
+
+
+def test_groups_of_the_user_keep_their_numbers(search: Search) -> None:
+    """Also where they are added one by one; a group of the scores alone is the user's, too."""
+    model = attached(search)
+    assert search.pruner is not None
+    (scores,) = search.pruner.parameters()
+    parts = [[p for p in layer.parameters() if p is not scores] for layer in (model.net[0], model.net[2], model.net[4])]
+    optimizer = torch.optim.SGD([{"params": parts[0]}, {"params": parts[1], "lr": 0.2}], lr=0.1, weight_decay=0.1)
+    optimizer.add_param_group({"params": parts[2], "lr": 0.3})
+    found = [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups]
+    assert found == [(0.1, 0.1), (0.2, 0.1), (0.3, 0.1), (0.1, 0.0)]
+    assert optimizer.param_groups[3]["params"] == [scores]
+    given = [{"params": parts[0]}, {"params": [scores], "lr": 0.4}, {"params": parts[1]}]
+    assert [group["lr"] for group in torch.optim.SGD(given, lr=0.1).param_groups] == [0.1, 0.4, 0.1]
 
 
 def test_a_search_that_has_its_optimizer_can_be_pickled(search: Search) -> None:

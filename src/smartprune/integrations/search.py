@@ -59,6 +59,7 @@ class Search:
         self.receipt: Receipt | None = None
         self._carrier: Carrier | None = None
         self._home: weakref.ref[Optimizer] | None = None  # the optimizer that trains the scores, whose steps count
+        self._last = False  # whether their group is one that was made here, which stays behind those of the user
         self._seen = 0
         self._handle: Any = None
 
@@ -103,7 +104,8 @@ class Search:
     def claim(self) -> None:
         """From now on the first optimizer that is given a pruned weight gets the scores, in a group without weight decay.
 
-        Schedulers and saved states count the groups of an optimizer, so the group has to be there when the optimizer is made.
+        Schedulers and saved states count the groups of an optimizer, so the group has to be there when the optimizer is made. It is
+        the last: those of the user keep their numbers.
         """
         self._home = None
         _waiting.add(self)
@@ -250,7 +252,7 @@ class Search:
         _plain_add_param_group(optimizer, {**options, **group})
 
     def _divide(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
-        """A group with pruned weights or scores, which an optimizer is given: without the scores, which get their own beside it."""
+        """A group with pruned weights or scores, which an optimizer is given: without the scores, which get their own."""
         scores = {id(parameter) for parameter in self._pruner.parameters()}
         mine = [entry for entry in group["params"] if id(_tensor(entry)) in scores]
         rest = [entry for entry in group["params"] if id(_tensor(entry)) not in scores]
@@ -262,8 +264,14 @@ class Search:
             home.param_groups = [other for other in home.param_groups if not scores & {id(p) for p in other["params"]}]
             home = None
         if home is None:
+            self._last = bool(rest)
             names = [entry[0] for entry in mine] or [f"smartprune.{i}" for i in range(len(scores))]
             self._give(optimizer, options, names if isinstance(group["params"][0], tuple) else None)
+
+    def _keep_last(self, optimizer: Optimizer) -> None:
+        if self._last and self._home is not None and self._home() is optimizer:
+            scores = {id(parameter) for parameter in self._pruner.parameters()}
+            optimizer.param_groups.sort(key=lambda group: bool(scores & {id(p) for p in group["params"]}))
 
 
 _waiting: weakref.WeakSet[Search] = weakref.WeakSet()
@@ -273,14 +281,17 @@ _plain_add_param_group = Optimizer.add_param_group
 def _add_param_group(optimizer: Optimizer, group: dict[str, Any]) -> None:
     """In place of torch's own while a search waits for its optimizer."""
     params = group.get("params") if isinstance(group, dict) else None
+    ids = set()
     if params is not None and not isinstance(params, set):
         group["params"] = [params] if isinstance(params, Tensor) else list(params)
         ids = {id(_tensor(entry)) for entry in group["params"]}
-        for search in list(_waiting):
-            if search.pruner is not None and search._ids() & ids:
-                search._divide(optimizer, group)
-                return
-    _plain_add_param_group(optimizer, group)
+    found = next((search for search in list(_waiting) if search._ids() & ids), None)
+    if found is None:
+        _plain_add_param_group(optimizer, group)
+    else:
+        found._divide(optimizer, group)
+    for search in list(_waiting):
+        search._keep_last(optimizer)
 
 
 def _tensor(entry: Any) -> Any:
