@@ -336,6 +336,19 @@ def test_groups_of_the_user_keep_their_numbers(search: Search) -> None:
     assert [group["lr"] for group in torch.optim.SGD(given, lr=0.1).param_groups] == [0.1, 0.4, 0.1]
 
 
+def test_torch_is_as_it_was_when_a_search_that_waits_is_gone() -> None:
+    plain = Optimizer.add_param_group
+    searches = [Search("here", None, 3, None, None, True, dict(SETTINGS)) for _ in range(2)]
+    for search in searches:
+        attached(search)
+    del search
+    while searches:
+        assert Optimizer.add_param_group is not plain
+        del searches[0]
+        gc.collect()
+    assert Optimizer.add_param_group is plain
+
+
 def test_a_search_that_has_its_optimizer_can_be_pickled(search: Search) -> None:
     """By trainers that start processes, with the model: there it goes on with another optimizer."""
     model = attached(search)

@@ -109,6 +109,7 @@ class Search:
         """
         self._home = None
         _waiting.add(self)
+        weakref.finalize(self, _put_back)  # of one that nobody trained
         Optimizer.add_param_group = _add_param_group  # type: ignore[method-assign,assignment]
 
     def settle(self, optimizers: Sequence[Optimizer], scheduled: Sequence[Optimizer] = ()) -> None:
@@ -239,8 +240,7 @@ class Search:
 
     def _release(self) -> None:
         _waiting.discard(self)
-        if not _waiting and Optimizer.add_param_group is _add_param_group:
-            Optimizer.add_param_group = _plain_add_param_group  # type: ignore[method-assign]
+        _put_back()
 
     def _give(self, optimizer: Optimizer, options: dict[str, Any], names: Sequence[str] | None) -> None:
         self._home = weakref.ref(optimizer)
@@ -292,6 +292,11 @@ def _add_param_group(optimizer: Optimizer, group: dict[str, Any]) -> None:
         found._divide(optimizer, group)
     for search in list(_waiting):
         search._keep_last(optimizer)
+
+
+def _put_back() -> None:
+    if not list(_waiting) and Optimizer.add_param_group is _add_param_group:  # the list leaves out those that just died
+        Optimizer.add_param_group = _plain_add_param_group  # type: ignore[method-assign]
 
 
 def _tensor(entry: Any) -> Any:
