@@ -98,7 +98,7 @@ class SmallLightning:
     name, barebones, stops = "lightning", False, STOPS
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.num_training_batches = folder, BATCHES
+        self.folder, self.num_training_batches, self.callbacks = folder, BATCHES, ()
 
     def module(self) -> Module:
         return Module()

@@ -108,6 +108,11 @@ def test_averages_are_pruned_too(tmp_path: Path, kind: str) -> None:
     assert sp.verify(net, (4, 4), receipt=callback.receipt).ok
 
 
+def test_an_average_that_comes_first(tmp_path: Path) -> None:
+    with pytest.raises(sp.SmartpruneError, match=r"EMAWeightAveraging has copied the module.*callbacks=\[prune, average\]"):
+        fit(tmp_path, Net(), lightning.callbacks.EMAWeightAveraging(), PruneCallback(**SETTINGS))
+
+
 @pytest.mark.slow
 def test_two_processes(tmp_path: Path) -> None:
     callback, net = PruneCallback(**{**SETTINGS, "steps": 6}), Net()

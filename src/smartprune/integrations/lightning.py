@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 from typing import Any
@@ -60,6 +61,12 @@ class PruneCallback(Callback):  # type: ignore[misc,unused-ignore]
         if stage != "fit":
             return
         self.search.require_unbaked()
+        for other in itertools.takewhile(lambda callback: callback is not self, trainer.callbacks):
+            if any(kind.__name__ == "WeightAveraging" for kind in type(other).__mro__):  # a class that old versions do not have
+                raise SmartpruneError(
+                    f"{self.search.where}: {type(other).__name__} has copied the module before the scores are there, and could not "
+                    "average them; put it after this callback: callbacks=[prune, average]"
+                )
         configure = pl_module.configure_model
 
         def configure_and_attach() -> None:
