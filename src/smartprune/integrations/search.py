@@ -138,7 +138,8 @@ class Search:
             return
         raise SmartpruneError(
             f"{self.where}: none of the {len(optimizers)} optimizers trains a pruned weight, so the search could never move; give "
-            "the optimizer the parameters of the model, or choose other layers (include=, skip=)"
+            "the optimizer the parameters of the model (layer.weight reads as the masked weight, which is no parameter), "
+            "or choose other layers (include=, skip=)"
         )
 
     def begin(self, total: float, per_epoch: float) -> None:
