@@ -11,7 +11,22 @@ LOWER = (
     "npu_work", "runtime",
 )  # fmt: skip
 OPTIONAL = {"sklearn", "onnx", "onnxruntime", "openvino", "matplotlib", "rich", "torchvision", "lightning", "transformers"}
-UPPER = ("pruner", "methods", "masking", "guard", "topk", "schedule", "train", "cli", "tasks", "models", "run", "integrations")
+UPPER = (
+    "pruner",
+    "again",
+    "agree",
+    "methods",
+    "masking",
+    "guard",
+    "topk",
+    "schedule",
+    "train",
+    "cli",
+    "tasks",
+    "models",
+    "run",
+    "integrations",
+)
 
 
 def imports(path: Path) -> set[str]:

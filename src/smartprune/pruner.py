@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from . import guard, watch
+from .again import again
+from .agree import agree, average, distributed, grouped, same_everywhere
 from .block import Block
 from .budget import Budget
 from .errors import SmartpruneError
@@ -87,7 +89,7 @@ class Pruner:
                 self._trained.append(name)
                 self._host.register_parameter(PREFIX + name, nn.Parameter(value.detach()))
                 if self._sharded:  # FSDP does not know them: they stay whole on every rank, and so do their gradients
-                    self.parameters()[-1].register_post_accumulate_grad_hook(_average)
+                    self.parameters()[-1].register_post_accumulate_grad_hook(average)
             else:
                 self._state[name] = value
         self._watched: watch.Watched | None = None
@@ -175,7 +177,7 @@ class Pruner:
             raise SmartpruneError(f"pruner.freeze(): the mask is {self.phase} already")
         self._require_attached("freeze")
         self._require_finite_weights("freeze")
-        hard = _agree(self._choose())
+        hard = agree(self._choose())
         measure = getattr(self.method, "warmth", None)
         warmth = 0.0 if measure is None or force else measure(self.blocks, self._all_state())
         if warmth > TOO_WARM:
@@ -426,12 +428,12 @@ class Pruner:
             elif mask is None:
                 seed = self.seed * 1_000_003 + self.count if self.model.training else None
                 sources = [*self.parameters(), *self.blocks.weights]
-                mask = _again(lambda: self._soft(seed), sources) if self._plain else self._soft(seed)
+                mask = again(lambda: self._soft(seed), sources) if self._plain else self._soft(seed)
             factors = mask if self._hard is not None else self._amplified(mask)
             if self._sharded:
                 masked = []  # made one by one, when the layers ask
             elif self._hard is not None:
-                extra = self.parameters() if _grouped() else []  # DDP, of one process too, waits for a gradient of each
+                extra = self.parameters() if grouped() else []  # DDP, of one process too, waits for a gradient of each
                 masked = self.masking.hold(mask, weights, extra, dtypes)
             elif self._watched is not None:
                 masked = self._watched.apply(factors, weights)
@@ -478,7 +480,7 @@ class Pruner:
         amplify = getattr(self.method, "amplify", None)
         if amplify is None:
             return mask
-        return _again(lambda: amplify(self.blocks, mask), [mask]) if self._plain else amplify(self.blocks, mask)
+        return again(lambda: amplify(self.blocks, mask), [mask]) if self._plain else amplify(self.blocks, mask)
 
     def _key(self) -> tuple[int, ...]:
         return (self.count, watch.now(), *(parameter._version for parameter in self.parameters()))
@@ -495,7 +497,7 @@ class Pruner:
         if update is None:
             return
         if self._watched is not None:
-            if _distributed():
+            if distributed():
                 torch.distributed.all_reduce(self._watched.total)
             if not self._watched.total.is_cuda:
                 self._require_finite_gradients(f"the gradients that {type(self.method).__name__} reads", [self._watched.total])
@@ -668,14 +670,14 @@ class Pruner:
     def _require_agreement(self) -> None:
         """At the first step of an optimizer every rank takes the first rank's state: DDP makes weights equal when it wraps a model,
         which is after attach. From then on the scores are equal, or never will be."""
-        if self._agreed or not _distributed() or self._moved().isdisjoint(map(id, self.model.parameters())):
+        if self._agreed or not distributed() or self._moved().isdisjoint(map(id, self.model.parameters())):
             return
         self._agreed = True
         for name, value in self._state.items():
             shared = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64, device=self.blocks.device)
             torch.distributed.broadcast(shared, 0)
             self._state[name] = shared if isinstance(value, Tensor) else shared.item()
-        if not all(_same_everywhere(parameter.detach()) for parameter in self.parameters()):
+        if not all(same_everywhere(parameter.detach()) for parameter in self.parameters()):
             raise SmartpruneError(
                 "pruner.step(): the scores differ between ranks, since their gradients are not averaged: DistributedDataParallel "
                 "averages those of the parameters that a model has when it is wrapped; attach first, then wrap"
@@ -773,36 +775,6 @@ def _sound(state: dict[str, Any], n: int) -> bool:
 
 def _finite(tensors: Sequence[Tensor]) -> bool:
     return all(math.isfinite(float(tensor.detach().float().sum())) for tensor in tensors)
-
-
-class _Again(torch.autograd.Function):
-    """A tensor made by torch's own operations, whose gradient can be taken more than once."""
-
-    @staticmethod
-    def forward(ctx: Any, make: Callable[[], Tensor], sources: list[Tensor], *inputs: Tensor) -> Tensor:
-        # what is kept is ours: a checkpointed part of the model, in which this may run, would look for it when it runs again
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_itself, _itself):
-            ctx.made, ctx.sources = make(), sources
-        return ctx.made.detach()  # type: ignore[no-any-return]
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return None, None, *torch.autograd.grad(ctx.made, ctx.sources, grad, retain_graph=True, allow_unused=True)
-
-
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-def _again(make: Callable[[], Tensor], sources: Sequence[Tensor]) -> Tensor:
-    """What ``make`` gives of ``sources``. Parts of a model that are checkpointed, and batches whose gradients add up without a
-    forward pass of the whole model, each bring a backward pass, and torch's operations stand one. (A captured graph has one.)"""
-    sources = [source for source in sources if source.requires_grad]
-    if not sources or not torch.is_grad_enabled() or (sources[0].is_cuda and torch.cuda.is_current_stream_capturing()):
-        return make()
-    out: Tensor = _Again.apply(make, sources, *sources)  # type: ignore[no-untyped-call]
-    return out
 
 
 # Inside torch.compile these run as they are. (torch.compiler.disable would load the compiler for everybody.)
@@ -911,34 +883,3 @@ def _last_module(model: nn.Module) -> tuple[str, nn.Module]:
 
 def _autocast() -> torch.dtype | None:
     return torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
-
-
-def _grouped() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
-def _distributed() -> bool:
-    return _grouped() and torch.distributed.get_world_size() > 1
-
-
-def _average(parameter: Tensor) -> None:
-    """Every rank gets the mean of all ranks' gradients."""
-    if _distributed() and parameter.grad is not None:
-        torch.distributed.all_reduce(parameter.grad)
-        parameter.grad /= torch.distributed.get_world_size()
-
-
-def _same_everywhere(mine: Tensor) -> bool:
-    """Whether every rank has these numbers, or the same that are none; all ranks must ask together."""
-    ends = torch.stack([mine, -mine]).nan_to_num_()
-    torch.distributed.all_reduce(ends, torch.distributed.ReduceOp.MAX)
-    return torch.equal(ends[0], -ends[1])
-
-
-def _agree(hard: Tensor) -> Tensor:
-    """Every rank takes the first rank's mask."""
-    if _distributed():
-        shared = hard.to(torch.uint8)
-        torch.distributed.broadcast(shared, 0)
-        hard = shared.to(torch.bool)
-    return hard

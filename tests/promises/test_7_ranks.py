@@ -14,7 +14,7 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 import smartprune as sp
-from smartprune.pruner import _same_everywhere
+from smartprune.agree import same_everywhere
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
 STEPS = 7  # four of search, then fine-tuning
@@ -69,7 +69,7 @@ def worker(rank: int, folder: str) -> None:
     for name in ("wrapper", "module"):
         wrapped_first(name, data(0, rank), f"{folder}/{name}-{rank}")
     numbers = ([1.0, math.nan, math.inf], [1.0, float(rank)], [1.0, math.nan if rank else 1.0])
-    torch.save([_same_everywhere(torch.tensor(mine)) for mine in numbers], f"{folder}/same-{rank}")
+    torch.save([same_everywhere(torch.tensor(mine)) for mine in numbers], f"{folder}/same-{rank}")
     torch.distributed.barrier()
     os._exit(0)  # gloo's threads do not always survive an orderly end
 

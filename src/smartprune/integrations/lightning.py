@@ -10,10 +10,7 @@ from typing import Any
 import torch
 
 from ..errors import SmartpruneError
-from ..methods.method import Method
-from ..pruner import Pruner
-from ..receipt import Receipt
-from .search import Search
+from .search import Pruning
 
 try:  # the name under which the user has it: both are the same code
     if "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules:
@@ -28,33 +25,13 @@ except ImportError:
         ) from None
 
 
-class PruneCallback(Callback):  # type: ignore[misc,unused-ignore]
+class PruneCallback(Pruning, Callback):  # type: ignore[misc,unused-ignore]
     """Searches for the blocks that can go while the trainer trains, fine-tunes without them, and bakes the model after ``fit``.
 
-    ``steps`` is the length of the search in optimizer steps, or as a share (a float) of the training; ``epochs`` is its length in
-    epochs. Without either it is 0.3 of the training, and the rest is fine-tuning. ``score_lr`` is the learning rate of the scores,
-    that of the weights unless given. ``settings`` are the other arguments of :func:`smartprune.attach`.
+    Its arguments: :class:`smartprune.integrations.search.Pruning`.
     """
 
-    def __init__(
-        self,
-        method: Method | None = None,
-        *,
-        steps: float | None = None,
-        epochs: float | None = None,
-        score_lr: float | None = None,
-        bake: bool = True,
-        **settings: Any,
-    ) -> None:
-        self.search = Search("lightning.PruneCallback", method, steps, epochs, score_lr, bake, settings)
-
-    @property
-    def pruner(self) -> Pruner | None:
-        return self.search.pruner
-
-    @property
-    def receipt(self) -> Receipt:
-        return self.search.proof()
+    where = "lightning.PruneCallback"
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """The trainer loads checkpoints and wraps the module right after ``configure_model``, so this is where masks are put on."""

@@ -6,7 +6,7 @@ import inspect
 import math
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -273,6 +273,37 @@ class Search:
         if self._last and self._home is not None and self._home() is optimizer:
             scores = {id(parameter) for parameter in self._pruner.parameters()}
             optimizer.param_groups.sort(key=lambda group: bool(scores & {id(p) for p in group["params"]}))
+
+
+class Pruning:
+    """What both callbacks have: the arguments, the pruner and, after the training, the receipt.
+
+    ``steps`` is the length of the search in optimizer steps, or as a share (a float) of the training; ``epochs`` is its length in
+    epochs. Without either it is 0.3 of the training, and the rest is fine-tuning. ``score_lr`` is the learning rate of the scores,
+    that of the weights unless given. ``settings`` are the other arguments of :func:`smartprune.attach`.
+    """
+
+    where: ClassVar[str]  # the name of the callback in messages
+
+    def __init__(
+        self,
+        method: Method | None = None,
+        *,
+        steps: float | None = None,
+        epochs: float | None = None,
+        score_lr: float | None = None,
+        bake: bool = True,
+        **settings: Any,
+    ) -> None:
+        self.search = Search(self.where, method, steps, epochs, score_lr, bake, settings)
+
+    @property
+    def pruner(self) -> Pruner | None:
+        return self.search.pruner
+
+    @property
+    def receipt(self) -> Receipt:
+        return self.search.proof()
 
 
 _waiting: weakref.WeakSet[Search] = weakref.WeakSet()

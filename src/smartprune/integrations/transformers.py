@@ -6,10 +6,8 @@ import math
 from typing import Any
 
 from ..errors import SmartpruneError
-from ..methods.method import Method
-from ..pruner import Pruner, find_pruner
-from ..receipt import Receipt
-from .search import Search
+from ..pruner import find_pruner
+from .search import Pruning
 
 try:
     from transformers import TrainerCallback  # type: ignore[import-not-found,unused-ignore]
@@ -19,37 +17,17 @@ except ImportError as error:
     ) from None
 
 
-class PruneCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
+class PruneCallback(Pruning, TrainerCallback):  # type: ignore[misc,unused-ignore]
     """Searches for the blocks that can go while the trainer trains, fine-tunes without them, and bakes the model after ``train``.
 
-    ``steps`` is the length of the search in optimizer steps, or as a share (a float) of the training; ``epochs`` is its length in
-    epochs. Without either it is 0.3 of the training, and the rest is fine-tuning. ``score_lr`` is the learning rate of the scores,
-    that of the weights unless given. ``settings`` are the other arguments of :func:`smartprune.attach`.
+    Its arguments: :class:`smartprune.integrations.search.Pruning`.
 
     The trainer gives callbacks no other chance before it loads a checkpoint, makes the optimizer and wraps the model: masks are put
     on when the Trainer is made. The state of the pruner is part of the model's, and so of the trainer's checkpoints.
     """
 
-    def __init__(
-        self,
-        method: Method | None = None,
-        *,
-        steps: float | None = None,
-        epochs: float | None = None,
-        score_lr: float | None = None,
-        bake: bool = True,
-        **settings: Any,
-    ) -> None:
-        self.search = Search("transformers.PruneCallback", method, steps, epochs, score_lr, bake, settings)
-        self._began = False
-
-    @property
-    def pruner(self) -> Pruner | None:
-        return self.search.pruner
-
-    @property
-    def receipt(self) -> Receipt:
-        return self.search.proof()
+    where = "transformers.PruneCallback"
+    _began = False
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **others: Any) -> None:
         self.search.attach(model, carry=True)
