@@ -14,8 +14,9 @@ class _Again(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, make: Callable[[], Tensor], sources: list[Tensor], *inputs: Tensor) -> Tensor:
-        # what is kept is ours: a checkpointed part of the model, in which this may run, would look for it when it runs again
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_itself, _itself):
+        # what is kept is ours: a checkpointed part of the model, in which this may run, would look for it when it runs again.
+        # Values alone: an operation that keeps its own result would keep itself, and all before it, for ever
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(Tensor.detach, _itself):
             ctx.made, ctx.sources = make(), sources
         return ctx.made.detach()  # type: ignore[no-any-return]
 

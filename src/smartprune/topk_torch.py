@@ -39,7 +39,7 @@ def forward(
     share, spread = sums  # c m and c m (1 - m)
     m = share if weight is None else torch.empty_like(wide)
     base = wide.new_full((2,), 1e-300)  # so that no slope is zero
-    base[0] = -1  # what is kept, as a share of what should be, less one
+    base[0].fill_(-1)  # not by assignment, for which a GPU waits: what is kept, as a share of what should be, less one
     for _ in range(STEPS):
         torch.sub(y, d, out=m).sigmoid_()
         if weight is not None:

@@ -69,6 +69,29 @@ def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+def node(weight: nn.Parameter) -> Any:
+    """Where gradients of a parameter arrive: one node as long as anything of a graph with it is alive, else a new one."""
+    function = weight.expand_as(weight).grad_fn
+    assert function is not None
+    return function.next_functions[0][0]
+
+
+def test_a_step_leaves_no_graph(name: str) -> None:
+    """Else its tensors stay for ever, those of every step, and a CUDA graph of the fine-tuning meets nodes of the search."""
+    job = Job(name)
+    weights = [weight for weight in job.model.parameters() if weight.requires_grad]
+
+    def mark(*_: Any) -> None:
+        for weight in weights:
+            node(weight).metadata["step"] = job.pruner.count
+
+    handle = job.model.register_forward_hook(mark)
+    job.run(STEPS)
+    handle.remove()
+    assert job.pruner.phase == "frozen"
+    assert [node(weight).metadata for weight in weights] == [{}] * len(weights)
+
+
 @pytest.mark.parametrize("model", sorted(zoo.SMALL))
 def test_exact_count(name: str, model: str) -> None:
     job = Job(name, model).run()
