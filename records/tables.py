@@ -33,6 +33,7 @@ LENGTHS = {  # whatever the length of the dense training, whose outcome stands i
     "short": re.compile(r"\d+ dense \+ 12 search \+ 48 fine-tuning epochs"),
     "full": re.compile(r"\d+ dense \+ 40 search \+ 160 fine-tuning epochs"),
 }
+RATE = re.compile(r"search lr ([^,]+)")
 MARKED = re.compile(r"(<!-- table: ([^\n]+?) -->\n)(.*?)(<!-- /table -->)", re.S)
 Row = dict[str, Any]
 
@@ -73,12 +74,15 @@ def paper_lines(root: Path, page: Path) -> list[str]:
         told = {(r["model"], r["block"], float(r["sparsity"]), r["method"]): r["accuracy"] for r in csv.DictReader(file)}
     cells: dict[tuple[Any, ...], dict[str, list[str]]] = {}
     for folder in sorted(path.parent for path in (root / "records").glob(f"*/{RESULT}")):
+        if folder.name.startswith("ablation"):
+            continue  # Table 5
         for row in load_rows(folder):
             length = next((name for name, start in LENGTHS.items() if start.match(row["protocol"])), None)
             if length is None or row["data"] != "cifar10" or row["metric"] != "accuracy" or "seeds" not in row:
                 continue
-            if "distill" in row["protocol"]:
-                continue  # another protocol, which the paper does not have
+            rate = RATE.search(row["protocol"])
+            if "distill" in row["protocol"] or (rate is not None and rate[1] != "0.02"):
+                continue  # another protocol
             spread = "" if row["std"] is None else f" ± {100 * row['std']:.2f}"
             value = f"{100 * row['mean']:.2f}{spread} ({100 * row['difference']:+.2f}), n={row['n']}"
             link = os.path.relpath(folder, page.parent)
