@@ -1,6 +1,6 @@
 """Which form of SMART is best on networks and data small enough for a CPU?
 
-python bench/variants.py --data DIR [--network NAME] [--sparsity S] [--seeds 0 1 2] [--pictures 10000]
+python bench/variants.py --data DIR [--network NAME] [--sparsity S | --macs M] [--seeds 0 1 2] [--pictures 10000]
                          [--epochs DENSE SEARCH FINETUNE] [--lr LR] [--variants NAME ... | --ablation] [--transfer]
                          [--dense FILE.pt] [--out FILE.json]
 
@@ -191,7 +191,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--network", choices=NETWORKS, default="residual")
-    parser.add_argument("--sparsity", type=float, help="else what suits the network")
+    budget = parser.add_mutually_exclusive_group()
+    budget.add_argument("--sparsity", type=float, help="share of blocks to remove; else what suits the network")
+    budget.add_argument("--macs", type=float, help="share of multiply-accumulates to remove, in place of --sparsity")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--pictures", type=int, default=10_000)
     parser.add_argument("--epochs", type=int, nargs=3, metavar=("DENSE", "SEARCH", "FINETUNE"), help="else what suits the network")
@@ -233,14 +235,15 @@ def main() -> None:
     protocol = f"{first} dense + {search} search + {last} fine-tuning epochs" + ", on other classes" * args.transfer
     protocol += f", lr {lr:g}" * (lr != network.pruning_lr)
     common = {"model": f"{args.network}, small", "data": f"cifar10 at 16x16, {args.pictures:,} pictures", "block": "16x8"}
-    common |= {"sparsity": sparsity, "protocol": protocol}
+    common |= {"sparsity": args.macs or sparsity, "protocol": protocol + ", of MACs" * bool(args.macs)}
     rows = []
     every = VARIANTS | ABLATION
     for name in ABLATION if args.ablation else args.variants:
         got: dict[str, list[float]] = {"accuracy, held out": [], "training loss": []}
         for seed in args.seeds:
             model, total = copy.deepcopy(dense), (search + last) * steps
-            pruner = sp.attach(model, every[name], block=BLOCK, sparsity=sparsity, steps=search * steps)  # type: ignore[arg-type]
+            asked = {"budget": sp.macs(args.macs, example=x[:1])} if args.macs else {"sparsity": sparsity}
+            pruner = sp.attach(model, every[name], block=BLOCK, steps=search * steps, **asked)  # type: ignore[arg-type]
             train(model, (x, y), search, lr, seed, 0, total, pruner)
             loss = train(model, (x, y), last, lr, seed + 100, search * steps, total, None)
             right = accuracy(model, *held)

@@ -7,7 +7,8 @@ python records/tables.py add FILE.json --name NAME --note TEXT [--command TEXT]
                                          with rows), with a note on what it does not show
 
 A table stands between <!-- table: NAME --> and <!-- /table -->. Behind the name, key=glob keeps some rows only:
-<!-- table: topk-cpu metric=ratio method=*warm* -->. A record that does not exist yet reads "not recorded yet".
+<!-- table: topk-cpu metric=ratio method=*warm* -->. show=macs_left shows these in place of the metric. A record that does not
+exist yet reads "not recorded yet".
 <!-- table: paper-table2 --> puts every record's cells of the paper's Table 2 beside the paper's numbers.
 """
 
@@ -55,7 +56,7 @@ def filled(page: Path, root: Path) -> str:
             return f"{match[1]}{NOT_YET}\n{match[4]}"
         only = dict(text.split("=", 1) for text in rest if "=" in text)
         if len(only) < len(rest):
-            raise SmartpruneError(f"{page}: {match[1].strip()}: write NAME, and key=glob to choose rows")
+            raise SmartpruneError(f"{page}: {match[1].strip()}: write NAME, key=glob to choose rows, show=macs_left")
         link = "" if page.parent == folder else os.path.relpath(folder, page.parent)
         try:
             return match[1] + "\n".join(table_lines(load_rows(folder), only, link)) + f"\n{match[4]}"

@@ -17,7 +17,7 @@ from smartprune import SmartpruneError
 from smartprune.cli import main
 from smartprune.compare import compare, protocol, read_entry
 from smartprune.compare.chart import Chart, Point, Series, svg, ticks
-from smartprune.compare.record import check_rows
+from smartprune.compare.record import check_rows, markdown
 from smartprune.compare.table import comparison_text
 from smartprune.methods import METHODS
 
@@ -64,6 +64,49 @@ def test_the_table(runs: Path) -> None:
     body = [line.split() for line in lines[start + 1 :]]
     assert [line[0] for line in body] == [name for name in METHODS if name in ("smart", "magnitude", "gradual")]
     assert body[0] == ["smart", "91.00", "±", "1.41", "61.00", "±", "1.41", "-30.00", "2", "51.00", "±", "1.41", "-40.00", "2"]
+
+
+def test_macs_that_are_left(runs: Path, tmp_path: Path) -> None:
+    """Budgets in blocks leave more MACs to one method than to another."""
+    for folder in runs.iterdir():
+        method, sparsity, seed = folder.name.split("-")
+        kept = {"magnitude": 300, "gradual": 200, "smart": 100}[method] + 10 * int(seed)
+        if method != "magnitude" or sparsity == "0.5":  # one that was never counted
+            achieved = {"achieved": {"macs": {"total": 1000, "kept": kept, "removed": 1000 - kept}}}
+            (folder / "receipt.json").write_text(json.dumps(achieved))
+    found = compare([runs])
+    lines = comparison_text(found, ascii_only=False).splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("MACs left, %"))
+    assert lines[start].split() == ["MACs", "left,", "%", "0.5", "0.9"]
+    told = "10.50 ± 0.71"
+    assert [line.split() for line in lines[start + 1 :]] == [
+        ["smart", *told.split(), *told.split()],
+        ["magnitude", "30.50", "±", "0.71", "-"],
+        ["gradual", "20.50", "±", "0.71", "20.50", "±", "0.71"],
+    ]
+    rows = found.to_json()["rows"]
+    assert [row.get("macs_left") for row in rows] == [[0.1, 0.11], [0.1, 0.11], [0.3, 0.31], None, [0.2, 0.21], [0.2, 0.21]]
+    table, common = markdown(rows, {"show": "macs_left", "method": "[sg]*"})
+    assert table[2] == "| smart | 10.50 ± 0.71 | 10.50 ± 0.71 |"
+    assert common.endswith("MACs left in %, mean ± standard deviation, n = 2.")
+    with pytest.raises(SmartpruneError, match="in place of the metric is macs_left"):
+        markdown(rows, {"show": "seconds"})
+    with pytest.raises(SmartpruneError, match="no row has"):
+        markdown(rows, {"show": "macs_left", "method": "none"})
+    page = tmp_path / "page.html"
+    assert run("compare", str(runs), "--html", str(page), "--csv", str(tmp_path / "a.csv")) == 0
+    assert "MACs left, %" in page.read_text()
+    told_by = list(csv.DictReader((tmp_path / "a.csv").read_text().splitlines()))
+    assert {line["macs_left"] for line in told_by} == {"0.1", "0.11", "0.2", "0.21", "0.3", "0.31", ""}
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"achieved": {"macs": null}}', '{"achieved": {"macs": {"total": 0, "kept": 0}}}']
+)
+def test_a_receipt_without_macs(tmp_path: Path, text: str) -> None:
+    folder = made(tmp_path, 0.5)
+    (folder / "receipt.json").write_text(text)
+    assert read_entry(folder).macs_left is None
 
 
 def test_rows_are_records(runs: Path) -> None:

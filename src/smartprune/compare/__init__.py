@@ -22,11 +22,11 @@ from ..errors import SmartpruneError
 from ..fields import Fields
 from ..files import parse_json, read_capped
 from ..methods import METHODS
-from ..rundir import CONFIG, RESULT
+from ..rundir import CONFIG, RECEIPT, RESULT
 from ..tasks import TASKS
 from .names import method_name, named, plain
 
-LARGEST_FILE = 1 << 20
+LARGEST_FILE, LARGEST_RECEIPT = 1 << 20, 1 << 26
 # what differs between runs of one table, and what only says where and how fast a run was
 APART = ("task", "task_settings", "model", "method", "settings", "block", *BUDGETS, "seed")
 ASIDE = ("out", "dense", "device", "threads", "compile", "graph", "checkpoint_seconds", "parallel", "tensorboard", "onnx")
@@ -43,7 +43,8 @@ Key = tuple[str, str, str, str, str, tuple[str, float], int]
 
 @dataclass(frozen=True)
 class Entry:
-    """A finished run: its settings, and the metric of the test split before and after."""
+    """A finished run: its settings, the metric of the test split before and after, and the share of the MACs of its pruned
+    layers that is left, where its receipt tells it."""
 
     folder: Path
     config: dict[str, Any]
@@ -52,6 +53,7 @@ class Entry:
     dense: float
     seconds: float
     versions: dict[str, str]
+    macs_left: float | None = None
 
     @property
     def data(self) -> str:
@@ -91,6 +93,12 @@ class Row:
     def difference(self) -> float:
         return statistics.fmean(self.values) - statistics.fmean(self.dense)
 
+    @property
+    def macs_left(self) -> list[float]:
+        """Of every run; none unless all of them tell it."""
+        found = [entry.macs_left for entry in self.entries if entry.macs_left is not None]
+        return found if len(found) == len(self.entries) else []
+
     def to_json(self) -> dict[str, Any]:
         first = self.entries[0]
         return {
@@ -111,6 +119,7 @@ class Row:
             "dense": {**summary(self.dense)},
             "difference": self.difference,
             "seconds": [entry.seconds for entry in self.entries],
+            **({"macs_left": self.macs_left} if self.macs_left else {}),
         }
 
 
@@ -251,7 +260,20 @@ def read_entry(folder: Path) -> Entry:
         dense=_number(result, "dense"),
         seconds=_number(result, "seconds"),
         versions={name: versions.text(name) for name in versions.data},
+        macs_left=_macs_left(folder / RECEIPT),
     )
+
+
+def _macs_left(path: Path) -> float | None:
+    """As a share of the MACs of the pruned layers; None where there is no receipt, or none that counted them."""
+    if not path.exists():
+        return None
+    try:
+        receipt = Fields(parse_json(read_capped(path, LARGEST_RECEIPT), RECEIPT), RECEIPT)
+        macs = receipt.inner("achieved").inner("macs")
+        return macs.integer("kept") / macs.integer("total", 1)
+    except SmartpruneError:
+        return None
 
 
 def _number(found: Fields, name: str) -> float:

@@ -10,7 +10,7 @@ from . import Comparison, Row
 from .chart import Chart, svg
 
 UNITS = {"macs": "MACs", "cycles": "NPU cycles"}
-HEAD = ("Method", "Removed", "Metric, %", "Deviation", "n", "Dense, %", "Difference, points")
+HEAD = ("Method", "Removed", "Metric, %", "Deviation", "n", "Dense, %", "Difference, points", "MACs left, %")
 
 
 def comparison_page(found: Comparison, charts: Sequence[Chart]) -> str:
@@ -59,6 +59,7 @@ def _section(group: tuple[str, str, str, str, str], rows: Sequence[Row]) -> str:
             f"{len(row.values)}",
             f"{100 * statistics.fmean(row.dense):.2f}",
             f"{100 * row.difference:+.2f}".replace("-", "\u2212"),
+            f"{100 * statistics.fmean(row.macs_left):.2f}" if row.macs_left else "",
         ]
         tags = "".join(f'<td class="num">{words(cell)}</td>' for cell in cells)
         lines.append(f'<tr><th scope="row">{name(row.entries[0].method)}</th>{tags}</tr>')

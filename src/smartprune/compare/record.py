@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 RESULT, CONFIG, README = "result.json", "config.json", "README.md"
 NEEDED = ("model", "data", "method", "block", "sparsity", "protocol", "metric", "values", "mean", "std", "n")
 COLUMNS = ("model", "data", "block", "sparsity", "macs", "cycles", "protocol", "metric")  # what may tell columns apart
+BESIDES = {"macs_left": "MACs left"}  # what else than its metric a row of runs may have
 LARGEST_FILE = 64 << 20
 NOT_YET = "not recorded yet"
 
@@ -77,11 +78,18 @@ def _renamed(row: dict[str, Any]) -> dict[str, Any]:
 def markdown(rows: Sequence[Mapping[str, Any]], only: Mapping[str, str] | None = None) -> tuple[list[str], str]:
     """A table, a row per method, and a line that says what all its numbers have in common.
 
-    Columns are told apart by whatever differs: sparsity, model, data, protocol. ``only`` keeps rows by globs.
+    Columns are told apart by whatever differs: sparsity, model, data, protocol. ``only`` keeps rows by globs, and shows what
+    ``show`` names (macs_left) in place of the metric.
     """
-    rows = [row for row in rows if all(fnmatchcase(str(row.get(k)), glob) for k, glob in (only or {}).items())]
+    only = dict(only or {})
+    shown = only.pop("show", None)
+    if shown not in (None, *BESIDES):
+        raise SmartpruneError(f"show={shown}: what can be shown in place of the metric is {', '.join(BESIDES)}")
+    rows = [row for row in rows if all(fnmatchcase(str(row.get(k)), glob) for k, glob in only.items())]
+    if shown:
+        rows = [_beside(row, shown) for row in rows if isinstance(row.get(shown), list) and row[shown]]
     if not rows:
-        asked = " ".join(f"{key}={glob}" for key, glob in (only or {}).items())
+        asked = " ".join(f"{key}={glob}" for key, glob in (only | ({shown: "*"} if shown else {})).items())
         raise SmartpruneError(f"no row has {asked}")
     varying = [name for name in COLUMNS if len({json.dumps(row.get(name)) for row in rows}) > 1]
     columns = list(dict.fromkeys(tuple(row.get(name) for name in varying) for row in rows))
@@ -101,6 +109,16 @@ def markdown(rows: Sequence[Mapping[str, Any]], only: Mapping[str, str] | None =
             line.append(_cell(found[0], len(counts) > 1) if found else "-")
         lines.append(line)
     return ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines], _common(rows, counts)
+
+
+def _beside(row: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """A row of another number that its runs have, one for each."""
+    from . import summary
+
+    plain = {key: value for key, value in row.items() if key not in ("dense", "difference")}
+    out = {**plain, "metric": BESIDES[name], "unit": "share", **summary(row[name])}
+    _check_numbers(out, name)
+    return out
 
 
 def _dense(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:

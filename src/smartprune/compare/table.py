@@ -27,6 +27,7 @@ def comparison_text(found: Comparison, ascii_only: bool) -> str:
         shares = sorted({row.entries[0].share for row in rows}, key=lambda share: (share[0] != "sparsity", share))
         for first in range(0, len(shares), SIDE_BY_SIDE):
             out += ["", *_table(rows, shares[first : first + SIDE_BY_SIDE], ascii_only)]
+        out += _macs(rows, shares, ascii_only)
     if found.left_out:
         out += ["", "left out"]
         out += [f"  {folder}: {reason}" for folder, reason in found.left_out]
@@ -54,6 +55,21 @@ def _table(rows: Sequence[Row], shares: Sequence[tuple[str, float]], ascii_only:
                 line += ["-", "", ""]
         lines.append(line)
     return text.table(header, lines, "<>" + ">>>" * len(shares), WIDTH)
+
+
+def _macs(rows: Sequence[Row], shares: Sequence[tuple[str, float]], ascii_only: bool) -> list[str]:
+    """What the budget does not say: as many blocks of one layer take more time than of another."""
+    shares = [share for share in shares if share[0] != "macs"]
+    told = {(row.entries[0].method, row.entries[0].share): row.macs_left for row in rows if row.macs_left}
+    out: list[str] = []
+    for first in range(0, len(shares), 2 * SIDE_BY_SIDE):
+        some = shares[first : first + 2 * SIDE_BY_SIDE]
+        methods = [m for m in dict.fromkeys(row.entries[0].method for row in rows) if any((m, share) in told for share in some)]
+        lines = [[m, *(spread(told[m, s], ascii_only) if (m, s) in told else "-" for s in some)] for m in methods]
+        if lines:
+            header = ["MACs left, %", *(f"{number:g}" if kind == "sparsity" else f"{kind} {number:g}" for kind, number in some)]
+            out += ["", *text.table(header, lines, "<" + ">" * len(some), WIDTH)]
+    return out
 
 
 def spread(values: Sequence[float], ascii_only: bool = False) -> str:
@@ -91,6 +107,7 @@ def comparison_csv(found: Comparison) -> str:
                 "pruned": entry.pruned,
                 "dense": entry.dense,
                 "difference": entry.pruned - entry.dense,
+                "macs_left": entry.macs_left,
                 "seconds": entry.seconds,
                 "device": entry.versions.get("device", ""),
                 "torch": entry.versions.get("torch", ""),
