@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from smartprune import topk
+from smartprune import topk, topk_torch
 from smartprune.errors import SmartpruneError
 from smartprune.topk import check_device, hard_topk, soft_topk
 
@@ -868,3 +868,16 @@ def test_plain_path_keeps_few_of_many_exactly(monkeypatch: pytest.MonkeyPatch, n
     x = make("equal" if tied else "means", n).double()
     for tau in (10.0, 1e-3):
         assert float(soft_topk(x, k, tau).sum()) == pytest.approx(k, rel=1e-10)
+
+
+def test_a_first_call_in_inference_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An evaluation, say. What receives the codes of a device is made then, and a training writes to it later."""
+    monkeypatch.setattr(topk_torch, "flags", {})
+    with torch.inference_mode():
+        made = topk_torch.device_flag(torch.device("cpu"))
+    assert made is topk_torch.device_flag(torch.device("cpu"))
+    made[0].copy_(made[2].bitwise_or_(torch.tensor(1)))
+    with pytest.raises(SmartpruneError, match="NaN or infinity"):
+        check_device("cpu")
+    assert not made[0].any()
+    assert not made[2].any()

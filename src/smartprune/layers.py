@@ -325,14 +325,14 @@ class Blocks:
     def cost(self) -> Tensor | None:
         """Cost of every block in integers, on the weights' device; None where every block costs one."""
         if self._cost is not None and self._cost.device != self.device:
-            self._cost = self._cost.to(self.device)
+            self._cost = _moved(self._cost, self.device)
         return self._cost
 
     @property
     def soft_cost(self) -> Tensor | None:
         """The same in float32, for the soft top-k."""
         if self._soft_cost is not None and self._soft_cost.device != self.device:
-            self._soft_cost = self._soft_cost.to(self.device)
+            self._soft_cost = _moved(self._soft_cost, self.device)
         return self._soft_cost
 
     def sum(self, function: Callable[[Tensor], Tensor]) -> Tensor:
@@ -375,3 +375,9 @@ class Blocks:
         """Sum of a value per block over each layer, [number of layers]."""
         index = self.layer.to(values.device)
         return values.new_zeros(len(self.layers)).index_add_(0, index, values)
+
+
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """On another device, to stay: what is made in inference mode is of no use to a backward pass later."""
+    with torch.inference_mode(False):
+        return tensor.to(device)

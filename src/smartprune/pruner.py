@@ -260,7 +260,8 @@ class Pruner:
                 theirs.load_state_dict(self.state_dict())
             return
         if theirs is None:
-            theirs = Pruner(other, self.method, self.plan, self.steps, self.seed)
+            with torch.inference_mode(False):  # what follows the search is written to again
+                theirs = Pruner(other, self.method, self.plan, self.steps, self.seed)
         theirs.load_state_dict(self.state_dict())
 
     # -- checkpoints ------------------------------------------------------------------------------------------------------
@@ -456,12 +457,13 @@ class Pruner:
         device = self.blocks.device
         if device == self._device:
             return
+        with torch.inference_mode(False):  # a model may be moved for an evaluation: nothing made there could be written to later
+            self._state = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in self._state.items()}
+            self._hard = None if self._hard is None else self._hard.to(device)
+            self.telemetry_.to(device)
+            if self._watched is not None:
+                self._watched = watch.Watched(self.masking, device)
         self._device = device
-        self._state = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in self._state.items()}
-        self._hard = None if self._hard is None else self._hard.to(device)
-        self.telemetry_.to(device)
-        if self._watched is not None:
-            self._watched = watch.Watched(self.masking, device)
 
     def _dtypes(self, weights: Sequence[Tensor], autocast: torch.dtype) -> list[torch.dtype | None]:
         """What autocast would cast each weight to, for torch's own layers: the multiply does it on the way."""
@@ -828,14 +830,16 @@ def attach(
         raise SmartpruneError("attach: the model has a pruner already; bake it first, or start from a fresh model")
     if sparsity is None and budget is None:
         raise SmartpruneError("attach: no budget given; give sparsity=0.95, or budget=smartprune.macs(0.5, example=x)")
-    planned = plan(model, block, sparsity, budget, floor=floor, include=include, skip=skip, example=example).require()
+    with torch.inference_mode(False):  # what is made here is trained, or read by backward passes
+        planned = plan(model, block, sparsity, budget, floor=floor, include=include, skip=skip, example=example).require()
     taken = [layer.name for layer in planned.layers if any(is_on(model.get_submodule(name)) for name, _ in layer.sites)]
     if taken:
         raise SmartpruneError(
             f"attach: {taken[0]} belongs to another pruner already, that of a larger model or of one that shares the layer; bake "
             f"that one first, or leave the layer out: skip={taken[0]!r}"
         )
-    return Pruner(model, method, planned, int(steps), int(seed))
+    with torch.inference_mode(False):
+        return Pruner(model, method, planned, int(steps), int(seed))
 
 
 def bake(model: nn.Module, hold: bool = True) -> Receipt:

@@ -134,8 +134,9 @@ def device_flag(device: torch.device) -> tuple[Tensor, Any, Tensor]:
     """A pinned int32 per CUDA device that receives error codes, the same memory as an array, and an int32 there."""
     index = _index(device)
     if index not in flags:
-        pinned = torch.zeros(1, dtype=torch.int32, pin_memory=index >= 0)
-        flags[index] = (pinned, pinned.numpy(), torch.zeros(1, dtype=torch.int32, device=device))
+        with torch.inference_mode(False):  # the first call may be an evaluation's: later ones could not write to what is made there
+            pinned = torch.zeros(1, dtype=torch.int32, pin_memory=index >= 0)
+            flags[index] = (pinned, pinned.numpy(), torch.zeros(1, dtype=torch.int32, device=device))
     return flags[index]
 
 

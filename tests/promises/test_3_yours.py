@@ -1,6 +1,8 @@
 """Promise 3: parameters keep identity, order and names; an early optimizer keeps working; baked keys are the plain
 ones."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -106,6 +108,32 @@ def test_state_follows_the_model_to_another_device() -> None:
     pruner._follow()
     tensors = [value for value in pruner._all_state().values() if isinstance(value, torch.Tensor)]
     assert {tensor.device.type for tensor in (*tensors, pruner.telemetry_.side)} == {"meta"}
+
+
+def test_a_move_in_inference_mode() -> None:
+    """For an evaluation, say: the search goes on afterwards, and writes to what was moved."""
+    case = Case("plain_cnn")
+    pruner = case.attach(sp.Smart(gain=True), steps=3, budget=sp.params(0.5))
+    case.train(pruner, case.optimizer(), 1)
+    case.model.to("meta")
+    with torch.inference_mode():
+        pruner._follow()
+        costs = [pruner.blocks.cost, pruner.blocks.soft_cost]
+    tensors = [value for value in (*pruner._all_state().values(), *costs) if isinstance(value, torch.Tensor)]
+    assert {tensor.device.type for tensor in tensors} == {"meta"}
+    assert not any(tensor.is_inference() for tensor in tensors)
+
+
+def test_attach_in_inference_mode() -> None:
+    case = Case("plain_cnn")
+    plain = copy.deepcopy(case.model)
+    with torch.inference_mode():
+        pruner = case.attach(sp.Smart(gain=True), steps=3, budget=sp.params(0.5))
+        pruner.apply_to(plain)
+    case.train(pruner, case.optimizer(), 2)
+    pruner.apply_to(plain)
+    case.train(pruner, case.optimizer(), 1)
+    assert sp.bake(case.model).met
 
 
 def test_a_second_pruner_after_bake() -> None:
