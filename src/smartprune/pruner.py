@@ -84,7 +84,25 @@ class Pruner:
         self._agreed = False  # whether all ranks were seen to agree
         self._device = self.blocks.device
         self.telemetry_ = Telemetry(self.masking.starts, self._keep_equivalent())
-        for name, value in method.state(self.blocks).items():
+        self._watched: watch.Watched | None = None
+        self._paused: list[nn.Module] = []  # batch norms whose running statistics stand still
+        self._penalized = False
+        self._forgets: list[str] | None = None  # of a copy that has not run yet: parameters whose momentum is to be dropped
+        self._modules: dict[str, nn.Module] = {}
+        self._edges: list[tuple[nn.Module, str, nn.Module]] = []
+        try:
+            self._register(method.state(self.blocks))
+            self._move()
+            self._put_on()
+        except BaseException:  # an interrupt, or an error in a method: the model is as it was
+            self._watch(False)
+            self._take_off()
+            raise
+        guard.release(self.blocks.weights)  # of an earlier bake: this pruner decides now
+
+    def _register(self, state: State) -> None:
+        """What requires grad becomes a parameter of the model."""
+        for name, value in state.items():
             if isinstance(value, Tensor) and value.requires_grad:
                 self._trained.append(name)
                 self._host.register_parameter(PREFIX + name, nn.Parameter(value.detach()))
@@ -92,13 +110,6 @@ class Pruner:
                     self.parameters()[-1].register_post_accumulate_grad_hook(average)
             else:
                 self._state[name] = value
-        self._watched: watch.Watched | None = None
-        self._paused: list[nn.Module] = []  # batch norms whose running statistics stand still
-        self._penalized = False
-        self._forgets: list[str] | None = None  # of a copy that has not run yet: parameters whose momentum is to be dropped
-        guard.release(self.blocks.weights)  # of an earlier bake: this pruner decides now
-        self._move()
-        self._put_on()
 
     # -- what the user sees -----------------------------------------------------------------------------------------------
 
@@ -571,11 +582,13 @@ class Pruner:
 
     def _take_off(self) -> None:
         for name in {module_name for layer in self.plan.layers for module_name, _ in layer.sites}:
-            take_off(self._modules[name] if name in self._modules else self.model.get_submodule(name))
+            module = self._modules[name] if name in self._modules else self.model.get_submodule(name)
+            if is_on(module):  # not all of them are, where attaching was interrupted
+                take_off(module)
         for name in self._trained:
             trained = self._host._parameters.pop(PREFIX + name, None)
-            assert trained is not None
-            self._state[name] = trained.detach()
+            if trained is not None:
+                self._state[name] = trained.detach()
         self._trained = []
         self.model.__dict__.pop(LINK, None)
         for table in ("_forward_pre_hooks", "_forward_hooks", "_state_dict_pre_hooks", "_load_state_dict_post_hooks"):

@@ -9,10 +9,15 @@ from torch import nn
 
 import smartprune as sp
 from conftest import Case
+from smartprune.methods.method import Method
 
 
 def listing(model: nn.Module) -> list[tuple[str, int]]:
     return [(name, id(p)) for name, p in model.named_parameters()]
+
+
+def insides(module: nn.Module) -> dict[str, object]:
+    return {"class": type(module), **{name: copy.copy(value) for name, value in vars(module).items()}}
 
 
 def test_identity_order_and_names(case: Case) -> None:
@@ -147,3 +152,32 @@ def test_a_second_pruner_after_bake() -> None:
     receipt = sp.bake(case.model)
     assert receipt.met
     assert receipt.blocks.kept < int(first.mask.sum())
+
+
+@pytest.mark.parametrize("at", ["scalars", "_way", "register_forward_hook"])
+@pytest.mark.parametrize("method", [sp.Smart(), sp.Awg(cap="off")])
+def test_an_interrupted_attach_leaves_the_model_as_it_was(method: Method, at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scores would stay in its parameters, and those that a method holds still would never train again."""
+    case = Case("plain_cnn")
+    case.train(case.attach(steps=2), case.optimizer(), 2)
+    sp.bake(case.model)
+    names = [name for name, _ in case.model.named_parameters()]
+    modules = [insides(module) for module in case.model.modules()]
+    weight = case.model[3].weight
+    zeros = weight == 0
+
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr({"scalars": type(method), "_way": sp.Pruner}.get(at, nn.Module), at, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            case.attach(method, steps=32)
+    assert [name for name, _ in case.model.named_parameters()] == names
+    assert [insides(module) for module in case.model.modules()] == modules
+    optimizer = case.optimizer()
+    before = weight.clone()
+    case.loss().backward()
+    optimizer.step()
+    assert not torch.equal(weight, before)
+    assert torch.equal(weight == 0, zeros)  # the guard of the bake is still there
