@@ -7,6 +7,7 @@ object, same name, same place in ``parameters()``, ``state_dict()`` and every op
 from __future__ import annotations
 
 from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 from torch import Tensor, nn
 
@@ -18,7 +19,8 @@ class Source(Protocol):
 
 
 LINK = "_smartprune_link"  # attribute of a masked module: (source, {attribute: index of the weight})
-_classes: dict[tuple[type[nn.Module], tuple[str, ...]], type[nn.Module]] = {}
+# while a module has one: a user's class, and all that its functions reach, goes with the last of its modules
+_classes: WeakValueDictionary[tuple[type[nn.Module], tuple[str, ...]], type[nn.Module]] = WeakValueDictionary()
 
 
 def put_on(module: nn.Module, source: Source, index: dict[str, int]) -> None:

@@ -2,6 +2,8 @@
 ones."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -181,3 +183,28 @@ def test_an_interrupted_attach_leaves_the_model_as_it_was(method: Method, at: st
     optimizer.step()
     assert not torch.equal(weight, before)
     assert torch.equal(weight == 0, zeros)  # the guard of the bake is still there
+
+
+def test_a_class_goes_with_its_last_module() -> None:
+    """What its functions reach, such as a data set, would stay for ever."""
+    kept = []
+
+    def prune() -> None:
+        class Reached: ...
+
+        reached = Reached()
+        kept.append(weakref.ref(reached))
+
+        class Own(nn.Linear):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                assert reached is not None
+                return super().forward(x)
+
+        model = nn.Sequential(nn.Linear(8, 8), Own(8, 8), nn.Linear(8, 8))
+        sp.attach(model, sp.Magnitude(), block=(4, 4), sparsity=0.5, steps=1).freeze()
+        sp.bake(model)
+
+    prune()
+    gc.collect()  # its stand-in
+    gc.collect()  # and then the class itself
+    assert kept[0]() is None
