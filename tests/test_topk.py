@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from devices import Waits
 from smartprune import topk, topk_torch
 from smartprune.errors import SmartpruneError
 from smartprune.topk import check_device, hard_topk, soft_topk
@@ -585,6 +586,19 @@ def test_plain_path_stays_where_nothing_is_soft(monkeypatch: pytest.MonkeyPatch)
         x, c = torch.randn(40, generator=g).double(), torch.randint(1, 20, (40,), generator=g).double()
         k = float(c[x.argsort(descending=True)[: 1 + seed % 38]].sum())
         assert abs(float((c * soft_topk(x, k, 1e-5, c)).sum()) - k) <= 1e-10 * k
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_plain_path_waits_for_no_gpu(monkeypatch: pytest.MonkeyPatch, weighted: bool) -> None:
+    flag = torch.zeros(1, dtype=torch.int32, device="meta")
+    monkeypatch.setattr(topk_torch, "device_flag", lambda device: (flag, None, flag))
+    x = torch.empty(100, device="meta", requires_grad=True)
+    k, tau = (torch.empty((), dtype=torch.float64, device="meta") for _ in range(2))
+    warm = torch.empty(2, 2, dtype=torch.float64, device="meta")
+    with Waits() as waits:
+        soft_topk(x, k, tau, torch.empty(100, device="meta") if weighted else None, warm=warm).sum().backward()
+    assert x.grad is not None
+    assert waits.found == []
 
 
 def test_plain_path_is_short(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -289,7 +289,8 @@ class Blocks:
     """All blocks of a model as one flat vector of ``n`` entries: what a method sees.
 
     ``cost`` [n] and ``limit`` are the budget (``sum(cost * mask) <= limit``), ``layer`` [n] the number of each block's
-    layer, ``sizes`` [n] its real elements. ``weights`` are the model's own parameters, in the order of ``layers``.
+    layer, ``sizes`` [n] its real elements, ``counts`` [number of layers] the blocks of each layer; all are where the weights
+    are. ``weights`` are the model's own parameters, in the order of ``layers``.
     """
 
     def __init__(
@@ -306,6 +307,17 @@ class Blocks:
         self._owners = [(model.get_submodule(layer.sites[0][0]), layer.sites[0][1]) for layer in layers]
         self.sizes = torch.cat([layer.grid.sizes() for layer in layers])
         self.layer = torch.repeat_interleave(torch.tensor([layer.n for layer in layers]))
+        self.to(self.device)
+
+    def to(self, device: torch.device) -> None:
+        """Takes along what methods read: a copy from the host's memory at every step would be waited for."""
+        self.sizes, self.layer = self.sizes.to(device), self.layer.to(device)
+        self.counts = torch.tensor([layer.n for layer in self.layers], device=device)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if "counts" not in state:  # saved before there were any
+            self.to(self.layer.device)
 
     @property
     def weights(self) -> list[nn.Parameter]:

@@ -471,6 +471,7 @@ class Pruner:
         with torch.inference_mode(False):  # a model may be moved for an evaluation: nothing made there could be written to later
             self._state = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in self._state.items()}
             self._hard = None if self._hard is None else self._hard.to(device)
+            self.blocks.to(device)
             self.telemetry_.to(device)
             if self._watched is not None:
                 self._watched = watch.Watched(self.masking, device)

@@ -18,7 +18,9 @@ from torch import nn
 
 import smartprune as sp
 import zoo
+from devices import Waits
 from smartprune.methods import METHODS, make, settings
+from smartprune.methods.method import Clock
 
 STEPS = 24
 SHORT = {
@@ -90,6 +92,24 @@ def test_a_step_leaves_no_graph(name: str) -> None:
     handle.remove()
     assert job.pruner.phase == "frozen"
     assert [node(weight).metadata for weight in weights] == [{}] * len(weights)
+
+
+def test_a_step_waits_for_no_gpu(name: str) -> None:
+    """But where a method chooses anew, which is rare. (SMART's mask is made by the soft top-k, which has such a test too.)"""
+    job = Job(name, steps=100_000)
+    job.run(1)
+    job.model.to("meta")
+    pruner, method = job.pruner, job.pruner.method
+    pruner._follow()
+    state = pruner._all_state()
+    with Waits() as waits:
+        if name != "smart":
+            method.mask(pruner.blocks, state, None)
+        if hasattr(method, "penalty"):
+            method.penalty(pruner.blocks, state)
+        if hasattr(method, "update"):
+            method.update(pruner.blocks, state, Clock(2, pruner.steps))
+    assert waits.found == []
 
 
 @pytest.mark.parametrize("model", sorted(zoo.SMALL))

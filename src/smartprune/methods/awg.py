@@ -80,8 +80,7 @@ class Awg:
         if not self.calibrates(before):
             return Change()
         density = blocks.per_layer(state["mask"]).clamp(min=1)
-        layer = blocks.layer.to(density.device)
-        counts = torch.tensor([float(item.n) for item in blocks.layers], device=density.device)
+        layer, counts = blocks.layer.to(density.device), blocks.counts.to(density.device)
         seen = state["watched"] * (counts / density)[layer]
         old = state["importance"]
         mean = torch.where(old.isnan(), seen, self.gamma * old + (1 - self.gamma) * seen)

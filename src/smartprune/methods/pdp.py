@@ -58,8 +58,7 @@ class Pdp:
 
     def border(self, blocks: Blocks, state: State, squares: Tensor) -> Tensor:
         """t^2 of every layer, [number of layers]; minus infinity where the layer keeps all its blocks."""
-        layer = blocks.layer.to(squares.device)
-        total = torch.tensor([item.n for item in blocks.layers], device=squares.device)
+        layer, total = blocks.layer.to(squares.device), blocks.counts.to(squares.device)
         kept = total - ((total - state["keep"]) * state["done"] + 0.5).floor().long()
         first = total.cumsum(0) - total
         norms = squares[_by_layer(squares, layer)].sqrt()
@@ -71,8 +70,7 @@ class Pdp:
     def rank(self, blocks: Blocks, state: State) -> Tensor:
         """Norms, those that their layer keeps before all others."""
         squares = blocks.sum(torch.square)
-        layer = blocks.layer.to(squares.device)
-        total = torch.tensor([item.n for item in blocks.layers], device=squares.device)
+        layer, total = blocks.layer.to(squares.device), blocks.counts.to(squares.device)
         order = _by_layer(squares, layer)
         places = torch.empty_like(order)  # of a block in its layer, by size: equal ones have different places
         places[order] = torch.arange(len(order), device=order.device) - (total.cumsum(0) - total)[layer[order]]
