@@ -6,6 +6,7 @@ Each is compared with a slow loop or a closed form; and a run that uses all of t
 from __future__ import annotations
 
 import copy
+import gc
 import importlib.util
 import math
 import re
@@ -14,10 +15,11 @@ import shutil
 import signal
 import sys
 import time
+import weakref
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -28,7 +30,9 @@ from torch import Tensor, nn
 import smartprune as sp
 from jobs import FLAGS, assert_same_run, command, environment, rows, small
 from plain import Plain
-from smartprune import SmartpruneError
+from smartprune import SmartpruneError, events
+from smartprune import run as run_module
+from smartprune import train as train_module
 from smartprune.cli import main
 from smartprune.config import Config, configure
 from smartprune.distill import Teacher, soft_distance
@@ -36,7 +40,7 @@ from smartprune.ema import Ema, ramped
 from smartprune.optimizer import share_of_rate
 from smartprune.run import Run, settled, start
 from smartprune.rundir import create
-from smartprune.step import steps_of_epoch, take_step
+from smartprune.step import learn, steps_of_epoch, take_step
 from smartprune.tasks import TASKS
 from smartprune.tasks.digits import Digits
 from smartprune.train import Result, check, resolved, resume, train
@@ -483,6 +487,49 @@ def test_missing_tensorboard_is_said_before_training(tmp_path: Path, monkeypatch
     with pytest.raises(SmartpruneError, match=r"pip install 'smartprune\[track\]', or use --tensorboard off"):
         train(small(tmp_path / "a", tensorboard="on"))
     assert not (tmp_path / "a").exists()
+
+
+class Recorder:
+    """Stands in for TensorBoard's writer, which has a file and a thread, and for a recorded step, which has memory of a GPU."""
+
+    alive: ClassVar[weakref.WeakSet[Recorder]] = weakref.WeakSet()
+
+    def __init__(self, run: Any) -> None:
+        self.run, self.failed, self.closed = run, None, False
+        self.alive.add(self)
+
+    def __call__(self, batches: tuple[Any, ...]) -> None:
+        self.run.optimizer.zero_grad()
+        learn(self.run, batches)
+
+    def close(self) -> None:
+        self.closed = True
+
+    def add_scalar(self, *_: object, **__: object) -> None: ...
+
+    add_image = flush = add_scalar
+
+
+@pytest.mark.parametrize("steps", [5, 1000])
+def test_nothing_of_a_run_outlives_it(tmp_path: Path, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither its end nor a stop leaves a file open, or a model in memory that waits for the garbage collector."""
+    writers: list[Recorder] = []
+    monkeypatch.setattr(events, "require", lambda: lambda folder: writers.append(Recorder(folder)) or writers[-1])
+    monkeypatch.setattr(run_module, "make_graph", Recorder)
+    models: list[weakref.ref[nn.Module]] = []
+
+    monkeypatch.setattr(train_module, "put_away", lambda run: models.append(weakref.ref(run.model)))
+    gc.collect()
+    gc.disable()
+    try:
+        with suppress(SmartpruneError):
+            train(small(tmp_path / "a", tensorboard="on"), stop=After(steps))
+        assert [writer.closed for writer in writers] == [True]
+        assert models
+        assert [model() for model in models] == [None] * len(models)
+        assert set(Recorder.alive) == set(writers)
+    finally:
+        gc.enable()
 
 
 # -- on a GPU ---------------------------------------------------------------------------------------------------------------

@@ -148,12 +148,19 @@ def start(folder: Path, config: Config) -> Run:
     if ranks.rank() == 0:
         rundir.tidy(folder)
         rundir.keep_rows(folder, state["rows"] if state else 0)
-        if config.tensorboard == "on":
-            run.events = Events(folder, folder / rundir.METRICS, run.done)
     enter(run, "dense")
     if state:
         restore(run, state)
+    if config.tensorboard == "on" and ranks.rank() == 0:
+        run.events = Events(folder, folder / rundir.METRICS, run.done)
     return run
+
+
+def close(run: Run) -> None:
+    """What a run holds open, and what leads back to it and would keep its model, and a recording's memory, until later."""
+    if run.events is not None:
+        run.events.close()
+    run.events = run.graph = None
 
 
 def dense_file(folder: Path, config: Config) -> Path | None:

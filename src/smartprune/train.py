@@ -33,7 +33,7 @@ from .npu import read_npu
 from .progress import Tick
 from .pruner import WHOLE, bake
 from .receipt import Receipt
-from .run import STAGES, Run, averaged, enter, prune, put_away, settled, start
+from .run import STAGES, Run, averaged, close, enter, prune, put_away, settled, start
 from .runpage import PAGE, write_run_page
 from .step import require_finite, steps_of_epoch, take_step
 from .tasks import Data
@@ -166,18 +166,21 @@ def resolved(config: Config) -> Config:
 def _work(folder: Path, config: Config, progress: Callable[[Tick], None], stop: Callable[[], bool]) -> Result:
     with rundir.locked(folder) if ranks.rank() == 0 else nullcontext(), settled(config):
         run = start(folder, config)
-        for stage in STAGES[STAGES.index(run.stage) :]:
-            if stage != run.stage:
-                enter(run, stage)
-            _train_stage(run, progress, stop)
-            if run.average is not None:
-                run.average.put_in()  # the model from here on
-            if stage == "dense":
-                run.dense = result_of(run, "dense")
-                rundir.save_weights(run.model, folder / rundir.DENSE)
-            elif stage == "search" and run.pruner is not None:
-                ranks.require_same("the mask", digest(run.pruner.mask))
-        return _finish(run)
+        try:
+            for stage in STAGES[STAGES.index(run.stage) :]:
+                if stage != run.stage:
+                    enter(run, stage)
+                _train_stage(run, progress, stop)
+                if run.average is not None:
+                    run.average.put_in()  # the model from here on
+                if stage == "dense":
+                    run.dense = result_of(run, "dense")
+                    rundir.save_weights(run.model, folder / rundir.DENSE)
+                elif stage == "search" and run.pruner is not None:
+                    ranks.require_same("the mask", digest(run.pruner.mask))
+            return _finish(run)
+        finally:
+            close(run)
 
 
 def _train_stage(run: Run, progress: Callable[[Tick], None], stop: Callable[[], bool]) -> None:
@@ -321,7 +324,6 @@ def _write_down(run: Run, receipt: Receipt, pruned: float | None) -> Result:
     write_run_page(folder, own=True)
     if run.events is not None:
         run.events.draw(folder, sum(map(run.steps, STAGES)))
-        run.events.close()
     return result
 
 
