@@ -62,6 +62,17 @@ def test_table_holds_every_kept_block_once() -> None:
             assert len(place) == (int(begins[-1]) + 2) * size == len(values)
 
 
+def test_weights_are_held_once_for_inputs_of_all_widths() -> None:
+    torch.manual_seed(0)
+    weight, bias = pruned(torch.randn(40, 20, 3, 2), 0.3), torch.zeros(40)
+    layer, fresh = (Sparse(step(weight, bias, "none", NOTHING, ph=1), (1, 20, 8, 8), torch.float32) for _ in range(2))
+    tables = [layer._table(width, torch.device("cpu")) for width in (8, 9, 10)]
+    assert len({table[0].data_ptr() for table in tables}) == 1
+    assert len({table[3].data_ptr() for table in tables}) == 3
+    for ours, theirs in zip(tables[-1], fresh._table(10, torch.device("cpu")), strict=True):
+        assert torch.equal(ours, theirs)
+
+
 CASES = [  # out, in, kernel, stride, padding, dilation, height, width
     (32, 16, (3, 3), 1, 1, 1, 9, 7),
     (20, 24, (3, 3), 2, 1, 1, 8, 8),

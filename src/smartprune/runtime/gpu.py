@@ -195,8 +195,11 @@ class Sparse(Layer):
                 place = torch.where(place < 0, MOST_PLACES, place | ((channels - column * DEEP).clamp(max=DEEP) << 8))
             elif self.padded:
                 place = torch.where(place < 0, MOST_PLACES, place)
-            integers = (t.to(device, torch.int32) for t in (begins, finished, jump, place))
-            self.tables[key] = (weights.to(device), *integers)
+            same = next((table for other, table in self.tables.items() if other[1:] == key[1:]), None)
+            if same is None:
+                same = (weights.to(device), *(t.to(device, torch.int32) for t in (begins, finished, jump, place)))
+            # inputs may have any number of widths: they share all but the distances in memory, above all the weights
+            self.tables[key] = (*same[:3], jump.to(device, torch.int32), same[4])
         return self.tables[key]
 
 
