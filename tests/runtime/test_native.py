@@ -79,6 +79,23 @@ def test_the_cache_may_be_unwritable(fresh: Path, tmp_path: Path, monkeypatch: p
     assert native._open("probe", [native.Unit("probe.c", ())]).sp_isa() >= 0
 
 
+def test_a_private_cache_goes_with_its_process(tmp_path: Path) -> None:
+    code = (
+        "import os; from smartprune.runtime import native; folder = native.cache_folder(); print(folder, flush=True)\n"
+        "if os.fork() == 0: raise SystemExit\n"
+        "os.wait(); assert folder.is_dir()"
+    )
+    (tmp_path / "file").write_text("")
+    env = os.environ | {
+        "PYTHONPATH": str(SOURCE),
+        "SMARTPRUNE_CACHE": str(tmp_path / "file" / "below"),
+        "TMPDIR": str(tmp_path),
+    }
+    told = subprocess.run([sys.executable, "-W", "ignore", "-c", code], env=env, capture_output=True, text=True, check=True).stdout
+    assert Path(told.strip()).parent == tmp_path
+    assert not Path(told.strip()).exists()
+
+
 def test_a_cache_that_others_may_write_is_not_trusted(fresh: Path) -> None:
     fresh.mkdir()
     fresh.chmod(0o777)

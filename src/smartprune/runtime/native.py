@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import hashlib
 import os
@@ -243,4 +244,11 @@ def cache_folder() -> Path:
             return folder
     except (OSError, RuntimeError):  # RuntimeError: there is no home
         pass
-    return Path(tempfile.mkdtemp(prefix="smartprune-cache-"))
+    private = Path(tempfile.mkdtemp(prefix="smartprune-cache-"))
+    atexit.register(_remove, private, os.getpid())  # nobody else will look there
+    return private
+
+
+def _remove(folder: Path, owner: int) -> None:
+    if os.getpid() == owner:  # a forked process ends before
+        shutil.rmtree(folder, ignore_errors=True)
