@@ -1,4 +1,4 @@
-"""What a GPU would be waited for, seen without one: the meta device stands in for it."""
+"""What a GPU would be waited for, or could not repeat, seen without one: the meta device stands in for it."""
 
 from typing import Any
 
@@ -10,7 +10,8 @@ WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "equal.", "bincoun
 
 
 class Waits(TorchDispatchMode):
-    """Notes operations on the meta device that a GPU is waited for: copies to and from the host, numbers read there."""
+    """Notes operations on the meta device that a GPU is waited for: copies to and from the host, numbers read there; and running
+    sums of floats, which come out otherwise every time, and raise where deterministic algorithms are asked for."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -24,6 +25,7 @@ class Waits(TorchDispatchMode):
         indices = tree_leaves(args[1:2]) if name.startswith("index") else []
         chosen = any(isinstance(index, torch.Tensor) and index.dtype is torch.bool for index in indices)
         copied = "copy" in name and len(places) > 1
-        if "meta" in places and (copied or chosen or name.startswith(WAITING)):
+        summed = name.startswith("cumsum") and args[0].is_floating_point()
+        if "meta" in places and (copied or chosen or summed or name.startswith(WAITING)):
             self.found.append(f"{name} {sorted(places)}")
         return out

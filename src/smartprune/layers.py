@@ -371,12 +371,15 @@ class Blocks:
         squares = squares / torch.where(largest > 0, largest, 1.0)[layer]  # sums run over all layers: none may drown another
         order = squares.argsort(descending=True, stable=True)
         order = order[layer[order].argsort(stable=True)]  # by layer, and within it from the largest
-        running = squares[order].cumsum(0)
-        first = torch.tensor([item.start for item in self.layers], device=squares.device)
-        before = torch.where(first > 0, running[first - 1], 0.0)
+        # integers add to the same bits in any order, as a parallel running sum of floats does not; no sum reaches 2 ** 62
+        unit = 2.0 ** (62 - self.n.bit_length())
+        running = (squares[order] * unit).round().long().cumsum(0)
+        counts = self.counts.to(squares.device)
+        first = counts.cumsum(0) - counts
+        before = torch.where(first > 0, running[first - 1], 0)
         larger = torch.empty_like(squares)
-        larger[order] = running - before[layer[order]]
-        return torch.where(squares > 0, squares / larger, 0.0).clamp(min=SMALLEST_SHARE).log().float()
+        larger[order] = (running - before[layer[order]]).double() / unit
+        return torch.where(squares == 0, 0.0, squares / larger).clamp(min=SMALLEST_SHARE).log().float()
 
     def squares(self) -> Tensor:
         """Sum of squared weights of every block, float32 [n]; gradients reach the weights."""

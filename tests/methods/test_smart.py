@@ -12,6 +12,7 @@ from torch import nn
 
 import smartprune as sp
 import zoo
+from devices import Waits
 from smartprune.methods.method import make, settings
 
 
@@ -267,6 +268,24 @@ def test_share_of_a_layer_ignores_its_scale_and_a_layer_of_zeros_comes_last() ->
     after = blocks.share()
     assert torch.isfinite(after).all()
     assert float(after[: blocks.layers[0].n].max()) < float(after[blocks.layers[0].n :].min())
+
+
+def test_share_of_a_layer_can_be_repeated_on_a_gpu() -> None:
+    model = zoo.plain_cnn()[0]
+    blocks = blocks_of(model)
+    model.to("meta")
+    blocks.to(blocks.device)
+    with Waits() as waits:
+        blocks.share()
+    assert waits.found == []
+
+
+def test_share_of_a_layer_that_diverged_is_no_number() -> None:
+    model = zoo.plain_cnn()[0]
+    blocks = blocks_of(model)
+    with torch.no_grad():
+        blocks.weights[0][0, 0] = math.nan
+    assert blocks.share().isnan().any()
 
 
 @pytest.mark.parametrize("init", ["mean", "share"])
