@@ -49,6 +49,11 @@ class _Work:
             and all(a is b for a, b in zip(params, self.params, strict=True))
         )
 
+    def same(self, other: _Work) -> bool:
+        """Whether the same weights are cleaned with the same masks."""
+        ours, theirs = ([(id(g), layers, [id(w) for w in ws]) for g, layers, ws in work.groups.values()] for work in (self, other))
+        return ours == theirs
+
 
 def _gone() -> Tensor | None:
     return None
@@ -104,10 +109,11 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if not _held:
         return
     params = [weight for group in optimizer.param_groups for weight in group["params"]]
-    work = _works.get(optimizer)
-    first = work is None or not work.fits(params)
-    if work is None or first:
-        work = _works[optimizer] = _Work(params)
+    work, first = _works.get(optimizer), False
+    if work is None or not work.fits(params):
+        before, work = work, _Work(params)
+        first = before is None or not work.same(before)  # else other weights came or went, such as those of a copy
+        _works[optimizer] = work
     for group, layers, weights in work.groups.values():
         group.zero(layers, weights)
         if not first:

@@ -7,6 +7,7 @@ import torch
 
 import smartprune as sp
 from conftest import Case, removed_elements
+from smartprune.masking import Masking
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=5e-2),
@@ -153,3 +154,27 @@ def test_ema_of_frozen_and_of_baked_models() -> None:
         if value.is_floating_point():
             theirs[name].lerp_(value, 0.5)
     assert revived([theirs[layer.weight] for layer in pruner.plan.layers], gone) == 0
+
+
+def test_momentum_is_cleaned_once_and_not_for_every_copy_that_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An average that follows at every step changes nothing for the optimizer of the model."""
+    case = Case("plain_cnn")
+    pruner = case.attach(steps=3)
+    optimizer = OPTIMIZERS["sgd"](case.model.parameters())
+    ema = copy.deepcopy(case.model)
+    case.train(pruner, optimizer, 4)
+    cleaned: list[torch.Tensor] = []
+    real = Masking.multiply_one_
+
+    def noted(self: Masking, piece: torch.Tensor, i: int, value: torch.Tensor) -> None:
+        cleaned.append(value)
+        real(self, piece, i, value)
+
+    monkeypatch.setattr(Masking, "multiply_one_", noted)
+    for _ in range(2):
+        pruner.apply_to(ema)
+        case.train(pruner, optimizer, 1)
+    momenta = {id(state["momentum_buffer"]) for state in optimizer.state.values()}
+    assert not momenta & {id(value) for value in cleaned}
+    case.train(pruner, OPTIMIZERS["sgd"](case.model.parameters()), 2)
+    assert revived(pruner.blocks.weights, removed_elements(pruner)) == 0
