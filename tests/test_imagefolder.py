@@ -322,3 +322,15 @@ def test_what_is_wrong_with_the_test_pictures_is_told_at_once(tmp_path: Path, da
     given = {"task": "imagefolder", "task_settings": {"folder": str(tmp_path / "data"), "size": 16}, "model": "resnet8", "batch": 4}
     with pytest.raises(SmartpruneError, match="val"):
         check(configure({**given, "block": "4x2", "sparsity": 0.5, "out": str(tmp_path / "run")}))
+
+
+def test_pictures_from_disk_go_to_a_gpu_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copies that are asked for, without a GPU: pinned, and nobody waits."""
+    asked: list[object] = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: asked.append("pinned") or self)
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, *place, **how: asked.append((place, how)) or self)
+    device = torch.device("cuda")
+    shelf = Shelf(lambda number: torch.full((2, 2, 3), number, dtype=torch.uint8), None, device)
+    batches = list(shelf.stream(torch.arange(4), [slice(0, 2), slice(2, 4)]))
+    assert [int(batch[0, 0, 0, 0]) for batch in batches] == [0, 2]
+    assert asked == ["pinned", ((device,), {"non_blocking": True})] * 2

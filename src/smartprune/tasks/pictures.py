@@ -160,7 +160,12 @@ class Shelf:
                 yield self._gathered(waiting)
 
     def _gathered(self, futures: list[Future[Tensor]]) -> Tensor:
-        return torch.stack([future.result() for future in futures]).to(self.device)
+        return sent(torch.stack([future.result() for future in futures]), self.device)
+
+
+def sent(pictures: Tensor, device: torch.device) -> Tensor:
+    """To a GPU from pinned memory: else the copy would wait for the step before it, and the GPU for the launches of the next."""
+    return pictures.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else pictures.to(device)
 
 
 def decoded(load: Callable[[int], Tensor], count: int) -> Tensor:
