@@ -26,7 +26,8 @@ class Watched:
 
     def __init__(self, masking: Masking, device: torch.device) -> None:
         self.masking = masking
-        self.total = torch.zeros(masking.starts[-1], device=device)
+        with torch.inference_mode(False):  # a search may be resumed there: backward passes add to it later
+            self.total = torch.zeros(masking.starts[-1], device=device)
         self.seen = False
 
     def clear(self) -> None:

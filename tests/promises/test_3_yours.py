@@ -143,6 +143,22 @@ def test_attach_in_inference_mode() -> None:
     assert sp.bake(case.model).met
 
 
+def test_resume_in_inference_mode() -> None:
+    """Back to where the method watched: backward passes add to what is made there."""
+    case = Case("plain_cnn")
+    pruner = case.attach(sp.Awg(stages=2, cap="off"), steps=20)
+    optimizer = case.optimizer()
+    case.train(pruner, optimizer, 1)
+    state = pruner.state_dict()
+    case.train(pruner, optimizer, 3)
+    assert pruner._watched is None
+    with torch.inference_mode():
+        pruner.load_state_dict(state)
+    assert pruner._watched is not None
+    case.train(pruner, optimizer, 19)
+    assert sp.bake(case.model).met
+
+
 def test_a_second_pruner_after_bake() -> None:
     """More sparsity later: what the first bake removed stays removed, and the count is exact again."""
     case = Case("plain_cnn")
