@@ -12,7 +12,7 @@ from torch import Tensor
 from interpreted import environment, loaded_loop_bounds, needs_interpreter, needs_triton, on_gpu, run_interpreted  # noqa: F401 (a fixture)
 from smartprune import topk
 from smartprune.errors import SmartpruneError
-from smartprune.topk import check_device, soft_topk
+from smartprune.topk import check_device, hard_topk, soft_topk
 
 TAUS = (10.0, 1e-3, 1e-7)
 
@@ -254,6 +254,20 @@ def test_gpu_errors_come_with_the_next_call(backend: str, monkeypatch: pytest.Mo
             soft_topk(good, 2, 0.1)
         check_device()
         assert not bool(soft_topk(good, 2, 0.1).isnan().any())
+
+
+@pytest.mark.gpu
+@on_gpu
+def test_gpu_hard_topk_where_determinism_is_asked_for() -> None:
+    scores, cost = make("means", 5000), costs(5000).double() * math.pi
+    k = 0.1 * float(cost.sum())
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        found = hard_topk(scores.cuda(), k, cost.cuda()).cpu()
+    finally:
+        torch.use_deterministic_algorithms(before)
+    assert torch.equal(found, hard_topk(scores, k, cost))
 
 
 @pytest.mark.gpu

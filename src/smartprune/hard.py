@@ -100,11 +100,18 @@ def hard_topk(
         order = order[price[order] <= room]
         if order.numel() == 0:
             return mask
-        running = price[order].cumsum(0)
+        running = _running(price[order])
         taken = int((running <= room).sum())
         mask[order[:taken]] = True
         room -= running[taken - 1].item()
         order = order[taken:]
+
+
+def _running(prices: Tensor) -> Tensor:
+    """Their running sum; a GPU adds floats in another order every time, and refuses where determinism is asked for."""
+    if prices.is_floating_point():
+        return prices.cpu().cumsum(0).to(prices.device)
+    return prices.cumsum(0)
 
 
 def _best(scores: Tensor, k: int) -> Tensor:
