@@ -31,8 +31,8 @@ def put_on(module: nn.Module, source: Source, index: dict[str, int]) -> None:
 
 def take_off(module: nn.Module) -> None:
     """The module is as it was before :func:`put_on`; copies of it are not touched."""
-    module.__dict__.pop(LINK)
-    module.__class__ = type(module)._smartprune_class  # type: ignore[attr-defined]
+    module.__class__ = plain_class(module)  # put_on may have been interrupted before it had another one
+    module.__dict__.pop(LINK, None)
 
 
 def is_on(module: nn.Module) -> bool:

@@ -201,6 +201,23 @@ def test_an_interrupted_attach_leaves_the_model_as_it_was(method: Method, at: st
     assert torch.equal(weight == 0, zeros)  # the guard of the bake is still there
 
 
+def test_a_class_that_allows_no_subclass_says_so_itself() -> None:
+    """What undoes the attach stumbled over the layer that has no stand-in, told of that, and left the scores behind."""
+
+    class Sealed(nn.Linear):
+        def __init_subclass__(cls) -> None:
+            raise TypeError("Sealed allows no subclass")
+
+    model = nn.Sequential(nn.Linear(8, 8), Sealed(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+    names, modules = [name for name, _ in model.named_parameters()], [insides(module) for module in model.modules()]
+    with pytest.raises(TypeError, match="allows no subclass"):
+        sp.attach(model, sp.Smart(), block=(4, 4), sparsity=0.5, steps=1)
+    assert [name for name, _ in model.named_parameters()] == names
+    assert [insides(module) for module in model.modules()] == modules
+    sp.attach(model, sp.Smart(), block=(4, 4), sparsity=0.5, steps=1, skip=Sealed)
+    assert model(torch.ones(1, 8)).isfinite().all()
+
+
 def test_a_class_goes_with_its_last_module() -> None:
     """What its functions reach, such as a data set, would stay for ever."""
     kept = []
