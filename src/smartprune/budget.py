@@ -259,11 +259,11 @@ def _calls(model: nn.Module, example: Any) -> tuple[dict[str, list[tuple[Call, .
     try:
         with torch.no_grad(), _uncompiled(), aside:
             if isinstance(example, Tensor):
-                model(example)
+                model(_writable(example))
             elif isinstance(example, Mapping):
-                model(**example)
+                model(**{name: _writable(value) for name, value in example.items()})
             elif isinstance(example, Sequence):
-                model(*example)
+                model(*map(_writable, example))
             else:
                 raise SmartpruneError(f"example is a {type(example).__name__}; give a tensor, or a tuple or dict of arguments")
     except SmartpruneError:
@@ -279,6 +279,11 @@ def _calls(model: nn.Module, example: Any) -> tuple[dict[str, list[tuple[Call, .
     for name, calls in aside.found.items():
         found.setdefault(name, []).extend(calls)
     return found, 1 if unbatched else _batch(example)
+
+
+def _writable(value: Any) -> Any:
+    """A copy of what was made in inference mode, where a model may not write to it: its first layer may work in place."""
+    return value.clone() if isinstance(value, Tensor) and value.is_inference() else value
 
 
 def _uncompiled() -> AbstractContextManager[object]:

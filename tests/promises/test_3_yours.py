@@ -143,6 +143,17 @@ def test_attach_in_inference_mode() -> None:
     assert sp.bake(case.model).met
 
 
+def test_attach_in_inference_mode_with_an_example_of_there() -> None:
+    """A model whose first layer works in place writes to it, which torch allows in inference mode only."""
+    model = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(8, 8), nn.Linear(8, 8))
+    with torch.inference_mode():
+        example = torch.ones(1, 8)
+        for given in (example, (example,), {"input": example}):
+            assert sp.plan(model, (4, 4), budget=sp.macs(0.5, example=given)).macs == 64
+        sp.attach(model, sp.Smart(), block=(4, 4), budget=sp.macs(0.5, example=example), steps=1)
+    model(torch.ones(1, 8)).sum().backward()
+
+
 def test_resume_in_inference_mode() -> None:
     """Back to where the method watched: backward passes add to what is made there."""
     case = Case("plain_cnn")
