@@ -532,6 +532,18 @@ def test_nothing_of_a_run_outlives_it(tmp_path: Path, steps: int, monkeypatch: p
         gc.enable()
 
 
+def test_what_ended_a_run_is_told_whatever_closing_it_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TensorBoard's writer raises where the disk is full, and how to go on would be lost."""
+
+    class Full(Recorder):
+        def close(self) -> None:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(events, "require", lambda: Full)
+    with pytest.raises(SmartpruneError, match="stopped in dense, after step 5"):
+        train(small(tmp_path / "a", tensorboard="on"), stop=After(5))
+
+
 # -- on a GPU ---------------------------------------------------------------------------------------------------------------
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

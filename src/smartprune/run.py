@@ -158,9 +158,9 @@ def start(folder: Path, config: Config) -> Run:
 
 def close(run: Run) -> None:
     """What a run holds open, and what leads back to it and would keep its model, and a recording's memory, until later."""
-    if run.events is not None:
-        run.events.close()
-    run.events = run.graph = None
+    events, run.events, run.graph = run.events, None, None
+    if events is not None:
+        events.close()
 
 
 def dense_file(folder: Path, config: Config) -> Path | None:

@@ -13,7 +13,7 @@ import shlex
 import statistics
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from importlib import metadata
 from pathlib import Path
@@ -178,9 +178,13 @@ def _work(folder: Path, config: Config, progress: Callable[[Tick], None], stop: 
                     rundir.save_weights(run.model, folder / rundir.DENSE)
                 elif stage == "search" and run.pruner is not None:
                     ranks.require_same("the mask", digest(run.pruner.mask))
-            return _finish(run)
-        finally:
-            close(run)
+            result = _finish(run)
+        except BaseException:
+            with suppress(Exception):  # what ended the run is told, and not that a full disk, say, keeps TensorBoard from its end
+                close(run)
+            raise
+        close(run)
+        return result
 
 
 def _train_stage(run: Run, progress: Callable[[Tick], None], stop: Callable[[], bool]) -> None:
