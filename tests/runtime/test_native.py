@@ -96,6 +96,29 @@ def test_a_private_cache_goes_with_its_process(tmp_path: Path) -> None:
     assert not Path(told.strip()).exists()
 
 
+@pytest.mark.parametrize("first", ["parent", "child"])
+def test_a_private_cache_and_multiprocessing(tmp_path: Path, first: str) -> None:
+    """At its end a process waits for those it started: the folder stays until then. One that such a process made goes as well."""
+    code = (
+        "import atexit, multiprocessing; from smartprune.runtime import native\n"
+        "context = multiprocessing.get_context('fork'); ends = context.Event(); atexit.register(ends.set)\n"
+        "def child():\n"
+        "    ends.wait(60); folder = native.cache_folder(); print(folder, folder.is_dir(), flush=True)\n"
+        f"if {first == 'parent'}: native.cache_folder()\n"
+        "context.Process(target=child).start()\n"
+    )
+    (tmp_path / "file").write_text("")
+    env = os.environ | {
+        "PYTHONPATH": str(SOURCE),
+        "SMARTPRUNE_CACHE": str(tmp_path / "file" / "below"),
+        "TMPDIR": str(tmp_path),
+    }
+    told = subprocess.run([sys.executable, "-W", "ignore", "-c", code], env=env, capture_output=True, text=True, check=True).stdout
+    folder, there = told.split()
+    assert there == "True"
+    assert not Path(folder).exists()
+
+
 def test_a_cache_that_others_may_write_is_not_trusted(fresh: Path) -> None:
     fresh.mkdir()
     fresh.chmod(0o777)

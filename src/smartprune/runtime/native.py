@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import hashlib
 import os
@@ -14,6 +13,7 @@ import tempfile
 import threading
 from dataclasses import dataclass
 from functools import cache
+from multiprocessing.util import Finalize
 from pathlib import Path
 
 from ..errors import SmartpruneError
@@ -245,10 +245,7 @@ def cache_folder() -> Path:
     except (OSError, RuntimeError):  # RuntimeError: there is no home
         pass
     private = Path(tempfile.mkdtemp(prefix="smartprune-cache-"))
-    atexit.register(_remove, private, os.getpid())  # nobody else will look there
+    # nobody else will look there but processes forked from this one, which waits for them before; atexit would not, and is not
+    # heard in a process of multiprocessing's own
+    Finalize(None, shutil.rmtree, (private, True), exitpriority=-100)
     return private
-
-
-def _remove(folder: Path, owner: int) -> None:
-    if os.getpid() == owner:  # a forked process ends before
-        shutil.rmtree(folder, ignore_errors=True)
