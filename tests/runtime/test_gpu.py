@@ -73,6 +73,22 @@ def test_weights_are_held_once_for_inputs_of_all_widths() -> None:
         assert torch.equal(ours, theirs)
 
 
+def test_two_threads_may_bring_new_widths_at_once() -> None:
+    layer = Sparse(step(torch.ones(16, 8, 1, 1), torch.zeros(16), "none", NOTHING), (1, 8, 8, 8), torch.float32)
+
+    class Meanwhile:
+        """A tile at whose comparison another thread adds a table."""
+
+        __hash__ = object.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            layer.tables[9, self] = ()
+            return False
+
+    layer.tables = {(width, Meanwhile()): () for width in (7, 8)}
+    assert len(layer._table(8, torch.device("cpu"))) == 5
+
+
 CASES = [  # out, in, kernel, stride, padding, dilation, height, width
     (32, 16, (3, 3), 1, 1, 1, 9, 7),
     (20, 24, (3, 3), 2, 1, 1, 8, 8),

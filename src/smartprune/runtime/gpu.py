@@ -195,7 +195,8 @@ class Sparse(Layer):
                 place = torch.where(place < 0, MOST_PLACES, place | ((channels - column * DEEP).clamp(max=DEEP) << 8))
             elif self.padded:
                 place = torch.where(place < 0, MOST_PLACES, place)
-            same = next((table for other, table in self.tables.items() if other[1:] == key[1:]), None)
+            known = self.tables.copy().items()  # other threads may add to them
+            same = next((table for other, table in known if other[1:] == key[1:]), None)
             if same is None:
                 same = (weights.to(device), *(t.to(device, torch.int32) for t in (begins, finished, jump, place)))
             # inputs may have any number of widths: they share all but the distances in memory, above all the weights
