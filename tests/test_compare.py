@@ -93,6 +93,9 @@ def test_macs_that_are_left(runs: Path, tmp_path: Path) -> None:
         markdown(rows, {"show": "seconds"})
     with pytest.raises(SmartpruneError, match="no row has"):
         markdown(rows, {"show": "macs_left", "method": "none"})
+    for wrong in (None, "0.1", float("nan")):
+        with pytest.raises(SmartpruneError, match=r"smart: macs_left is .*; it must be a list of numbers"):
+            markdown([rows[0] | {"macs_left": [0.1, wrong]}], {"show": "macs_left"})
     page = tmp_path / "page.html"
     assert run("compare", str(runs), "--html", str(page), "--csv", str(tmp_path / "a.csv")) == 0
     assert "MACs left, %" in page.read_text()

@@ -115,10 +115,10 @@ def _beside(row: Mapping[str, Any], name: str) -> dict[str, Any]:
     """A row of another number that its runs have, one for each."""
     from . import summary
 
+    if not all(map(_is_number, row[name])):
+        raise SmartpruneError(f"{row['method']}: {name} is {row[name]!r}; it must be a list of numbers")
     plain = {key: value for key, value in row.items() if key not in ("dense", "difference")}
-    out = {**plain, "metric": BESIDES[name], "unit": "share", **summary(row[name])}
-    _check_numbers(out, name)
-    return out
+    return {**plain, "metric": BESIDES[name], "unit": "share", **summary(row[name])}
 
 
 def _dense(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
