@@ -103,6 +103,20 @@ def test_macs_that_are_left(runs: Path, tmp_path: Path) -> None:
     assert {line["macs_left"] for line in told_by} == {"0.1", "0.11", "0.2", "0.21", "0.3", "0.31", ""}
 
 
+def test_macs_that_are_left_at_many_sparsities(tmp_path: Path) -> None:
+    """A table has room for its heading, in plain ASCII, too, which takes a column more for every number."""
+    for sparsity in (0.5, 0.6, 0.7, 0.8, 0.9, 0.95):
+        for seed in (0, 1):
+            settings = {"start": 1.0, "ramp": "cubic", "mask_type": "stochastic"}
+            folder = made(tmp_path, 0.5, sparsity=sparsity, seed=seed, settings=settings)
+            achieved = {"achieved": {"macs": {"total": 1000, "kept": 100 + seed}}}
+            (folder / "receipt.json").write_text(json.dumps(achieved))
+    lines = comparison_text(compare([tmp_path]), ascii_only=True).splitlines()
+    starts = [number for number, line in enumerate(lines) if line.startswith("MACs left, %")]
+    assert len(starts) == 2
+    assert max(len(line) for line in lines[starts[0] :]) <= 100
+
+
 @pytest.mark.parametrize(
     "text", ["", "[]", "{}", '{"achieved": {"macs": null}}', '{"achieved": {"macs": {"total": 0, "kept": 0}}}']
 )

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 WIDTH = 100
 SIDE_BY_SIDE = 3  # sparsities in one table
+MACS_SIDE_BY_SIDE = 5  # of one number each, and room for the name of a method
 
 
 def comparison_text(found: Comparison, ascii_only: bool) -> str:
@@ -62,8 +63,8 @@ def _macs(rows: Sequence[Row], shares: Sequence[tuple[str, float]], ascii_only: 
     shares = [share for share in shares if share[0] != "macs"]
     told = {(row.entries[0].method, row.entries[0].share): row.macs_left for row in rows if row.macs_left}
     out: list[str] = []
-    for first in range(0, len(shares), 2 * SIDE_BY_SIDE):
-        some = shares[first : first + 2 * SIDE_BY_SIDE]
+    for first in range(0, len(shares), MACS_SIDE_BY_SIDE):
+        some = shares[first : first + MACS_SIDE_BY_SIDE]
         methods = [m for m in dict.fromkeys(row.entries[0].method for row in rows) if any((m, share) in told for share in some)]
         lines = [[m, *(spread(told[m, s], ascii_only) if (m, s) in told else "-" for s in some)] for m in methods]
         if lines:
