@@ -104,6 +104,11 @@ class Pruner:
         """What requires grad becomes a parameter of the model."""
         for name, value in state.items():
             if isinstance(value, Tensor) and value.requires_grad:
+                if PREFIX + name in self._host._parameters:
+                    raise SmartpruneError(
+                        f"attach: {self._host_name or 'the model'}, where scores would go, has some of another pruner already, "
+                        "that of a model that shares it; bake that one first, or attach to a model that does not share it"
+                    )
                 self._trained.append(name)
                 self._host.register_parameter(PREFIX + name, nn.Parameter(value.detach()))
                 if self._sharded:  # FSDP does not know them: they stay whole on every rank, and so do their gradients
@@ -271,6 +276,12 @@ class Pruner:
                 theirs.load_state_dict(self.state_dict())
             return
         if theirs is None:
+            masked = {name for layer in self.plan.layers for name, _ in layer.sites}
+            if taken := [name for name, module in other.named_modules() if name in masked and is_on(module)]:
+                raise SmartpruneError(
+                    f"pruner.apply_to(): {taken[0]} belongs to a pruner already: the model is no copy, but shares the layer; give "
+                    "a copy (copy.deepcopy)"
+                )
             with torch.inference_mode(False):  # what follows the search is written to again
                 theirs = Pruner(other, self.method, self.plan, self.steps, self.seed)
         theirs.load_state_dict(self.state_dict())

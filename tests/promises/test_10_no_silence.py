@@ -329,3 +329,29 @@ def test_nothing_moves_while_a_method_watches(kind: type[torch.optim.Optimizer],
         optimizer.step(closure=closure)  # type: ignore[arg-type]
     pruner.step()
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_module_that_two_models_share_has_the_scores_of_one() -> None:
+    """Those of the second model took their place, and the first one's search went on with them."""
+    head = nn.Linear(8, 4)
+    first, second = (nn.Sequential(nn.Linear(8, 8), head) for _ in range(2))
+    pruner = sp.attach(first, sp.Smart(), block=(4, 4), sparsity=0.5, steps=2)
+    scores = pruner.parameters()[0]
+    with pytest.raises(sp.SmartpruneError, match=r"attach: 1, where scores would go, has some of another pruner already"):
+        sp.attach(second, sp.Smart(), block=(4, 4), sparsity=0.5, steps=2)
+    assert pruner.parameters()[0] is scores
+    sp.attach(second, sp.Magnitude(), block=(4, 4), sparsity=0.5, steps=2)  # which has none
+    pruner.freeze(force=True)
+    sp.bake(first)
+    assert [name for name, _ in first.named_parameters()] == ["0.weight", "0.bias", "1.weight", "1.bias"]
+
+
+def test_apply_to_a_model_of_the_same_layers() -> None:
+    """It had its layers masked twice, and the scores replaced that the optimizer trains."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    pruner = sp.attach(model, sp.Smart(), block=(4, 4), sparsity=0.5, steps=2)
+    with pytest.raises(sp.SmartpruneError, match=r"pruner\.apply_to\(\): 0 belongs to a pruner already"):
+        pruner.apply_to(nn.Sequential(*model))
+    pruner.freeze(force=True)
+    sp.bake(model)
+    assert type(model[0]) is nn.Linear
