@@ -118,7 +118,15 @@ def test_macs_that_are_left_at_many_sparsities(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"achieved": {"macs": null}}', '{"achieved": {"macs": {"total": 0, "kept": 0}}}']
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"achieved": {"macs": null}}',
+        '{"achieved": {"macs": {"total": 0, "kept": 0}}}',
+        '{"achieved": {"macs": {"total": 10, "kept": 20}}}',
+    ],
 )
 def test_a_receipt_without_macs(tmp_path: Path, text: str) -> None:
     folder = made(tmp_path, 0.5)

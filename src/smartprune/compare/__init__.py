@@ -271,7 +271,8 @@ def _macs_left(path: Path) -> float | None:
     try:
         receipt = Fields(parse_json(read_capped(path, LARGEST_RECEIPT), RECEIPT), RECEIPT)
         macs = receipt.inner("achieved").inner("macs")
-        return macs.integer("kept") / macs.integer("total", 1)
+        total = macs.integer("total", 1)
+        return macs.integer("kept", 0, total) / total
     except SmartpruneError:
         return None
 
