@@ -79,19 +79,24 @@ def test_the_cache_may_be_unwritable(fresh: Path, tmp_path: Path, monkeypatch: p
     assert native._open("probe", [native.Unit("probe.c", ())]).sp_isa() >= 0
 
 
-def test_a_private_cache_goes_with_its_process(tmp_path: Path) -> None:
-    code = (
-        "import os; from smartprune.runtime import native; folder = native.cache_folder(); print(folder, flush=True)\n"
-        "if os.fork() == 0: raise SystemExit\n"
-        "os.wait(); assert folder.is_dir()"
-    )
+def told_without_a_cache(code: str, tmp_path: Path) -> str:
+    """What a program prints where the usual cache cannot be written, and a private one lies in ``tmp_path``."""
     (tmp_path / "file").write_text("")
     env = os.environ | {
         "PYTHONPATH": str(SOURCE),
         "SMARTPRUNE_CACHE": str(tmp_path / "file" / "below"),
         "TMPDIR": str(tmp_path),
     }
-    told = subprocess.run([sys.executable, "-W", "ignore", "-c", code], env=env, capture_output=True, text=True, check=True).stdout
+    return subprocess.run([sys.executable, "-W", "ignore", "-c", code], env=env, capture_output=True, text=True, check=True).stdout
+
+
+def test_a_private_cache_goes_with_its_process(tmp_path: Path) -> None:
+    code = (
+        "import os; from smartprune.runtime import native; folder = native.cache_folder(); print(folder, flush=True)\n"
+        "if os.fork() == 0: raise SystemExit\n"
+        "os.wait(); assert folder.is_dir()"
+    )
+    told = told_without_a_cache(code, tmp_path)
     assert Path(told.strip()).parent == tmp_path
     assert not Path(told.strip()).exists()
 
@@ -107,13 +112,7 @@ def test_a_private_cache_and_multiprocessing(tmp_path: Path, first: str) -> None
         f"if {first == 'parent'}: native.cache_folder()\n"
         "context.Process(target=child).start()\n"
     )
-    (tmp_path / "file").write_text("")
-    env = os.environ | {
-        "PYTHONPATH": str(SOURCE),
-        "SMARTPRUNE_CACHE": str(tmp_path / "file" / "below"),
-        "TMPDIR": str(tmp_path),
-    }
-    told = subprocess.run([sys.executable, "-W", "ignore", "-c", code], env=env, capture_output=True, text=True, check=True).stdout
+    told = told_without_a_cache(code, tmp_path)
     folder, there = told.split()
     assert there == "True"
     assert not Path(folder).exists()
