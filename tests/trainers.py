@@ -173,9 +173,7 @@ class SmallLightning:
         return module.logged
 
 
-class SmallTransformers:
-    """The order of transformers' Trainer: on_init_end, the checkpoint, optimizer and scheduler, on_train_begin, ..."""
-
+class OfTransformers:
     name, stops = "transformers", STOPS
 
     def __init__(self, folder: Path) -> None:
@@ -183,6 +181,10 @@ class SmallTransformers:
 
     def module(self) -> Body:
         return Body()
+
+
+class SmallTransformers(OfTransformers):
+    """The order of transformers' Trainer: on_init_end, the checkpoint, optimizer and scheduler, on_train_begin, ..."""
 
     def fit(self, module: Any, callback: Any, accumulate: int = 1, stop: int = -1, resume: Any = None, early: bool = False) -> None:
         args = types.SimpleNamespace(gradient_accumulation_steps=accumulate, load_best_model_at_end=False, output_dir=self.folder)
@@ -313,15 +315,7 @@ class RealLightning:
         return self.last.optimizers[0].param_groups
 
 
-class RealTransformers:
-    name, stops = "transformers", STOPS
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def module(self) -> Body:
-        return Body()
-
+class RealTransformers(OfTransformers):
     def trainer(self, module: Any, callbacks: list[Any], **options: Any) -> Any:
         from transformers import Trainer, TrainingArguments
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -156,8 +156,20 @@ def start(folder: Path, config: Config) -> Run:
     return run
 
 
-def close(run: Run) -> None:
-    """What a run holds open, and what leads back to it and would keep its model, and a recording's memory, until later."""
+@contextmanager
+def closing(run: Run) -> Iterator[None]:
+    """Lets go of what the run holds open, and of what leads back to it and would keep its model, and a recording's memory, until
+    later. What ended the run is told, and not that a full disk, say, keeps TensorBoard from its end."""
+    try:
+        yield
+    except BaseException:
+        with suppress(Exception):
+            _close(run)
+        raise
+    _close(run)
+
+
+def _close(run: Run) -> None:
     events, run.events, run.graph = run.events, None, None
     if events is not None:
         events.close()

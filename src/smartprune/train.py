@@ -13,7 +13,7 @@ import shlex
 import statistics
 import time
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, fields, replace
 from importlib import metadata
 from pathlib import Path
@@ -33,7 +33,7 @@ from .npu import read_npu
 from .progress import Tick
 from .pruner import WHOLE, bake
 from .receipt import Receipt
-from .run import STAGES, Run, averaged, close, enter, prune, put_away, settled, start
+from .run import STAGES, Run, averaged, closing, enter, prune, put_away, settled, start
 from .runpage import PAGE, write_run_page
 from .step import require_finite, steps_of_epoch, take_step
 from .tasks import Data
@@ -166,7 +166,7 @@ def resolved(config: Config) -> Config:
 def _work(folder: Path, config: Config, progress: Callable[[Tick], None], stop: Callable[[], bool]) -> Result:
     with rundir.locked(folder) if ranks.rank() == 0 else nullcontext(), settled(config):
         run = start(folder, config)
-        try:
+        with closing(run):
             for stage in STAGES[STAGES.index(run.stage) :]:
                 if stage != run.stage:
                     enter(run, stage)
@@ -178,13 +178,7 @@ def _work(folder: Path, config: Config, progress: Callable[[Tick], None], stop: 
                     rundir.save_weights(run.model, folder / rundir.DENSE)
                 elif stage == "search" and run.pruner is not None:
                     ranks.require_same("the mask", digest(run.pruner.mask))
-            result = _finish(run)
-        except BaseException:
-            with suppress(Exception):  # what ended the run is told, and not that a full disk, say, keeps TensorBoard from its end
-                close(run)
-            raise
-        close(run)
-        return result
+            return _finish(run)
 
 
 def _train_stage(run: Run, progress: Callable[[Tick], None], stop: Callable[[], bool]) -> None:

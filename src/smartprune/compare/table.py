@@ -37,8 +37,8 @@ def comparison_text(found: Comparison, ascii_only: bool) -> str:
 
 def _table(rows: Sequence[Row], shares: Sequence[tuple[str, float]], ascii_only: bool) -> list[str]:
     header = ["method", "dense"]
-    for kind, number in shares:
-        header += [f"{number:g}" if kind == "sparsity" else f"{kind} {number:g}", "diff", "n"]
+    for share in shares:
+        header += [_asked(share), "diff", "n"]
     methods = dict.fromkeys(row.entries[0].method for row in rows)
     lines: list[list[str]] = []
     for method in methods:
@@ -68,9 +68,13 @@ def _macs(rows: Sequence[Row], shares: Sequence[tuple[str, float]], ascii_only: 
         methods = [m for m in dict.fromkeys(row.entries[0].method for row in rows) if any((m, share) in told for share in some)]
         lines = [[m, *(spread(told[m, s], ascii_only) if (m, s) in told else "-" for s in some)] for m in methods]
         if lines:
-            header = ["MACs left, %", *(f"{number:g}" if kind == "sparsity" else f"{kind} {number:g}" for kind, number in some)]
-            out += ["", *text.table(header, lines, "<" + ">" * len(some), WIDTH)]
+            out += ["", *text.table(["MACs left, %", *map(_asked, some)], lines, "<" + ">" * len(some), WIDTH)]
     return out
+
+
+def _asked(share: tuple[str, float]) -> str:
+    kind, number = share
+    return f"{number:g}" if kind == "sparsity" else f"{kind} {number:g}"
 
 
 def spread(values: Sequence[float], ascii_only: bool = False) -> str:
