@@ -81,6 +81,8 @@ def paper_lines(root: Path, page: Path) -> list[str]:
             length = next((name for name, start in LENGTHS.items() if start.match(row["protocol"])), None)
             if length is None or row["data"] != "cifar10" or row["metric"] != "accuracy" or "seeds" not in row:
                 continue
+            if row["sparsity"] is None:
+                continue  # another budget
             rate = RATE.search(row["protocol"])
             if "distill" in row["protocol"] or (rate is not None and rate[1] != "0.02"):
                 continue  # another protocol

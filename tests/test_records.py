@@ -112,6 +112,8 @@ def test_markdown_tells_columns_apart_by_what_differs() -> None:
     assert lines[2:] == ["| smart | 2 ± 1 | 2 ± 1 |", "| other\\|one | 2 ± 1 | - |"]
     assert common == "d; m; blocks of 4x2; p; accuracy, mean ± standard deviation, n = 3."
     assert markdown(rows, {"sparsity": "0.9"})[0][0] == "| method | value |"
+    assert markdown(rows, {"sparsity": "0.9"})[1].startswith("d; m; blocks of 4x2; sparsity 0.9; p;")
+    assert markdown([row(sparsity=None, macs=0.9)])[1].startswith("d; m; blocks of 4x2; macs 0.9; p;")
     with pytest.raises(SmartpruneError, match=r"no row has sparsity=0\.7"):
         markdown(rows, {"sparsity": "0.7"})
     with pytest.raises(SmartpruneError, match="2 rows fall into one place"):
@@ -225,6 +227,15 @@ def test_the_papers_table_beside_ours(tmp_path: Path) -> None:
             "seeds": [0],
             "difference": 0,
         },
+        {
+            "method": "acdc",
+            "sparsity": None,
+            "macs": 0.95,
+            "protocol": lengths[12],
+            "values": [0.9],
+            "seeds": [0],
+            "difference": 0,
+        },
         {"method": "pdp", "sparsity": 0.95, "protocol": "10 dense epochs", "values": [0.1], "seeds": [0], "difference": -0.8},
     ]
     for row in rows:
@@ -245,4 +256,5 @@ def test_the_papers_table_beside_ours(tmp_path: Path) -> None:
     assert "pdp" not in text  # neither short nor full
     assert "awg" not in text  # another protocol
     assert "pas" not in text
+    assert "acdc" not in text  # another budget
     assert "Of the 162 numbers in the paper's table, 1 have one of ours" in text

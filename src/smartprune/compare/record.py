@@ -13,6 +13,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..config import BUDGETS
 from ..errors import SmartpruneError
 from ..files import parse_json, read_capped, write_whole
 from .names import method_name
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 RESULT, CONFIG, README = "result.json", "config.json", "README.md"
 NEEDED = ("model", "data", "method", "block", "sparsity", "protocol", "metric", "values", "mean", "std", "n")
-COLUMNS = ("model", "data", "block", "sparsity", "macs", "cycles", "protocol", "metric")  # what may tell columns apart
+COLUMNS = ("model", "data", "block", *BUDGETS, "protocol", "metric")  # what may tell columns apart
 BESIDES = {"macs_left": "MACs left"}  # what else than its metric a row of runs may have
 LARGEST_FILE = 64 << 20
 NOT_YET = "not recorded yet"
@@ -163,11 +164,11 @@ def _cell(row: Mapping[str, Any], with_n: bool) -> str:
 
 def _common(rows: Sequence[Mapping[str, Any]], counts: set[Any]) -> str:
     parts = []
-    for name in ("data", "model", "block", "sparsity", "macs", "cycles", "protocol"):
+    for name in ("data", "model", "block", *BUDGETS, "protocol"):
         values = {json.dumps(row.get(name)): row.get(name) for row in rows}
         value = next(iter(values.values()))
         if len(values) == 1 and value not in (None, "", "-"):
-            parts.append({"block": "blocks of {}", "sparsity": "sparsity {}"}.get(name, "{}").format(value))
+            parts.append({"block": f"blocks of {value}", **{kind: f"{kind} {value}" for kind in BUDGETS}}.get(name, str(value)))
     shares = {str(row["metric"]) for row in rows if row.get("unit") == "share"}
     names = list(dict.fromkeys(str(row["metric"]) for row in rows))
     mixed = 0 < len(shares) < len(names)
