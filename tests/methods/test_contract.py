@@ -112,6 +112,22 @@ def test_a_step_waits_for_no_gpu(name: str) -> None:
     assert waits.found == []
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+def test_gpu_a_whole_step_waits_for_nothing(name: str) -> None:
+    job = Job(name, steps=100_000)
+    job.model.to("cuda")
+    job.x, job.y = job.x.to("cuda"), job.y.to("cuda")
+    job.run(4)
+    torch.cuda.synchronize()
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        job.run(3)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 @pytest.mark.parametrize("model", sorted(zoo.SMALL))
 def test_exact_count(name: str, model: str) -> None:
     job = Job(name, model).run()
