@@ -333,6 +333,18 @@ def test_ties_beyond_a_gap_share_what_is_left(dtype: torch.dtype, warm: tuple[fl
     assert mask[:2049].tolist() == pytest.approx([2048 / 2049] * 2049, rel=1e-6)
 
 
+@pytest.mark.parametrize("warm", [None, (1e30, 0.0), (0.0, 0.0)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [1.0, 1e16, -3e29])
+def test_equal_scores_share_whatever_their_size(size: float, dtype: torch.dtype, warm: tuple[float, float] | None) -> None:
+    """Every mask is k over the sum of the costs, also where tau is less than a rounding error of the scores."""
+    cost = torch.tensor([1.0, 2.0, 4.0, 9.0, 16.0])
+    for k in (0.001, 3.0, 31.5):
+        start = None if warm is None else torch.tensor(warm, dtype=torch.float64)
+        mask = soft_topk(torch.full((5,), size, dtype=dtype), k, 1e-4, cost, warm=start)
+        assert mask.tolist() == pytest.approx([k / 32] * 5, rel=1e-6)
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_gradient_beyond_float16_stays_finite(compiled: bool) -> None:
     x = torch.full((4,), 0.5, dtype=torch.float16, requires_grad=True)

@@ -81,13 +81,13 @@ def _solve(
     loose, fine, noise = TOLERANCES[x.dtype]
     loose, noise = loose * min(k, total - k) * (1 + abs(logit) / 4), noise * min(k, total - k)
     flip = k > FLIP * total  # nearly all are kept: sum what is dropped, the sum of what is kept would round it away
-    slack = 1e-6 * (span[1] - span[0]) + tau
-    low, high = span[0] - tau * logit - slack, span[1] - tau * logit + slack
+    slack, bias = 1e-6 * (span[1] - span[0]) + tau, tau * logit
     located = start is None
     pivot, delta = _locate(x, k, tau, c, total, span) if start is None else start
-    if not low < pivot + delta < high:
-        pivot, delta = 0.5 * low + 0.5 * high, 0.0
-    low, high = low - pivot, high - pivot  # from here on: offsets from the pivot, like delta
+    if not span[0] - bias - slack < pivot + delta < span[1] - bias + slack:
+        pivot, delta = 0.5 * span[0] + 0.5 * span[1], -bias
+    # offsets from the pivot, like delta; it is subtracted first, or nothing is left between ends that lie a few tau apart
+    low, high = span[0] - pivot - bias - slack, span[1] - pivot - bias + slack
     step, before, stride = math.inf, math.inf, 8 * tau
     stale = cut = True
     for _ in range(100):

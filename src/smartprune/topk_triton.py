@@ -265,8 +265,8 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
     flip = kept > full * _FLIP
     bias = tau * logit
     slack = 1e-6 * (most - least) + tau
-    low = least - bias - slack - pivot
-    high = most - bias + slack - pivot
+    low = least - pivot - bias - slack
+    high = most - pivot - bias + slack
     step = 4.0 * (high - low)
     before = step
     lowest = low
