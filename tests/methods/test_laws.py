@@ -1,5 +1,6 @@
 """Each method's own law, against slow loops."""
 
+import copy
 import math
 from fractions import Fraction
 
@@ -166,6 +167,25 @@ def test_cap_counts() -> None:
     assert int(relaxed.sum()) <= blocks.limit
     assert int(relaxed.min()) >= 1
     assert capped_floor(blocks, 0.5, "off") is None
+
+
+def test_a_cap_that_is_relaxed_leaves_room_for_the_floor() -> None:
+    """Ten layers of 3 blocks and one of 100: the floor takes 2 and 34, a cap of 0.6 takes 1 and 60; together they are too many."""
+    model = nn.Sequential(*(nn.Linear(1, 3) if i % 2 == 0 else nn.Linear(3, 1) for i in range(10)), nn.Linear(1, 100))
+    for cls in (sp.Acdc, sp.Awg):
+        job = copy.deepcopy(model)
+        pruner = sp.attach(job, cls(2, mspl=0.0, cap="relax"), block=(1, 1), sparsity=0.423, floor=0.34, steps=8, include="*")
+        assert pruner.plan.keep == 76
+        optimizer = torch.optim.SGD(job.parameters(), 0.01)
+        for _ in range(8):
+            job(torch.ones(4, 1)).square().mean().backward()
+            optimizer.step()
+            pruner.step()
+            optimizer.zero_grad()
+        kept = [int(part.sum()) for part in pruner.mask.split([3] * 10 + [100])]
+        assert sum(kept) == 76
+        assert all(count >= 2 for count in kept[:10])
+        assert kept[10] >= 40  # what is left of the cap, 0.4 of it
 
 
 # -- AWG -----------------------------------------------------------------------------------------------------------

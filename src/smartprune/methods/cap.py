@@ -57,19 +57,19 @@ def capped_floor(blocks: Blocks, mspl: float, cap: str) -> Tensor | None:
         return own
     counts = least(blocks, mspl)
     if cap == "relax":
-        counts = _relaxed(blocks, counts)
+        return _relaxed(blocks, counts, torch.zeros_like(counts) if own is None else own.cpu())
     return counts if own is None else torch.maximum(counts, own.cpu())
 
 
-def _relaxed(blocks: Blocks, counts: Tensor) -> Tensor:
-    """The same counts scaled down until they fit: one block per layer at the least, and then none for the smallest layers."""
-    full = counts
+def _relaxed(blocks: Blocks, full: Tensor, own: Tensor) -> Tensor:
+    """The same counts scaled down until they fit: one block per layer at the least, and then none for the smallest layers; but
+    never less than ``own``, which fit."""
     for share in (1.0, 0.8, 0.6, 0.4, 0.2, 0.1, 0.0):
-        counts = (full * share).floor().long().clamp(min=1)
+        counts = torch.maximum((full * share).floor().long().clamp(min=1), own)
         if least_cost(blocks, counts) <= blocks.limit:
             return counts
     for index in torch.tensor([layer.n for layer in blocks.layers]).argsort(stable=True).tolist():
-        counts[index] = 0
+        counts[index] = own[index]
         if least_cost(blocks, counts) <= blocks.limit:
             break
     return counts
