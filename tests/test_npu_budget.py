@@ -214,6 +214,28 @@ def test_a_floor_in_cycles() -> None:
         plan.require()
 
 
+@pytest.mark.parametrize("lanes", [1, 2, 4])
+@pytest.mark.parametrize(
+    "layer", [nn.Linear(6, 6), nn.Conv1d(4, 4, 2), nn.ConvTranspose1d(4, 4, 2)], ids=["linear", "conv", "transposed"]
+)
+def test_a_floor_that_some_mask_meets_is_not_refused(layer: nn.Module, lanes: int) -> None:
+    """Every mask is tried: blocks in different rows run side by side, those of one row do not. And what is not refused is met."""
+    npu = NPU(rows=2, columns=2, lanes=lanes, weight_bandwidth=math.inf, activation_bandwidth=math.inf)
+    model, x = nn.Sequential(layer), torch.zeros(1, 6, 6) if isinstance(layer, nn.Linear) else torch.zeros(1, 4, 9)
+    for floor in (0.25, 0.34, 0.5):
+        for share in (0.1, 0.3, 0.5):
+            plan = sp.plan(model, (2, 2), budget=sp.cycles(share, x, npu), floor=floor, include="*")
+            assert plan.latency is not None
+            masks = [torch.tensor([bool(i >> bit & 1) for bit in range(plan.n)]) for i in range(2**plan.n)]
+            count = math.ceil(Fraction(str(floor)) * plan.n)
+            assert plan.feasible == any(plan.latency.of(mask) <= plan.latency.goal for mask in masks if int(mask.sum()) >= count)
+            for rank in torch.rand(5, plan.n) if plan.feasible else ():
+                mask = plan.latency.best(rank, plan.min_keep, torch.zeros(plan.n, dtype=torch.long))
+                assert mask is not None
+                assert int(mask.sum()) >= count
+                assert plan.latency.of(mask) <= plan.latency.goal
+
+
 def test_to_a_latency() -> None:
     torch.manual_seed(0)
     model, x = zoo.plain_cnn()

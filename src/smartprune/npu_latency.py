@@ -39,8 +39,11 @@ class Latency:
 
     def best(self, rank: Tensor, floor: Tensor | None = None, layer: Tensor | None = None) -> Tensor | None:
         """The highest ranked blocks, as many as the goal allows; equal ranks go to the lower index. The next one in rank would
-        exceed it. ``floor`` are the fewest blocks of each layer. None if these alone take too long."""
+        exceed it. ``floor`` are the fewest blocks of each layer: the highest ranked, or those that take least where these take too
+        long. None if they do too."""
         forced = forced_blocks(rank, floor, layer)
+        if floor is not None and self.of(forced) > self.goal:
+            forced = self.least(floor).to(rank.device)
         order = rank.masked_fill(forced, torch.inf).sort(descending=True, stable=True).indices
         low, high = int(forced.sum()), rank.numel() + 1  # so many fit, so many do not
         if self.of(forced) > self.goal:
@@ -50,6 +53,23 @@ class Latency:
             fits = middle <= rank.numel() and self.of(_first(order, middle)) <= self.goal
             low, high = (middle, high) if fits else (low, middle)
         return _first(order, low)
+
+    def least(self, floor: Tensor) -> Tensor:
+        """So many blocks of each layer where they take least, bool [n]: in as few rows as can be, or one of every row in turn,
+        which keeps all lanes busy."""
+        out = []
+        for (work, calls), count in zip(self.layers, floor.tolist(), strict=True):
+            masks = [(order < count).reshape(-1) for order in _orders(work)]
+            cycles = [sum(pruned(self.npu, work, call, live).latency for call in calls) for live in masks]
+            out.append(masks[cycles.index(min(cycles))])
+        return torch.cat(out)
+
+
+def _orders(work: Work) -> tuple[Tensor, Tensor]:
+    """Places of a layer's blocks in two orders: row by row of its outputs, and one of every row in turn."""
+    others, axis = list(work.grid.shape), int(work.transposed)
+    rows, places = others.pop(axis), torch.arange(work.grid.n)
+    return places.view(rows, *others).movedim(0, axis), places.view(*others, rows).movedim(-1, axis)
 
 
 def _first(order: Tensor, count: int) -> Tensor:

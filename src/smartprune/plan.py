@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import TYPE_CHECKING, get_args
 
-from torch import Tensor, arange, cat, nn
+from torch import Tensor, nn
 
 from . import text
 from .block import Block
@@ -129,14 +129,14 @@ class Plan:
         return Blocks(model, self.layers, self.cost, self.limit, self.min_keep)
 
     def _least(self) -> int:
-        """What the blocks that satisfy the floor cost: the cheapest; of a latency, those in as few rows, and lanes, as can be."""
+        """What the blocks that satisfy the floor cost: the cheapest."""
         if self.min_keep is None:
             return 0
-        pairs = list(zip(self.layers, self.min_keep.tolist(), strict=True))
         if self.latency is not None:
-            return self.latency.of(cat([arange(layer.n) < count for layer, count in pairs]))
+            return self.latency.of(self.latency.least(self.min_keep))
         if self.cost is None:
             return int(self.min_keep.sum())
+        pairs = zip(self.layers, self.min_keep.tolist(), strict=True)
         return sum(int(self.cost[layer.start : layer.stop].sort().values[:count].sum()) for layer, count in pairs)
 
     def to_json(self) -> dict[str, object]:
