@@ -227,3 +227,14 @@ def test_nothing_to_prune_says_why() -> None:
 
 def test_default_block() -> None:
     assert plan(zoo.plain_cnn()[0]).block == Block(16, 8)
+
+
+def test_the_share_of_a_model_that_is_said_to_be_possible_is() -> None:
+    """Blocks of 6x6 and 6x4: 36 and 24 MACs of the layers that are pruned, of 60 in all and 84 in the model."""
+    model, x = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 4), nn.Linear(4, 6)), torch.zeros(1, 6)
+    for share, floor, most in ((0.99, None, 36 / 84), (0.7, None, 36 / 84), (0.7, 0.4, 0.0), (0.45, None, 36 / 84)):
+        with pytest.raises(SmartpruneError, match="at most") as caught:
+            plan(model, (6, 6), budget=macs(share, x, of="model"), floor=floor, include=["0", "1"], skip="2").require()
+        said = float(str(caught.value).partition("at most ")[2].split()[0])
+        assert said == math.floor(10_000 * most) / 10_000
+        plan(model, (6, 6), budget=macs(said, x, of="model"), floor=floor, include=["0", "1"], skip="2").require()

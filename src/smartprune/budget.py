@@ -65,9 +65,10 @@ class Budget:
             fixed = count_macs(model, self.example) - total
             limit = math.floor((1 - self.share) * (total + fixed)) - fixed
             if limit < 0:
+                most = math.floor(10_000 * Fraction(total - int(cost.min()), total + fixed)) / 10_000
                 raise SmartpruneError(
                     f"macs({float(self.share):g}, of='model') cannot be met: layers that are not pruned take "
-                    f"{fixed:,} of {total + fixed:,} MACs; at most {total / (total + fixed):.4f} can be removed; prune more layers "
+                    f"{fixed:,} of {total + fixed:,} MACs; at most {most:g} can be removed; prune more layers "
                     "(include=) or ask for less"
                 )
         return cost, limit, None

@@ -107,8 +107,11 @@ class Plan:
     def require(self) -> Plan:
         """Returns the plan itself, or raises if its budget cannot be met."""
         if self.problem is not None:
-            smallest = 1 if self.cost is None else int(self.cost.min())
-            most = math.floor(10_000 * (1 - Fraction(max(self._least(), smallest), self.bound[1]))) / 10_000
+            smallest, whole = 1 if self.cost is None else int(self.cost.min()), self.bound[1]
+            gone = whole - max(self._least(), smallest)
+            if self.budget is not None and self.budget.kind == "macs" and self.budget.of == "model":
+                whole = self.model_macs or whole  # what the share is of
+            most = math.floor(10_000 * Fraction(gone, whole)) / 10_000
             cure = "lower floor, or remove less" if self.floor else "remove less"
             raise SmartpruneError(f"plan: {self.problem}; {cure}: at most {most:g} of the {self.unit} can go")
         return self
