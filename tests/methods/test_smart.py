@@ -68,6 +68,17 @@ def test_temperatures_follow_the_scale_of_the_weights() -> None:
     assert taus[0] == pytest.approx(taus[1], rel=1e-4)
 
 
+@pytest.mark.parametrize("init", ["mean", "ones"])
+@pytest.mark.parametrize("value", [0.25, 0.1, 1 / 3])
+def test_equal_weights_have_no_spread_whatever_their_value(value: float, init: str) -> None:
+    """Full and partial blocks round the mean of 0.1 in different ways, which is nothing to take for a temperature."""
+    model = nn.Sequential(nn.Linear(30, 50, bias=False), nn.Linear(50, 7, bias=False))
+    for layer in model:
+        nn.init.constant_(layer.weight, value)
+    pruner = sp.attach(model, sp.Smart(init=init), block=(16, 8), sparsity=0.8, steps=50, include="*")
+    assert pruner.tau == pytest.approx(2 * (value if init == "mean" else 1.0))
+
+
 def test_defaults_start_soft_and_end_hard() -> None:
     for make_model in zoo.SMALL.values():
         model, _ = make_model()

@@ -24,6 +24,7 @@ from ..topk import hard_topk, soft_topk
 from .method import Change, Clock, State, choose, lists_settings, within
 
 REFRESHES = 200  # times in a search that scores are brought to where the weights are
+ROUNDING = 1e-6  # of the mean score: what scores differ by less is no difference of their weights
 RAMP_FROM = 0.99  # share of the cost of all blocks that a ramp starts at; below 1, so that scores learn from the first step on
 
 
@@ -135,7 +136,9 @@ class Smart:
 
     def state(self, blocks: Blocks) -> State:
         scores = self.measure(blocks)
-        spread = float((blocks.mean(torch.abs) if self.init == "ones" else scores).double().std(correction=0))
+        sizes = (blocks.mean(torch.abs) if self.init == "ones" else scores).double()
+        spread = float(sizes.std(correction=0))
+        spread = spread if spread > ROUNDING * float(sizes.abs().mean()) else 0.0  # equal weights, in blocks of different sizes
         unit = 1.0 if self.unit == "absolute" else spread or float(scores.double().abs().mean()) or 1.0
         # where the next search for theta starts, and where the last one ended: (pivot, delta) each. They are two, so that any
         # number of forward passes between two steps starts at the same place and gives the same bits.
