@@ -291,3 +291,25 @@ def test_what_is_said_to_be_possible_is() -> None:
     assert sp.plan(model, (4, 4), budget=sp.cycles(most - 0.001, x, slow)).limit is not None
     with pytest.raises(SmartpruneError, match="cannot be met"):
         sp.plan(model, (4, 4), budget=sp.cycles(min(0.9989, most + 0.001), x, slow))
+
+
+@pytest.mark.parametrize("of", ["layers", "model"])
+def test_a_share_that_leaves_no_block_is_told_one_that_does(of: str) -> None:
+    """What waits for activations, or is not pruned, is kept whatever goes: the share that is called possible has to leave it."""
+    npu = NPU(rows=2, columns=2, lanes=2, dataflow="weight_stationary", weight_bandwidth=4, activation_bandwidth=16)
+    model, x = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2)), torch.zeros(1, 50, 6)
+    options: dict[str, Any] = {"include": "*"} if of == "layers" else {"include": "0", "skip": "1"}
+    told = 0
+    for percent in range(50, 100):
+        try:
+            sp.plan(model, (2, 2), budget=sp.cycles(percent / 100, x, npu, of), **options).require()  # type: ignore[arg-type]
+        except SmartpruneError as error:
+            found = re.search(r"keeps [\d,]+ of ([\d,]+) cycles, of which .* at most (0\.\d+) of the cycles can go", str(error))
+            if found is not None:
+                told += 1
+                most = float(found[2])
+                assert most < percent / 100
+                plan = sp.plan(model, (2, 2), budget=sp.cycles(most, x, npu, of), **options)  # type: ignore[arg-type]
+                assert plan.feasible
+                assert f"{plan.bound[1]:,}" == found[1]
+    assert told

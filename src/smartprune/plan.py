@@ -98,17 +98,23 @@ class Plan:
         if need > goal:
             return f"floor={float(self.floor or 0):g} needs {need:,} {self.unit}, the budget keeps {goal:,}"
         if self.cost is not None and self.limit < int(self.cost.min()):
+            fixed = f"of which {self._fixed:,} do not depend on the blocks: " if self.latency is not None else ""
             return (
-                f"the budget keeps {self.limit:,} of {self.total:,} {self.unit}, "
+                f"the budget keeps {goal:,} of {self.bound[1]:,} {self.unit}, {fixed}"
                 f"less than the smallest block ({int(self.cost.min()):,})"
             )
         return None
+
+    @property
+    def _fixed(self) -> int:
+        """What the budget keeps and no block costs, about: of a latency, what the lines near it start at."""
+        return 0 if self.limit is None else (self.bound[0] or 0) - self.limit
 
     def require(self) -> Plan:
         """Returns the plan itself, or raises if its budget cannot be met."""
         if self.problem is not None:
             smallest, whole = 1 if self.cost is None else int(self.cost.min()), self.bound[1]
-            gone = whole - max(self._least(), smallest)
+            gone = whole - max(self._least(), smallest + self._fixed)
             if self.budget is not None and self.budget.kind == "macs" and self.budget.of == "model":
                 whole = self.model_macs or whole  # what the share is of
             most = math.floor(10_000 * Fraction(gone, whole)) / 10_000
