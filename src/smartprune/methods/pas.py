@@ -23,8 +23,8 @@ from .method import State, choose, lists_settings, within
 @dataclass(frozen=True)
 class Pas:
     """``strength``: lambda of the penalty; ``start``: value of the gates at the start; ``spread``: width of a uniform noise on it,
-    which keeps gates from crossing all at once; ``exact``: at the end keep the highest gates that the budget allows, not
-    those above one half, wherever the penalty left them."""
+    the same for every seed, which keeps gates from crossing all at once; ``exact``: at the end keep the highest gates that the
+    budget allows, not those above one half, wherever the penalty left them."""
 
     name: ClassVar[str] = "pas"
 

@@ -47,14 +47,14 @@ class Smart:
       far above chance at first, such as one with a last layer of another task. Its scores would learn to switch layers off;
     - ``ramp`` of the budget: none, or cubic (from nearly all blocks down to the budget while the temperature falls); ``hold``:
       the last share of the search, in which the budget is reached and blocks only change places;
-    - ``gain``: whether weights are multiplied by ``mask * sum(mask) / sum(mask ** 2)``: by 1 while all masks are equal, so that
-      a search starts with the network as it came, and by the mask once it is hard. Without it a search for 3 % of the blocks starts
-      with weights at 3 % of their size, and batch norms whose outputs fall below their epsilon pass nothing on.
-      Without ``follow`` and ``reach`` it was harmful;
+    - ``gain``: whether weights are multiplied by ``mask * sum(mask) / sum(mask ** 2)``, where a block counts as much as it costs:
+      by 1 while all masks are equal, so that a search starts with the network as it came, and by the mask once it is hard. Without
+      it a search for 3 % of the blocks starts with weights at 3 % of their size, and batch norms whose outputs fall below their
+      epsilon pass nothing on. Without ``follow`` and ``reach`` it was harmful;
     - ``mask_type``: deterministic; stochastic (Bernoulli samples of the mask); binary (hard forward, straight-through
       gradients to scores and weights); binary_soft (hard forward, gradients of the soft mask);
     - ``train_weights``: whether the pruned weights train during the search;
-    - ``clip``: the largest norm of the scores' gradient.
+    - ``clip``: the largest norm of the scores' gradient in one backward pass; those of several are added as always.
 
     >>> Smart(end=1e-4).end
     0.0001
