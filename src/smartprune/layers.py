@@ -348,15 +348,19 @@ class Blocks:
         return self._soft_cost
 
     def sum(self, function: Callable[[Tensor], Tensor]) -> Tensor:
-        """Sum of ``function(weight)`` over every block, float32 [n] on the weights' device."""
+        """Sum of ``function(weight)``, of a float32 weight, over every block, [n] on the weights' device."""
         with torch.no_grad():
             pairs = zip(self.layers, self.weights, strict=True)
             parts = [layer.grid.sum(function(whole(w.detach()).float())) for layer, w in pairs]
             return torch.cat([part.to(self.device) for part in parts])
 
     def mean(self, function: Callable[[Tensor], Tensor]) -> Tensor:
-        """Mean of ``function(weight)`` over every block's real elements, float32 [n]."""
+        """Mean of ``function(weight)``, of a float32 weight, over every block's real elements, [n]."""
         return self.sum(function) / self.sizes.to(self.device)
+
+    def norms(self) -> Tensor:
+        """L2 norm of every block, float32 [n]; squares are added in float64, which has room for those of every float32."""
+        return self.sum(_squared).sqrt().float()
 
     def share(self) -> Tensor:
         """Logarithm of every block's share of its layer: its mean square over the sum of those that are not smaller, float32 [n].
@@ -365,7 +369,7 @@ class Blocks:
         which a batch norm behind it hides from the loss, has no say (LAMP, Lee et al. 2021, on blocks). A layer of zeros
         has the lowest value there is.
         """
-        squares = self.mean(torch.square).double()
+        squares = self.mean(_squared)
         layer = self.layer.to(squares.device)
         largest = squares.new_zeros(len(self.layers)).scatter_reduce_(0, layer, squares, "amax")
         squares = squares / torch.where(largest > 0, largest, 1.0)[layer]  # sums run over all layers: none may drown another
@@ -390,6 +394,10 @@ class Blocks:
         """Sum of a value per block over each layer, [number of layers]."""
         index = self.layer.to(values.device)
         return values.new_zeros(len(self.layers)).index_add_(0, index, values)
+
+
+def _squared(weight: Tensor) -> Tensor:
+    return weight.double().square()
 
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:

@@ -3,6 +3,7 @@
 import copy
 import math
 from fractions import Fraction
+from typing import Any
 
 import pytest
 import torch
@@ -343,6 +344,21 @@ def test_gradual_ramps_cubically_and_blocks_come_back() -> None:
         pruner.blocks.weights[0].add_(10 * pruner.plan.layers[0].grid.expand(one))
     job.step()
     assert bool(pruner.mask[gone])
+
+
+@pytest.mark.parametrize("scale", [2.0**-120, 2.0**-100, 2.0**100])
+@pytest.mark.parametrize("method", [sp.Magnitude("l2"), sp.Gradual(norm="l2", updates=1), sp.Acdc(1)])
+def test_norms_of_any_size_rank_blocks(method: Any, scale: float) -> None:
+    """Squares of these weights are beyond float32, the norms are not."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 30, bias=False), nn.Linear(30, 20, bias=False))
+    with torch.no_grad():
+        for layer in model:
+            layer.weight.mul_(scale)
+    pruner = sp.attach(model, method, block=(4, 3), sparsity=0.6, include="*", steps=2)
+    norms = slow_norms(pruner)
+    pruner.freeze()
+    assert set(pruner.mask.nonzero().flatten().tolist()) == best(norms, pruner.plan.keep)
 
 
 def test_magnitude_is_chosen_once() -> None:

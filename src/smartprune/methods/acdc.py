@@ -60,7 +60,7 @@ class Acdc:
 
     def rank(self, blocks: Blocks, state: State) -> Tensor:
         """Norms; in a compressed phase, those that it keeps first: the others still have their weights, until the phase ends."""
-        norms, mask = blocks.sum(torch.square).sqrt(), state["mask"]
+        norms, mask = blocks.norms(), state["mask"]
         out: Tensor = norms + 2 * norms.max() * (mask.min() < 1) * mask
         return out
 
@@ -68,6 +68,6 @@ class Acdc:
         return capped_floor(blocks, self.mspl, self.cap)
 
     def _compress(self, blocks: Blocks) -> Tensor:
-        rank = blocks.sum(torch.square).sqrt()
+        rank = blocks.norms()
         kept = hard_topk(rank, blocks.limit, blocks.cost, self.floor(blocks), blocks.layer.to(rank.device))
         return kept.to(torch.float32)

@@ -60,4 +60,4 @@ class Gradual:
     def rank(self, blocks: Blocks, state: State) -> Tensor:
         if self.norm == "share":
             return blocks.share()
-        return blocks.mean(torch.abs) if self.norm == "mean" else blocks.sum(torch.square).sqrt()
+        return blocks.mean(torch.abs) if self.norm == "mean" else blocks.norms()

@@ -29,7 +29,7 @@ class Magnitude:
         choose("Magnitude: norm", self.norm, ("mean", "l2"))
 
     def state(self, blocks: Blocks) -> State:
-        rank = blocks.mean(torch.abs) if self.norm == "mean" else blocks.sum(torch.square).sqrt()
+        rank = blocks.mean(torch.abs) if self.norm == "mean" else blocks.norms()
         mask = hard_topk(rank, blocks.limit, blocks.cost, blocks.min_keep, blocks.layer.to(rank.device))
         return {"rank": rank, "mask": mask.to(torch.float32)}
 
