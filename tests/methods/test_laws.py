@@ -392,6 +392,19 @@ def test_pdp_shares_by_what_is_owed() -> None:
             assert all(1 <= count <= max(1, math.ceil(share * size)) for count, size in zip(counts, sizes, strict=True))
 
 
+def test_pdp_gives_every_layer_what_the_floor_wants() -> None:
+    """Of layers of 3, 3 and 20 blocks: half of 3 is 1 or 2, the floor wants 2. What the soft mask keeps, hardening keeps."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(1, 3), nn.Linear(3, 1), nn.Linear(1, 20))
+    pruner = sp.attach(model, sp.Pdp(tau=1e-6), block=(1, 1), sparsity=0.54, floor=0.34, include="*", steps=4)
+    pruner.count = 4
+    pruner._move()
+    soft = pruner.mask > 0.5
+    assert [int(part.sum()) for part in soft.split([3, 3, 20])] == [2, 2, 8]
+    pruner.freeze()
+    assert torch.equal(pruner.mask, soft)
+
+
 @pytest.mark.parametrize("kind", ["orthogonal", "zeros", "equal"])
 def test_pdp_keeps_its_shares_where_norms_tie(kind: str) -> None:
     torch.manual_seed(0)

@@ -41,7 +41,8 @@ class Pdp:
 
     def state(self, blocks: Blocks) -> State:
         if self.allocation == "uniform":
-            counts = apportion([layer.n for layer in blocks.layers], Fraction(blocks.limit, max(blocks.total, 1)))
+            own = None if blocks.min_keep is None else blocks.min_keep.tolist()
+            counts = apportion([layer.n for layer in blocks.layers], Fraction(blocks.limit, max(blocks.total, 1)), own)
         else:
             rank = blocks.sum(torch.square)
             chosen = hard_topk(rank, blocks.limit, blocks.cost, blocks.min_keep, blocks.layer.to(rank.device))
@@ -85,20 +86,22 @@ def _by_layer(squares: Tensor, layer: Tensor) -> Tensor:
     return order[layer[order].argsort(stable=True)]
 
 
-def apportion(sizes: list[int], share: Fraction) -> list[int]:
-    """``floor(share * total)`` seats for layers of these sizes by largest remainder, at least one each while that fits.
+def apportion(sizes: list[int], share: Fraction, own: list[int] | None = None) -> list[int]:
+    """``floor(share * total)`` seats for layers of these sizes by largest remainder, at least one each while that fits, and what a
+    floor guarantees each (``own``).
 
     >>> apportion([100, 10, 1], Fraction(1, 4))
     [24, 2, 1]
     """
     seats = math.floor(share * sum(sizes))
     quotas = [share * size for size in sizes]
-    least = 1 if seats >= len(sizes) else 0
-    counts = [max(least, math.floor(quota)) for quota in quotas]
+    least = [max(1 if seats >= len(sizes) else 0, count) for count in own or [0] * len(sizes)]
+    seats = max(seats, sum(least))
+    counts = [max(few, math.floor(quota)) for few, quota in zip(least, quotas, strict=True)]
     while sum(counts) < seats:  # whoever is owed most; one that has its guaranteed seat is owed less
         i = max((i for i in range(len(sizes)) if counts[i] < sizes[i]), key=lambda i: (quotas[i] - counts[i], sizes[i]))
         counts[i] += 1
     while sum(counts) > seats:  # the guaranteed seats of small layers come out of the largest
-        i = max(range(len(sizes)), key=lambda j: (counts[j] - quotas[j], counts[j]) if counts[j] > least else (-math.inf, 0))
+        i = max(range(len(sizes)), key=lambda j: (counts[j] - quotas[j], counts[j]) if counts[j] > least[j] else (-math.inf, 0))
         counts[i] -= 1
     return counts
