@@ -291,6 +291,17 @@ def test_a_closed_pipe_is_quiet(work: Path) -> None:
     process.stderr.close()
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+@pytest.mark.parametrize("arguments", [("plan", "resnet8"), ("report", "runs/a", "--json")])
+def test_output_to_a_full_disk_is_one_message(arguments: tuple[str, ...], work: Path) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command(*arguments), cwd=work, env=environment(), stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1
+    assert done.stderr.startswith("smartprune: ")
+    assert "cannot be written or read (No space left on device)" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
 def test_paths_that_cannot_be_written_are_bad_arguments(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (work / "file").write_bytes(b"")
     before = sorted(work.rglob("*"))

@@ -65,6 +65,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output went away, as in `smartprune report ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except OSError as error:  # a full disk, most likely: where our output goes, or where temporary files lie
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what was not printed would fail once more at the end
+        where = "the output, or a temporary file," if error.filename is None else error.filename
+        print(f"smartprune: {where} cannot be written or read ({error.strerror or error}); try again once it can", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("smartprune: stopped", file=sys.stderr)
         return 1
