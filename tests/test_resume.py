@@ -200,7 +200,7 @@ def stopped_run(out: Path) -> None:
         train(small(out), stop=After(20))
 
 
-@pytest.mark.parametrize("damage", ["empty", "cut", "noise", "foreign", "other"])
+@pytest.mark.parametrize("damage", ["empty", "cut", "noise", "flip", "foreign", "other"])
 def test_damaged_checkpoint_is_an_error_not_a_crash(damage: str, tmp_path: Path) -> None:
     out = tmp_path / "run"
     stopped_run(out)
@@ -211,7 +211,9 @@ def test_damaged_checkpoint_is_an_error_not_a_crash(damage: str, tmp_path: Path)
     elif damage == "other":
         torch.save({"step": 3}, path)
     else:
-        path.write_bytes({"empty": b"", "cut": data[: len(data) // 2], "noise": b"\x80\x02" + bytes(500)}[damage])
+        at = len(data) // 2  # among the numbers of a tensor: torch would load it
+        flip = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+        path.write_bytes({"empty": b"", "cut": data[:at], "noise": b"\x80\x02" + bytes(500), "flip": flip}[damage])
     with pytest.raises(SmartpruneError, match=r"checkpoint\.pt is (damaged|not a checkpoint).*delete it to start"):
         resume(out)
 

@@ -9,6 +9,8 @@ import os
 import pickle
 import shlex
 import shutil
+import zipfile
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -29,6 +31,7 @@ from .shards import whole
 
 CONFIG, METRICS, CHECKPOINT, RESULT = "config.json", "metrics.jsonl", "checkpoint.pt", "result.json"
 DENSE, MODEL, RECEIPT = "dense.safetensors", "model.safetensors", "receipt.json"
+UNREADABLE = (zipfile.BadZipFile, zlib.error, pickle.UnpicklingError)  # what a damaged checkpoint raises, beside built-in errors
 
 
 def create(config: Config) -> Path:
@@ -97,8 +100,11 @@ def load_checkpoint(folder: Path) -> dict[str, Any] | None:
         return None
     anew = "delete it to start the run from its beginning"
     try:
+        with zipfile.ZipFile(path) as archive:  # torch writes checksums and does not look at them
+            if (entry := archive.testzip()) is not None:
+                raise zipfile.BadZipFile(f"{entry} is not as it was written")
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
+    except (*UNREADABLE, RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
         raise SmartpruneError(f"{path} is damaged ({first_line(error)}); {anew}") from None
     if not isinstance(state, dict) or state.get("version") != 1:
         raise SmartpruneError(f"{path} is not a checkpoint that this version writes; {anew}")
