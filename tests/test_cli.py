@@ -157,6 +157,8 @@ def test_json_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
         (["train", "--set", "start=hot"], "smart: start='hot' should be float"),
         (["train", "--set", "schedule=sudden"], "schedule='sudden' is not known; it can be:"),
         (["train", "--task-set", "depth=3"], "unknown setting 'depth' for digits; it has: width, shift"),
+        (["train", "digits", "--data", "nowhere"], "digits brings its data along and reads no folder; leave --data"),
+        (["plan", "digits", "--data", "nowhere"], "digits brings its data along and reads no folder; leave --data nowhere out"),
         (["train", "--floor", "0.9"], "floor=0.9 needs"),
         (["train", "--dense", "nowhere.safetensors"], "nowhere.safetensors cannot be read"),
         (["train", "--config", "nowhere.json"], "nowhere.json cannot be read as a configuration"),

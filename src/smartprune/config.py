@@ -194,6 +194,8 @@ def _filled(choices: Mapping[str, Any], kind: str, name: str, settings: Mapping[
     hints = _hints(choices[name])
     known = {f.name: hints[f.name] for f in fields(choices[name])}
     for setting, value in settings.items():
+        if setting == "folder" and kind == "task" and setting not in known:  # what --data is called in there
+            raise SmartpruneError(f"{name} brings its data along and reads no folder; leave --data {value} out")
         if setting not in known:
             raise SmartpruneError(f"unknown setting {setting!r} for {name}; it has: {', '.join(known) or 'none'}")
         if not _fits(value, known[setting]):
