@@ -184,6 +184,11 @@ def test_misuse(folder: Path, tmp_path: Path) -> None:
         sp.export_onnx(model, path, x, (4, 4), int8=True)
     with pytest.raises(sp.SmartpruneError, match="calibration= is for int8"):
         sp.export_onnx(model, path, x, (4, 4), calibration=[x])
+    for wrong in (x[:, :, 1:], x.double(), x.long()):
+        with pytest.raises(sp.SmartpruneError, match=r"holds samples of 3x[78]x8 \w+, and the example's are 3x8x8 float32"):
+            sp.export_onnx(model, path, x, (4, 4), int8=True, calibration=[x, wrong])
+    with pytest.raises(sp.SmartpruneError, match="calibration= holds NaN or infinity"):
+        sp.export_onnx(model, path, x, (4, 4), int8=True, calibration=[x, x * torch.nan])
     with pytest.raises(sp.SmartpruneError, match="an example is a tensor with a batch axis"):
         sp.export_onnx(model, path, torch.tensor(1.0), (4, 4))
     with pytest.raises(sp.SmartpruneError, match=r"the model failed on inputs of 2x4x8x8"):

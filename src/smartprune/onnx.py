@@ -157,9 +157,7 @@ def export_onnx(
     int8_error = None
     if int8:
         assert calibration is not None
-        steps = [_inputs(batch) for batch in calibration]
-        if not steps:
-            raise SmartpruneError("export_onnx: calibration= holds no batches")
+        steps = _steps(calibration, inputs)
         float_file = parse_onnx(data, "the float graph")
         data = quantized(data, steps)
         graph = onnx.load_model_from_string(data)
@@ -237,6 +235,22 @@ def _inputs(example: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
     if not out or any(not isinstance(x, Tensor) or x.dim() < 1 or x.shape[0] < 1 for x in out):
         raise SmartpruneError("export_onnx: an example is a tensor with a batch axis, or a tuple of such tensors")
     return tuple(x.detach().cpu() for x in out)
+
+
+def _steps(calibration: Iterable[Tensor | Sequence[Tensor]], inputs: tuple[Tensor, ...]) -> list[tuple[Tensor, ...]]:
+    """The batches that activations are measured on; onnxruntime says little of those that do not fit."""
+    steps = [_inputs(batch) for batch in calibration]
+    if not steps:
+        raise SmartpruneError("export_onnx: calibration= holds no batches")
+    for step in steps:
+        given, wanted = (
+            ", ".join(f"{text.sizes(x.shape[1:])} {str(x.dtype).removeprefix('torch.')}" for x in batch) for batch in (step, inputs)
+        )
+        if given != wanted:
+            raise SmartpruneError(f"export_onnx: calibration= holds samples of {given}, and the example's are {wanted}; give such")
+        if not all(bool(x.isfinite().all()) for x in step):
+            raise SmartpruneError("export_onnx: calibration= holds NaN or infinity, so nothing can be measured; give real inputs")
+    return steps
 
 
 def _random(inputs: tuple[Tensor, ...], dynamic_batch: bool) -> Iterator[tuple[Tensor, ...]]:
