@@ -87,7 +87,7 @@ class Exported:
         if self.vanished:
             lines.append(f"note     {self.vanished:,} kept blocks became zero by folding or rounding")
         if self.batchnorms:
-            lines.append(f"note     {self.batchnorms} batch normalizations could not be folded")
+            lines.append(f"note     {self.batchnorms} batch normalizations are left in the graph")
         return "\n".join(lines)
 
 
