@@ -71,9 +71,9 @@ def test_shares_are_read_as_written() -> None:
         (-0.1, r"outside \[0, 1\)"),
         (float("nan"), r"outside \[0, 1\)"),
         (float("inf"), r"outside \[0, 1\)"),
-        (True, r"outside \[0, 1\)"),
-        ("0.5", r"outside \[0, 1\)"),
-        (None, r"outside \[0, 1\)"),
+        (True, r"a bool and no number in \[0, 1\)"),
+        ("0.5", r"sparsity='0.5' is a str and no number in \[0, 1\): it is the share to remove"),
+        (None, r"a NoneType and no number in \[0, 1\)"),
     ],
 )
 def test_wrong_shares(value: object, words: str) -> None:

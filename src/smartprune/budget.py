@@ -113,7 +113,8 @@ def cycles(share: float, example: Any, npu: NPU, of: Literal["layers", "model"] 
 
 def as_share(value: Any, where: str, meaning: str = "the share to remove") -> Fraction:
     """A share in [0, 1) as an exact number: 0.97 is read as 97/100, not as its binary neighbour."""
-    good = isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    good = number and math.isfinite(value)
     if good:
         share = value if isinstance(value, Fraction) else Fraction(str(value))
         near = share.limit_denominator(10**9)  # 1/3, say
@@ -121,7 +122,8 @@ def as_share(value: Any, where: str, meaning: str = "the share to remove") -> Fr
         if 0 <= share < 1 and float(value) < 1:
             return share
     hint = f"; write {where}={float(value) / 100:g}" if good and 1 < value < 100 else ""
-    raise SmartpruneError(f"{where}={value!r} is outside [0, 1): it is {meaning}{hint}")
+    wrong = "outside" if number else f"a {type(value).__name__} and no number in"
+    raise SmartpruneError(f"{where}={value!r} is {wrong} [0, 1): it is {meaning}{hint}")
 
 
 def keep_count(share: Fraction, n: int) -> int:
