@@ -11,6 +11,8 @@ from weakref import WeakValueDictionary
 
 from torch import Tensor, nn
 
+from .errors import SmartpruneError
+
 
 class Source(Protocol):
     """Where a masked layer gets its weights from: the pruner."""
@@ -19,6 +21,10 @@ class Source(Protocol):
 
 
 LINK = "_smartprune_link"  # attribute of a masked module: (source, {attribute: index of the weight})
+STILL_MASKED = (
+    "the model is still masked, and would be exported with its masks; call smartprune.bake(model) first, or bake and export a copy "
+    "(copy.deepcopy)"
+)
 # while a module has one: a user's class, and all that its functions reach, goes with the last of its modules
 _classes: WeakValueDictionary[tuple[type[nn.Module], tuple[str, ...]], type[nn.Module]] = WeakValueDictionary()
 
@@ -57,6 +63,7 @@ def masked_class(cls: type[nn.Module], attributes: tuple[str, ...]) -> type[nn.M
             "__reduce_ex__": _reduce,
             "_smartprune_class": cls,
             "_smartprune_attributes": attributes,
+            "__prepare_scriptable__": _refuse,
         }
         for attribute in attributes:
             body[attribute] = property(_getter(attribute))
@@ -71,6 +78,11 @@ def _getter(attribute: str) -> Any:
         return masked
 
     return get
+
+
+def _refuse(self: nn.Module) -> None:
+    """What torch.jit.script asks every module for first."""
+    raise SmartpruneError(STILL_MASKED)
 
 
 def _reduce(self: Any, protocol: Any) -> tuple[Any, ...]:

@@ -19,7 +19,7 @@ from .block import Block
 from .budget import Budget
 from .errors import SmartpruneError
 from .layers import CONVOLUTIONS, TRANSPOSED, Blocks, Patterns
-from .link import is_on, plain_class, put_on, take_off
+from .link import STILL_MASKED, is_on, plain_class, put_on, take_off
 from .masking import Masking
 from .methods.method import Clock, Method, State, settings
 from .plan import Plan, plan
@@ -611,10 +611,7 @@ class Pruner:
 
     def _before(self, module: nn.Module, args: Any) -> None:
         if torch.jit.is_tracing() or torch.compiler.is_exporting():  # type: ignore[attr-defined, no-untyped-call]
-            raise SmartpruneError(
-                "the model is still masked, and would be exported with its masks; call smartprune.bake(model) first, or bake and "
-                "export a copy (copy.deepcopy)"
-            )
+            raise SmartpruneError(STILL_MASKED)
         _refresh_anyhow(self)
         self._inside = True
 

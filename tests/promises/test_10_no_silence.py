@@ -218,10 +218,13 @@ def test_export_before_bake() -> None:
     case.model.eval()
     with pytest.raises(sp.SmartpruneError, match=r"still masked.*smartprune\.bake\(model\) first"):
         torch.jit.trace(case.model, case.x)
+    with pytest.raises(sp.SmartpruneError, match="still masked"):
+        torch.jit.script(case.model)
     with pytest.raises(Exception, match="still masked"):
         torch.export.export(case.model, (case.x,))
     pruner.freeze(force=True)
     sp.bake(case.model)
+    torch.jit.script(case.model)
     torch.export.export(case.model, (case.x,))
 
 
