@@ -180,6 +180,10 @@ def test_misuse(folder: Path, tmp_path: Path) -> None:
     x, path = torch.randn(2, 3, 8, 8), tmp_path / "no.onnx"
     with pytest.raises(sp.SmartpruneError, match="give block="):
         sp.export_onnx(model, path, x)
+    with pytest.raises(sp.SmartpruneError, match=r"model is a str; give a torch\.nn\.Module"):
+        sp.export_onnx("model.safetensors", path, x, (4, 4))  # type: ignore[arg-type]
+    with pytest.raises(sp.SmartpruneError, match=r"receipt is a str; give a Receipt, such as Receipt\.load"):
+        sp.export_onnx(model, path, x, receipt="receipt.json")  # type: ignore[arg-type]
     with pytest.raises(sp.SmartpruneError, match="int8 needs calibration="):
         sp.export_onnx(model, path, x, (4, 4), int8=True)
     with pytest.raises(sp.SmartpruneError, match="calibration= is for int8"):

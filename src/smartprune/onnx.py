@@ -112,6 +112,10 @@ def export_onnx(
     channel, so that zero stays zero) and activations, with ranges from the batches in ``calibration``. ``example`` is an
     input with a batch axis, or a tuple of them; ``block`` is the receipt's unless given. The model stays as it is.
     """
+    if not isinstance(model, nn.Module):
+        raise SmartpruneError(f"export_onnx: model is a {type(model).__name__}; give a torch.nn.Module")
+    if receipt is not None and not isinstance(receipt, Receipt):
+        raise SmartpruneError(f"export_onnx: receipt is a {type(receipt).__name__}; give a Receipt, such as Receipt.load(path)")
     if receipt is not None and block is None:
         block = receipt.block
     if block is None:
