@@ -31,7 +31,7 @@ from .shards import whole
 
 CONFIG, METRICS, CHECKPOINT, RESULT = "config.json", "metrics.jsonl", "checkpoint.pt", "result.json"
 DENSE, MODEL, RECEIPT = "dense.safetensors", "model.safetensors", "receipt.json"
-UNREADABLE = (zipfile.BadZipFile, zlib.error, pickle.UnpicklingError)  # what a damaged checkpoint raises, beside built-in errors
+UNREADABLE = (zipfile.BadZipFile, zlib.error)  # what a damaged checkpoint raises, beside built-in errors
 
 
 def create(config: Config) -> Path:
@@ -104,6 +104,10 @@ def load_checkpoint(folder: Path) -> dict[str, Any] | None:
             if (entry := archive.testzip()) is not None:
                 raise zipfile.BadZipFile(f"{entry} is not as it was written")
         state = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:  # torch would have the reader run what is in it
+        raise SmartpruneError(
+            f"{path} is damaged, or holds more than plain tensors, and code in files is never run; {anew}"
+        ) from None
     except (*UNREADABLE, RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
         raise SmartpruneError(f"{path} is damaged ({first_line(error)}); {anew}") from None
     if not isinstance(state, dict) or state.get("version") != 1:

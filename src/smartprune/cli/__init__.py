@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
+from .. import __version__
 from ..errors import SmartpruneError
 from .bench import bench_verb
 from .compare import compare_verb
@@ -50,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    parser.add_argument("--version", action="version", version=f"smartprune {__version__}")
     verbs = parser.add_subparsers(metavar="VERB", required=True)
     for add in VERBS:
         add(verbs)
