@@ -868,7 +868,7 @@ def bake(model: nn.Module, hold: bool = True) -> Receipt:
     """Makes the model plain again, with zeros where blocks were removed, and says what was achieved.
 
     Parameters stay the same objects. With ``hold``, torch optimizers of this process that go on training the model leave the
-    zeros at zero; ``hold=False`` lets them grow back.
+    zeros at zero; ``hold=False`` lets them grow back, and so does training a copy of the baked model, which is a plain one.
     """
     if not isinstance(model, nn.Module):
         raise SmartpruneError(f"bake: model is a {type(model).__name__}; give a torch.nn.Module")
