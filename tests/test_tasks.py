@@ -14,10 +14,13 @@ from folders import pack, write_classes, write_pairs
 from pictures import write_binary
 from smartprune import SmartpruneError
 from smartprune.config import Recipe, make_task
+from smartprune.judge import judge
 from smartprune.models import MODELS
 from smartprune.tasks import TASKS, generator
 from smartprune.tasks.detection_score import evaluator
 from smartprune.tasks.digits import MEAN, STD, Digits, load, shifted
+from smartprune.tasks.sceneboxes import SceneBoxes, truth
+from smartprune.tasks.scenes import compose
 
 CPU = torch.device("cpu")
 SETTINGS: dict[str, dict[str, int]] = {  # of pictures as small as those made here
@@ -85,6 +88,60 @@ def test_batches_do_not_depend_on_where_an_epoch_is_entered(name: str) -> None:
     late = list(data.batches(50, seed=3, epoch=5, first=4))
     for a, b in zip(whole[4:], late, strict=True):
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_training_data_to_judge_by_is_every_sample_once(name: str) -> None:
+    data = TASKS[name](**SETTINGS.get(name, {})).data("train", CPU)
+    still = data.still()  # type: ignore[attr-defined]
+    one, seven = (torch.cat([batch[0] for batch in still.batches(size, seed=3, epoch=5)]) for size in (1, 7))
+    assert torch.equal(one, seven)  # none is left out because of the others of its batch
+    assert torch.equal(one, torch.cat([batch[0] for batch in still.batches(7, seed=4, epoch=6)]))  # nothing is drawn
+    assert len(one) >= len(torch.cat([batch[0] for batch in data.batches(1, seed=3, epoch=5)]))
+    assert data.steps(len(one) - 1) == 1  # what one trains on is as it was
+
+
+class KnowsByHeart(torch.nn.Module):
+    """Finds in every picture the boxes of the one that has just these bytes, and nothing in others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        pictures = [own.numpy().tobytes() for own in compose("train", 0)[..., :3]]
+        self.known = dict(zip(pictures, truth("train", 0).pictures, strict=True))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def decode(self, x: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros(len(x), 4, 15)
+        for own, picture in zip(out, x.permute(0, 2, 3, 1).mul(255).round().to(torch.uint8), strict=True):
+            found = self.known.get(picture.contiguous().numpy().tobytes())
+            for row, (x1, y1, x2, y2), label in zip(own, found.boxes, found.classes, strict=False) if found else ():
+                row[:5] = torch.tensor([(x1 + x2) / 2, (y1 + y2) / 2, x2 - x1, y2 - y1, 1.0])
+                row[5 + label] = 1.0
+        return out
+
+
+def test_who_knows_the_training_pictures_is_right_about_each() -> None:
+    _, found = judge(SceneBoxes(), KnowsByHeart(), "train", CPU)
+    told = {(each["image_id"], each["category_id"], *each["bbox"]) for each in found or ()}
+    wanted = {
+        (picture.number, label, x1, y1, x2 - x1, y2 - y1)
+        for picture in truth("train", 0).pictures
+        for (x1, y1, x2, y2), label in zip(picture.boxes, picture.classes, strict=True)
+    }
+    assert told == wanted
+
+    class Lookup(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            images, labels = load("train")
+            same = (x.flatten(1)[:, None] == images.flatten(1)).all(2)
+            return (
+                torch.nn.functional.one_hot(labels[same.int().argmax(1)], 10) * same.any(1)[:, None] - 1.0 * (~same.any(1))[:, None]
+            )
+
+    figures, _ = judge(Digits(), Lookup(), "train", CPU)
+    assert figures == {"accuracy": 1.0}
 
 
 def test_digits_split_is_fixed_disjoint_and_stratified() -> None:

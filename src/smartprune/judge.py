@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from .errors import SmartpruneError
 from .files import write_whole
-from .tasks import Task
+from .tasks import Data, Task
 
 FOUND = {"dense": "dense_detections.json", "pruned": "detections.json"}  # in a run folder
 Figures = dict[str, float | None]  # by name, the task's measure first; None: not scored
@@ -22,7 +23,7 @@ def judge(task: Task, model: nn.Module, split: str, device: torch.device) -> tup
     A task may need a package to be judged that is not installed here. Its measure is None then, and what was found can be
     scored later, by ``smartprune eval``.
     """
-    data, training, own = task.data(split, device), model.training, _deferred(task)
+    data, training, own = _still(task, split, device), model.training, _deferred(task)
     model.eval()
     try:
         with torch.no_grad():
@@ -32,6 +33,14 @@ def judge(task: Task, model: nn.Module, split: str, device: torch.device) -> tup
     finally:
         model.train(training)
     return own.score(found, split) or {task.measure: None}, found
+
+
+def _still(task: Task, split: str, device: torch.device) -> Data:
+    """A split to judge by. That to train on is shuffled and changed, and its last samples may be left out."""
+    data: Any = task.data(split, device)
+    if split == "train" and not hasattr(data, "still"):
+        raise SmartpruneError(f"{type(task).__name__}: its training split cannot be had as it is; judge on test or validation")
+    return data.still() if split == "train" else data  # type: ignore[no-any-return]
 
 
 def _deferred(task: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -141,12 +142,17 @@ class Split:
             pictures, labels = self._made_ready(order, down, right, mirrored), self.labels[order]
             yield from zip(pictures.split(size), labels.split(size), strict=True)
 
+    def still(self) -> Split:
+        out = copy(self)
+        out.training = False
+        return out
+
     def _draw(self, seed: int, epoch: int) -> Tensor:
         """Which picture, how far down and right, whether mirrored: [4, n], drawn on the CPU for every device alike."""
         count = len(self.labels)
         if not self.training:
-            still = torch.zeros(3, count, dtype=torch.int64, device=self.labels.device)
-            return torch.cat([torch.arange(count, device=still.device)[None], still])
+            middle = torch.tensor([self.pad, self.pad, 0], device=self.labels.device)[:, None].expand(3, count)
+            return torch.cat([torch.arange(count, device=middle.device)[None], middle])
         draw = generator(seed, epoch)
         order = torch.randperm(count, generator=draw)
         moves = torch.randint(0, 2 * self.pad + 1, (2, count), generator=draw)

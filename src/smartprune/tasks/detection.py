@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -179,6 +180,11 @@ class Split:
             frames, labels = self.frames[own.order], self.labels[own.order]
             pictures = painted(taken.unflatten(0, (-1, tiles)), frames, own)
             yield pictures, as_targets(placed(labels, frames, own, self.size))
+
+    def still(self) -> Split:
+        out = copy(self)
+        out.moves = None
+        return out
 
 
 def as_targets(labels: Tensor) -> Tensor:

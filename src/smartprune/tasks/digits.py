@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import ClassVar
 
@@ -101,6 +101,9 @@ class Split:
             images, labels = shifted(images[order], moves, self.shift), labels[order]
         for step in range(first, self.steps(size), every):
             yield images[step * size : (step + 1) * size], labels[step * size : (step + 1) * size]
+
+    def still(self) -> Split:
+        return replace(self, training=False)
 
 
 def shifted(images: Tensor, moves: Tensor, reach: int) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -137,6 +138,11 @@ class Split:
         for part, pictures in zip(parts, self.shelf.stream(order, parts), strict=True):
             out = cut(normalised(pictures), reach[part], centre[part], (self.size, self.size))
             yield out.contiguous(memory_format=torch.channels_last), labels[part]
+
+    def still(self) -> Split:
+        out = copy(self)
+        out.training = False
+        return out
 
     def _draw(self, seed: int, epoch: int) -> tuple[Tensor, Tensor, Tensor]:
         """Which picture [n], and the rectangle to take of it (see ``cut``): drawn on the CPU for every device alike."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -123,6 +124,11 @@ class Split:
         reach, centre = reach.to(device), centre.to(device)
         for part, taken in zip(parts, self.shelf.stream(order, parts), strict=True):
             yield moved(taken, reach[part], centre[part], (self.moves.height, self.moves.width))
+
+    def still(self) -> Split:
+        out = copy(self)
+        out.moves = None
+        return out
 
     def _draw(self, moves: Moves, seed: int, epoch: int) -> tuple[Tensor, Tensor, Tensor]:
         """Which picture [n], and the rectangle to take of it (see ``cut``): drawn on the CPU for every device alike."""

@@ -12,7 +12,10 @@ from ..config import Recipe
 
 
 class Data(Protocol):
-    """One split of the data."""
+    """One split of the data.
+
+    Optional: ``still()``, the same with every sample once, in order and as it is; to judge a model on the training split needs it.
+    """
 
     def steps(self, size: int) -> int:
         """Batches of this size in one epoch."""
