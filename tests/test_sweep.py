@@ -141,6 +141,14 @@ def test_dense_models_are_shared_by_what_they_depend_on(tmp_path: Path) -> None:
     assert dense_name(dense_config(base, tmp_path / "d")) == dense_name(base)
 
 
+@pytest.mark.parametrize("over", ["stage", "pruning"])
+@pytest.mark.parametrize("epochs", [0.5, 1.0, 2.5])
+def test_a_dense_model_that_is_warmed_up(tmp_path: Path, over: str, epochs: float) -> None:
+    base = small(tmp_path, warmup_epochs=epochs, schedule_over=over, dense_epochs=3, search_epochs=3, finetune_epochs=3)
+    made = dense_config(base, tmp_path / "d")  # what comes after the dense stage is shorter there, but not than its warm-up
+    assert (made.warmup_epochs, made.dense_epochs, dense_name(made)) == (epochs, 3, dense_name(base))
+
+
 def test_a_dense_model_that_is_given(tmp_path: Path) -> None:
     cells = lay_out([grid(options={**OPTIONS, "dense": "/models/s{seed}.safetensors"}, seeds=(0, 3))])
     assert [cell.config.dense for cell in cells[:2]] == ["/models/s0.safetensors", "/models/s3.safetensors"]

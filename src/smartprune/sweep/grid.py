@@ -128,7 +128,10 @@ def dense_name(config: Config) -> str:
 def dense_config(config: Config, out: Path) -> Config:
     """A run whose dense stage is that of ``config``; what follows it is as short and as simple as can be."""
     told = {name: value for name, value in asdict(config).items() if name not in AFTER_DENSE}
-    return configure({**told, "method": "magnitude", "sparsity": 0.5, "search_epochs": 1, "finetune_epochs": 1, "out": str(out)})
+    least = int(config.warmup_epochs) + 1  # a schedule is longer than its warm-up
+    return configure(
+        {**told, "method": "magnitude", "sparsity": 0.5, "search_epochs": least, "finetune_epochs": least, "out": str(out)}
+    )
 
 
 def read_grids(path: Path) -> list[Grid]:
