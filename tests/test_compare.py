@@ -195,6 +195,23 @@ def test_only_like_is_pooled(tmp_path: Path) -> None:
     assert "macs 0.5" in text
 
 
+def test_settings_that_hardly_differ_are_not_pooled(tmp_path: Path) -> None:
+    """Neither as seeds of one row, nor as the same run a second time."""
+    for number, change in enumerate(
+        [{}, {"lr": 0.10000001}, {"ema": 0.9999999}, {"ema": 0.99999995}, {"settings": {"end": 1.0000001e-3}}]
+    ):
+        made(tmp_path / str(number), 0.5, seed=0, **change)
+    made(tmp_path / "5", 0.5, seed=0, settings={"end": 1.0000002e-3})
+    found = compare([tmp_path])
+    assert not found.left_out
+    assert [len(row.entries) for row in found.rows] == [1] * 6
+    made(tmp_path / "6", 0.5, seed=0, sparsity=0.90000001)
+    made(tmp_path / "7", 0.5, seed=0, sparsity=0.90000002)
+    text = str(compare([tmp_path / "6", tmp_path / "7"]))
+    assert "0.90000001 " in text
+    assert "0.90000002 " in text
+
+
 def test_protocol_forgets_only_where_it_ran(tmp_path: Path) -> None:
     config = asdict(small(tmp_path))
     same = {**config, "out": "x", "dense": "y", "device": "cuda", "seed": 3, "checkpoint_seconds": 1}

@@ -23,4 +23,10 @@ def named(name: str, choices: Mapping[str, Callable[..., Any]], settings: Mappin
 
 
 def plain(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    """A setting as text; two that differ have two texts.
+
+    >>> plain(0.1), plain(1.0), plain(0.12345678)
+    ('0.1', '1', '0.12345678')
+    """
+    short = f"{value:g}" if isinstance(value, float) else str(value)
+    return short if not isinstance(value, float) or float(short) == value else repr(value)

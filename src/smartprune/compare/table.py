@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from .. import text
+from .names import plain
 
 if TYPE_CHECKING:
     from . import Comparison, Row
@@ -74,7 +75,7 @@ def _macs(rows: Sequence[Row], shares: Sequence[tuple[str, float]], ascii_only: 
 
 def _asked(share: tuple[str, float]) -> str:
     kind, number = share
-    return f"{number:g}" if kind == "sparsity" else f"{kind} {number:g}"
+    return plain(number) if kind == "sparsity" else f"{kind} {plain(number)}"
 
 
 def spread(values: Sequence[float], ascii_only: bool = False) -> str:
