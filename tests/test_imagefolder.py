@@ -71,6 +71,28 @@ def test_a_tar_reads_as_the_folder_does(top: str, folder: Path, tmp_path: Path, 
     assert torch.equal(kept(ImageFolder(size=16), "test"), wanted)
 
 
+def test_links_in_a_tar_are_followed_as_in_a_folder(folder: Path, tmp_path: Path) -> None:
+    own = tmp_path / "set"
+    shutil.copytree(folder, own)
+    names = sorted(path.parent.name for path in own.glob("train/*/*"))
+    first = min((own / "train" / names[0]).iterdir())
+    os.link(first, first.with_name(f"hard{first.suffix}"))
+    first.with_name(f"soft{first.suffix}").symlink_to(first.name)
+    first.with_name(f"softer{first.suffix}").symlink_to(f"soft{first.suffix}")
+    other = own / "train" / names[-1] / f"other{first.suffix}"
+    other.symlink_to(f"../{names[0]}/{first.name}")
+    for top in (".", "set"):
+        tar = pack(own, tmp_path / f"{top.strip('.')}a.tar", top)
+        a, b = (ImageFolder(folder=str(place), size=16) for place in (own, tar))
+        assert len(kept(a, "train")) == len(names) + 4
+        assert torch.equal(kept(a, "train"), kept(b, "train"))
+        assert torch.equal(a.data("train", CPU).labels, b.data("train", CPU).labels)  # type: ignore[attr-defined]
+    other.unlink()
+    other.symlink_to("/elsewhere/1.png")
+    with pytest.raises(SmartpruneError, match=rf"train/{names[-1]}/other\{first.suffix} leads to no file in it; .* --dereference"):
+        ImageFolder(folder=str(pack(own, tmp_path / "b.tar")), size=16).data("train", CPU)
+
+
 def test_the_cycles_of_a_run_from_elsewhere_take_no_memory(folder: Path, tmp_path: Path) -> None:
     """Its weights fit pictures of any size."""
     save_file(ImageFolder(folder=str(folder)).model("resnet8").state_dict(), tmp_path / "model.safetensors")

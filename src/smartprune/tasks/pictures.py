@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import posixpath
 import tarfile
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,6 +22,7 @@ from ..errors import SmartpruneError
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP")
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of red, green, blue in 0 ... 1: those of ImageNet
+LINKS = 8  # one after the other, at most
 WORKERS = min(8, os.cpu_count() or 1)  # threads that decode
 
 
@@ -87,11 +89,31 @@ Place = tuple[str, int, int]  # of a file: path, first byte, number of bytes (-1
 def _members(path: Path) -> dict[str, Place]:
     try:
         with tarfile.open(path, "r:") as tar:
-            members = [member for member in tar if member.isfile()]
+            members = {posixpath.normpath(member.name): member for member in tar}
     except (tarfile.TarError, OSError, EOFError) as error:
         raise SmartpruneError(f"{path} cannot be read as a plain tar ({error}); a compressed one must be unpacked first") from None
-    clean = ((m.name.removeprefix("./"), (str(path), m.offset_data, m.size)) for m in members)
-    return {name: place for name, place in clean if not _hidden(name)}
+    out: dict[str, Place] = {}
+    for name, member in members.items():
+        if member.isdir() or _hidden(name):
+            continue
+        file = _linked(name, members)
+        if file is not None:
+            out[name] = (str(path), file.offset_data, file.size)
+        elif name.lower().endswith(SUFFIXES):
+            raise SmartpruneError(f"{path}: {name} leads to no file in it; pack the files themselves: tar --dereference")
+    return out
+
+
+def _linked(name: str, members: dict[str, tarfile.TarInfo]) -> tarfile.TarInfo | None:
+    """The file that a member is, or that it leads to by links within the tar."""
+    for _ in range(LINKS):
+        member = members.get(name)
+        if member is None or member.isfile():
+            return member
+        if not (member.islnk() or member.issym()):
+            return None
+        name = posixpath.normpath(posixpath.join(posixpath.dirname(name) if member.issym() else "", member.linkname))
+    return None
 
 
 def _walk(folder: Path) -> dict[str, Place]:
