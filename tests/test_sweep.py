@@ -8,6 +8,7 @@ import os
 import shlex
 import signal
 import subprocess
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -27,7 +28,7 @@ from smartprune.run import prune
 from smartprune.sweep import Sweep, noted
 from smartprune.sweep.board import Board, Line, State
 from smartprune.sweep.grid import Cell, Grid, dense_config, dense_name, lay_out, read_grids
-from smartprune.sweep.job import Job, jobs_at_once
+from smartprune.sweep.job import OWNER, Job, jobs_at_once
 from smartprune.sweep.job import environment as job_environment
 from smartprune.sweep.recorded import recorded
 from smartprune.train import train
@@ -402,6 +403,32 @@ def test_a_dense_model_that_fails_is_no_run(tmp_path: Path, capsys: pytest.Captu
     assert f"{cells[0].dense} failed with exit code 1" in said
     assert all(f"{cell.name} failed with exit code 1" in said for cell in cells)
     assert "0 runs done, 2 failed; the same command goes on from here" in said
+
+
+@pytest.mark.parametrize("going", [False, True])
+def test_what_made_a_dense_model_goes_with_the_killed_sweep(going: bool, tmp_path: Path) -> None:
+    fcntl = pytest.importorskip("fcntl")
+    cells = lay_out([grid()])
+    for cell in cells:
+        finish(tmp_path, cell)
+    name = str(cells[0].dense)
+    work, log = tmp_path / "dense" / f".{name}", tmp_path / "logs" / f"{name}.log"
+    work.mkdir(parents=True)
+    (work / "dense.safetensors").write_bytes(b"whole")
+    log.parent.mkdir()
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    with log.open("wb") as file:  # whose lock goes with the process
+        fcntl.flock(file, fcntl.LOCK_EX)
+        left = subprocess.Popen(["sleep", "100" if going else "0"], stdout=file)
+        file.write(f"{OWNER} {left.pid} {gone.pid}\n".encode())
+    if not going:
+        left.wait()
+    threading.Thread(target=left.wait, daemon=True).start()  # as the system does for a process that has no parent any more
+    sweep = Sweep(tmp_path, cells)
+    assert not sweep.run(Board(io.StringIO()), lambda: False).missing
+    assert left.wait(10) == (-signal.SIGTERM if going else 0)
+    assert (sweep.dense_path(name).read_bytes(), work.exists(), sweep.took["dense"]) == (b"whole", False, [])
 
 
 def test_no_time_for_another_run(tmp_path: Path) -> None:

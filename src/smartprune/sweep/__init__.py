@@ -23,7 +23,7 @@ from ..rundir import CONFIG, DENSE, METRICS, RESULT
 from ..train import Result
 from .board import Board, Line, State
 from .grid import Cell
-from .job import Job, jobs_at_once
+from .job import Job, jobs_at_once, locked
 
 POLL_SECONDS = 0.1
 NOTES, LOGS, MODELS = "sweep.json", "logs", "dense"
@@ -112,8 +112,9 @@ class Sweep:
             if value and value not in told[name]:
                 told[name].append(value)
         write_whole(self.out / NOTES, (json.dumps(told, indent=1) + "\n").encode())
-        for name in {cell.dense for cell in self.cells if cell.dense is not None}:
-            self._harvest(name)
+        for name, cell in {cell.dense: cell for cell in self.cells if cell.dense is not None}.items():
+            if self._harvest(name) and self._dense_work(name).exists():
+                self._let_go(name, cell)
 
     def done(self, cell: Cell) -> bool:
         return (cell.folder(self.out) / RESULT).exists()
@@ -202,7 +203,8 @@ class Sweep:
             del self.running[name]
             if job.kind == "dense":
                 if self._harvest(name):
-                    self.took["dense"].append(job.seconds)
+                    if not job.adopted:
+                        self.took["dense"].append(job.seconds)
                     shutil.rmtree(self._dense_work(name), ignore_errors=True)
                     self._report(board, job, "trained")
                     continue
@@ -242,6 +244,15 @@ class Sweep:
 
     def _dense_work(self, name: str) -> Path:
         return self.out / MODELS / f".{name}"
+
+    def _let_go(self, name: str, cell: Cell) -> None:
+        """Of a dense model that is there, what a killed sweep left behind: its run folder, and perhaps its process."""
+        with (self.out / LOGS / f"{name}.log").open("ab") as log:
+            ended = locked(log)
+        if ended:
+            shutil.rmtree(self._dense_work(name), ignore_errors=True)
+        else:
+            self._start("dense", cell)  # adopts it, and then it is stopped as one that has done all that was wanted of it
 
     def _harvest(self, name: str) -> bool:
         """Takes the dense model out of its run, which writes it whole at the end of the dense stage."""
