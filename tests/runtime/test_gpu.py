@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from interpreted import loaded_loop_bounds, needs_interpreter, needs_triton, run_interpreted  # noqa: F401 (a fixture)
+from interpreted import INTERPRETED, loaded_loop_bounds, needs_interpreter, needs_triton, run_interpreted  # noqa: F401 (a fixture)
 from interpreted import on_gpu as on_gpu_machine
 from smartprune import SmartpruneError
 from smartprune.runtime import gpu
@@ -272,3 +272,34 @@ def test_changes_in_place_stay_in_order(dtype: str, monkeypatch: pytest.MonkeyPa
     assert float((ours - theirs).abs().max()) < (1e-4 if dtype == "float32" else 5e-2)
     with pytest.raises(SmartpruneError, match="under another name"):
         on_gpu(Net(True).eval(), [(x,)], options, "cpu")
+
+
+def dense_unless_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers run on the CPU: sparse ones in the interpreter, else dense ones, which need neither a GPU nor Triton."""
+    if not INTERPRETED:
+        monkeypatch.setattr(gpu, "chosen", lambda step, shapes, dtype, device: Dense(step, shapes[step.node], dtype))
+
+
+class Pixel(nn.Module):
+    """What a linear layer gives becomes a map of one pixel, which a convolution reads or is added to."""
+
+    def __init__(self, adds: bool) -> None:
+        super().__init__()
+        self.fc, self.conv, self.adds = nn.Linear(8, 16), nn.Conv2d(8 if adds else 16, 16, 1), adds
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.fc(x).reshape(-1, 16, 1, 1)
+        return self.conv(x.reshape(-1, 8, 1, 1)) + y if self.adds else torch.relu(self.conv(y))
+
+
+@pytest.mark.parametrize("adds", [False, True])
+@torch.no_grad()
+def test_rows_of_numbers_become_pixels(adds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    dense_unless_interpreted(monkeypatch)
+    torch.manual_seed(0)
+    net = Pixel(adds)
+    fast = on_gpu(net, [(torch.randn(2, 8),)], FLOAT, "cpu")
+    for batch in (2, 3, 0):
+        x = torch.randn(batch, 8)
+        assert fast(x).shape == net(x).shape
+        assert torch.allclose(fast(x), net(x), atol=1e-5)

@@ -109,15 +109,15 @@ class Layer(nn.Module, ABC):
         self.register_buffer("bias", torch.from_numpy(np.ascontiguousarray(step.bias)))
 
     def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
-        shape = x.shape
+        lead = x.shape[:-1]
+        out = self.compute(self._map(x), None if other is None else self._map(other))
+        return out.reshape(*lead, out.shape[1]) if self.rows else out.flatten(1) if self.flat else out
+
+    def _map(self, x: Tensor) -> Tensor:
+        """As [images, channels, height, width]; a map of one pixel may come without its last two axes."""
         if self.rows:  # [..., channels]
-            x = x.reshape(-1, shape[-1], 1, 1)
-            other = None if other is None else other.reshape(x.shape[0], -1, 1, 1)
-        elif self.flat:
-            x = x.flatten(1)[:, :, None, None]
-            other = None if other is None else other.flatten(1)[:, :, None, None]
-        out = self.compute(x, other)
-        return out.reshape(*shape[:-1], -1) if self.rows else out.flatten(1) if self.flat else out
+            return x.reshape(-1, x.shape[-1], 1, 1)
+        return x.flatten(1)[:, :, None, None] if self.flat or x.dim() == 2 else x
 
     @abstractmethod
     def compute(self, x: Tensor, other: Tensor | None) -> Tensor:
