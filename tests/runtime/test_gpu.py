@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -301,5 +303,48 @@ def test_rows_of_numbers_become_pixels(adds: bool, monkeypatch: pytest.MonkeyPat
     fast = on_gpu(net, [(torch.randn(2, 8),)], FLOAT, "cpu")
     for batch in (2, 3, 0):
         x = torch.randn(batch, 8)
+        assert fast(x).shape == net(x).shape
+        assert torch.allclose(fast(x), net(x), atol=1e-5)
+
+
+class Spread(nn.Module):
+    """Sums that torch spreads over images, pixels or tokens, unless the example has one of them."""
+
+    def __init__(self, kind: str, after: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.kind, self.after = kind, after
+        self.a, self.b = (nn.Linear(8, 16), nn.Linear(8, 16)) if kind == "tokens" else (nn.Conv2d(8, 16, 1), nn.Conv2d(8, 16, 1))
+        self.place = nn.Parameter(torch.randn(1, 8) if kind == "tokens" else torch.randn(1, 16, 3, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "images":
+            return self.after(self.a(x) + self.place)
+        if self.kind == "activated":
+            return self.after(self.a(x)) + self.place
+        if self.kind == "tokens":
+            return self.after(self.a(x) + self.b(x[:, :1]))
+        whole, mean = self.a(x), x.mean((2, 3), keepdim=True)
+        return self.after(whole + self.b(mean) if self.kind == "pixels" else self.b(mean) + self.a(x))
+
+
+@pytest.mark.parametrize("after", [torch.relu, F.silu, F.gelu])
+@pytest.mark.parametrize("kind", ["images", "activated", "tokens", "pixels", "pixels first"])
+@torch.no_grad()
+def test_sums_that_are_spread_where_the_example_has_one(
+    kind: str, after: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dense_unless_interpreted(monkeypatch)
+    torch.manual_seed(0)
+    net = Spread(kind, after)
+    example, sizes = {
+        "images": ((1, 8, 3, 5), [(3, 8, 3, 5)]),
+        "activated": ((1, 8, 3, 5), [(3, 8, 3, 5)]),
+        "tokens": ((2, 1, 8), [(2, 4, 8), (3, 1, 8)]),
+        "pixels": ((2, 8, 1, 1), [(2, 8, 3, 5), (3, 8, 1, 1)]),
+        "pixels first": ((2, 8, 1, 1), [(2, 8, 3, 5), (3, 8, 1, 1)]),
+    }[kind]
+    fast = on_gpu(net, [(torch.randn(example),)], FLOAT, "cpu")
+    for size in (example, *sizes):
+        x = torch.randn(size)
         assert fast(x).shape == net(x).shape
         assert torch.allclose(fast(x), net(x), atol=1e-5)

@@ -103,15 +103,27 @@ class Layer(nn.Module, ABC):
         self.adding, self.activation = step.adding, step.activation
         w = step.window
         self.stride, self.padding, self.dilation = (w["sh"], w["sw"]), (w["ph"], w["pw"]), (w["dh"], w["dw"])
+        self.kernel = (w["kh"], w["kw"])
         self.groups = step.weight.shape[0] if step.kind == "depthwise" else 1
         weight = torch.from_numpy(np.ascontiguousarray(step.weight))
         self.register_buffer("weight", (weight[:, None] if step.kind == "depthwise" else weight).to(dtype))
         self.register_buffer("bias", torch.from_numpy(np.ascontiguousarray(step.bias)))
 
     def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
-        lead = x.shape[:-1]
-        out = self.compute(self._map(x), None if other is None else self._map(other))
-        return out.reshape(*lead, out.shape[1]) if self.rows else out.flatten(1) if self.flat else out
+        lead, x = x.shape[:-1], self._map(x)
+        if other is None:
+            return self._unmap(self.compute(x, None), lead)
+        size = self.size(x)
+        given, whole = (other, (*lead, size[1])) if self.rows else (self._map(other), size)
+        if given.shape != whole:  # equal in the example, but now one side has one entry where the other has more: torch spreads it
+            alone = self._unmap(self.compute(x, None, bare=True), lead)
+            return finished(alone, given if self.rows else self._unmap(given, lead), self)
+        return self._unmap(self.compute(x, self._map(other)), lead)
+
+    def size(self, x: Tensor) -> torch.Size:
+        """Of the result for a map of pixels."""
+        sides = zip(x.shape[2:], self.padding, self.dilation, self.kernel, self.stride, strict=True)
+        return torch.Size((x.shape[0], len(self.bias), *((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, p, d, k, s in sides)))
 
     def _map(self, x: Tensor) -> Tensor:
         """As [images, channels, height, width]; a map of one pixel may come without its last two axes."""
@@ -119,9 +131,12 @@ class Layer(nn.Module, ABC):
             return x.reshape(-1, x.shape[-1], 1, 1)
         return x.flatten(1)[:, :, None, None] if self.flat or x.dim() == 2 else x
 
+    def _unmap(self, out: Tensor, lead: Sequence[int]) -> Tensor:
+        return out.reshape(*lead, out.shape[1]) if self.rows else out.flatten(1) if self.flat else out
+
     @abstractmethod
-    def compute(self, x: Tensor, other: Tensor | None) -> Tensor:
-        """The layer on a map of pixels, [images, channels, height, width]."""
+    def compute(self, x: Tensor, other: Tensor | None, bare: bool = False) -> Tensor:
+        """The layer on a map of pixels, [images, channels, height, width]; ``bare`` is without what follows it."""
 
 
 class Dense(Layer):
@@ -132,9 +147,9 @@ class Dense(Layer):
         self.weight = self.weight.contiguous(memory_format=torch.channels_last)
         self.bias = self.bias.to(dtype)
 
-    def compute(self, x: Tensor, other: Tensor | None) -> Tensor:
+    def compute(self, x: Tensor, other: Tensor | None, bare: bool = False) -> Tensor:
         out = F.conv2d(x, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
-        return finished(out, other, self)
+        return out if bare else finished(out, other, self)
 
 
 class Sparse(Layer):
@@ -156,15 +171,14 @@ class Sparse(Layer):
         assert step.weight is not None
         return step.kind == "conv" and math.prod(step.weight.shape[2:]) <= MOST_PLACES
 
-    def compute(self, x: Tensor, other: Tensor | None) -> Tensor:
+    def compute(self, x: Tensor, other: Tensor | None, bare: bool = False) -> Tensor:
         from .gpu_triton import conv_kernel
 
         tile, (out_channels, channels, kh, kw) = self.tile, self.kept.shape
         x = x.contiguous(memory_format=torch.channels_last)
         images, _, height, width = x.shape
-        high = (height + 2 * self.padding[0] - self.dilation[0] * (kh - 1) - 1) // self.stride[0] + 1
-        wide = (width + 2 * self.padding[1] - self.dilation[1] * (kw - 1) - 1) // self.stride[1] + 1
-        size = (images, out_channels, high, wide)
+        size = self.size(x)
+        high, wide = size[2:]
         out = torch.empty(size, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
         if other is not None:
             other = other.contiguous(memory_format=torch.channels_last)
@@ -177,11 +191,11 @@ class Sparse(Layer):
                 images, height, width, channels, high, wide, out_channels, groups,
                 kh, kw, *self.stride, *self.padding, *self.dilation,
                 tile.pixels, WIDE, DEEP, tile.step, self.padded, channels % DEEP != 0,
-                0 if here is None else ADDING[self.adding], self.kind, self.activation.low, self.activation.high,
+                0 if here is None else ADDING[self.adding], 0 if bare else self.kind, self.activation.low, self.activation.high,
                 "tf32" if x.dtype == torch.float32 else "ieee", max(x.numel(), out.numel()) >= 1 << 31,
                 num_warps=tile.warps, num_stages=1,
             )  # fmt: skip
-        return out if self.fused else finished(out, other, self)
+        return out if self.fused or bare else finished(out, other, self)
 
     def _table(self, width: int, device: torch.device) -> tuple[Tensor, ...]:
         key = (width, self.tile, device)
