@@ -348,3 +348,22 @@ def test_sums_that_are_spread_where_the_example_has_one(
         x = torch.randn(size)
         assert fast(x).shape == net(x).shape
         assert torch.allclose(fast(x), net(x), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("net", "example", "wrong"),
+    [
+        (nn.Conv2d(3, 16, 3), (1, 3, 8, 8), [(1, 4, 8, 8), (1, 1, 8, 8), (1, 3, 2, 2)]),
+        (nn.Linear(8, 16), (2, 8), [(2, 4), (2, 9), (2, 1, 8)]),
+        (nn.Linear(8, 16), (2, 3, 8), [(2, 3, 4)]),
+        (nn.Sequential(nn.Conv2d(8, 16, 1), nn.Flatten(), nn.Linear(16, 5)), (2, 8, 1, 1), [(2, 8, 2, 2)]),
+    ],
+)
+def test_inputs_that_do_not_fit_are_refused(
+    net: nn.Module, example: tuple[int, ...], wrong: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dense_unless_interpreted(monkeypatch)
+    fast = on_gpu(net, [(torch.randn(example),)], FLOAT, "cpu")
+    for size in wrong:
+        with pytest.raises(SmartpruneError, match=r"channels and a \dx\d kernel is given"):
+            fast(torch.randn(size))

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from .. import text
 from ..errors import SmartpruneError
 from .inplace import Unproved
 from .inputs import as_float32
@@ -103,21 +104,25 @@ class Layer(nn.Module, ABC):
         self.adding, self.activation = step.adding, step.activation
         w = step.window
         self.stride, self.padding, self.dilation = (w["sh"], w["sw"]), (w["ph"], w["pw"]), (w["dh"], w["dw"])
-        self.kernel = (w["kh"], w["kw"])
+        self.kernel, self.channels = (w["kh"], w["kw"]), step.weight.shape[0 if step.kind == "depthwise" else 1]
         self.groups = step.weight.shape[0] if step.kind == "depthwise" else 1
         weight = torch.from_numpy(np.ascontiguousarray(step.weight))
         self.register_buffer("weight", (weight[:, None] if step.kind == "depthwise" else weight).to(dtype))
         self.register_buffer("bias", torch.from_numpy(np.ascontiguousarray(step.bias)))
 
     def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
-        lead, x = x.shape[:-1], self._map(x)
+        given, lead, x = x.shape, x.shape[:-1], self._map(x)
+        if x.dim() != 4 or x.shape[1] != self.channels or min((size := self.size(x))[2:]) < 1:  # or the kernel reads elsewhere
+            raise SmartpruneError(
+                f"accelerate: a layer of {self.channels} channels and a {text.sizes(self.kernel)} kernel is given "
+                f"{text.sizes(given)}; batches and sides other than those of the example may be given if the model takes them"
+            )
         if other is None:
             return self._unmap(self.compute(x, None), lead)
-        size = self.size(x)
-        given, whole = (other, (*lead, size[1])) if self.rows else (self._map(other), size)
-        if given.shape != whole:  # equal in the example, but now one side has one entry where the other has more: torch spreads it
+        added, whole = (other, (*lead, size[1])) if self.rows else (self._map(other), size)
+        if added.shape != whole:  # equal in the example, but now one side has one entry where the other has more: torch spreads it
             alone = self._unmap(self.compute(x, None, bare=True), lead)
-            return finished(alone, given if self.rows else self._unmap(given, lead), self)
+            return finished(alone, added if self.rows else self._unmap(added, lead), self)
         return self._unmap(self.compute(x, self._map(other)), lead)
 
     def size(self, x: Tensor) -> torch.Size:
@@ -129,7 +134,7 @@ class Layer(nn.Module, ABC):
         """As [images, channels, height, width]; a map of one pixel may come without its last two axes."""
         if self.rows:  # [..., channels]
             return x.reshape(-1, x.shape[-1], 1, 1)
-        return x.flatten(1)[:, :, None, None] if self.flat or x.dim() == 2 else x
+        return x.flatten(1)[:, :, None, None] if x.dim() == 2 or (self.flat and x.dim() == 4) else x
 
     def _unmap(self, out: Tensor, lead: Sequence[int]) -> Tensor:
         return out.reshape(*lead, out.shape[1]) if self.rows else out.flatten(1) if self.flat else out
