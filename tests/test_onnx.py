@@ -548,6 +548,17 @@ def test_other_tensors_are_no_weights(tmp_path: Path) -> None:
     ]
 
 
+def test_a_kernel_whose_axes_are_all_reversed_is_no_weight(tmp_path: Path) -> None:
+    """A Transpose without ``perm`` reverses any number of axes; one of two axes is the usual (in, out)."""
+    nodes = [helper.make_node("Transpose", ["w"], ["t"]), helper.make_node("Conv", ["x", "t"], ["a"])]
+    nodes.append(helper.make_node("Conv", ["a", "plain"], ["y"]))
+    arrays = {"w": zeros_in((3, 3, 10, 24), BLOCK), "plain": zeros_in((24, 24, 1, 1), BLOCK)}
+    path = written(graph(nodes, arrays), tmp_path / "foreign.onnx")
+    for found in (sp.verify(path, BLOCK).layers, sp.report(path, BLOCK).layers):
+        assert [row.weight for row in found] == ["plain"]
+    assert [row.name for row in sp.report(path, BLOCK).skipped] == ["w"]
+
+
 def test_torchscripts_exporter(tmp_path: Path) -> None:
     """The older exporter writes other graphs: weights through Identity and Transpose nodes."""
     import warnings

@@ -189,6 +189,8 @@ class _Graph:
         for _ in range(MOST_STEPS):
             if self.message(name) is not None:
                 array = self.tensor(name)
+                if turned and array.dim() != 2:  # all its axes in reverse, which is no layout of a weight
+                    return None
                 for scale in scales:
                     array = self.centred(array, *scale)
                 return _Found(name, array, turned)
