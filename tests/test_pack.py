@@ -361,6 +361,9 @@ def test_misuse(tmp_path: Path) -> None:
         sp.pack({"w": torch.eye(4).to_sparse()}, tmp_path / "p", (4, 4))
     with pytest.raises(sp.SmartpruneError, match=r"w#rows is the name of a tensor"):
         sp.pack({"w": torch.zeros(64, 64), "w#rows": torch.zeros(1)}, tmp_path / "p", (4, 4))
+    for kind in (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz):
+        with pytest.raises(sp.SmartpruneError, match=f"w: {kind} cannot be stored"):
+            sp.pack({"w": torch.eye(32).to(kind)}, tmp_path / "p", (8, 8))
     with pytest.raises(sp.SmartpruneError, match="complex64 cannot be stored"):
         sp.pack({"w": torch.zeros(4, 4), "c": torch.zeros(2, dtype=torch.complex64)}, tmp_path / "p", (4, 4))
     save_file({"w": torch.zeros(4, 4)}, tmp_path / "plain.safetensors")

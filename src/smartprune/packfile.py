@@ -151,7 +151,7 @@ class PackedFile:
             "name": name,
             "layer": layout.name,
             "kind": layout.kind,
-            "dtype": CODES[(self.plain[name] if packed is None else packed.values).dtype],
+            "dtype": code_of(name, self.plain[name] if packed is None else packed.values),
             "shape": list(layout.shape),
             "kernel": list(layout.shape[2:]),
             "groups": layout.parts,
@@ -350,6 +350,13 @@ class _Reader:
         return tensor
 
 
+def code_of(name: str, tensor: Tensor) -> str:
+    """The name of its number type in a file."""
+    if tensor.dtype not in CODES:
+        raise SmartpruneError(f"{name}: {tensor.dtype} cannot be stored; it can be {', '.join(DTYPES)}")
+    return CODES[tensor.dtype]
+
+
 def safetensors_bytes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> Iterator[bytes]:
     """A safetensors file, in pieces; the same tensors always give the same bytes.
 
@@ -361,10 +368,9 @@ def safetensors_bytes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
     start = 0
     for name in order:
         tensor = tensors[name]
-        if tensor.dtype not in CODES:
-            raise SmartpruneError(f"{name}: {tensor.dtype} cannot be stored; it can be {', '.join(DTYPES)}")
+        code = code_of(name, tensor)
         stop = start + _size(tensor)
-        header[name] = {"dtype": CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, stop]}
+        header[name] = {"dtype": code, "shape": list(tensor.shape), "data_offsets": [start, stop]}
         start = stop
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % ALIGNED)
