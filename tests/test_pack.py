@@ -209,6 +209,15 @@ def test_what_saves_nothing_is_stored_as_it_is(tmp_path: Path) -> None:
     assert "as it is" in str(done)
 
 
+def test_weights_of_many_axes_come_back(tmp_path: Path) -> None:
+    """Entries have up to 8 axes, and what has more is stored as it is: a file that nobody can read is no file."""
+    state = {f"w{n}": torch.zeros([4, 4] + [2] * (n - 2)) for n in (2, 8, 9, 12)}
+    sp.pack(state, tmp_path / "p", (2, 2))
+    check(state, tmp_path / "p")
+    assert all(torch.equal(tensor, state[name]) for name, tensor in sp.unpack(tmp_path / "p").items())
+    assert [row.weight for row in sp.verify(tmp_path / "p").layers] == ["w2", "w8"]
+
+
 def test_blocks_start_at_multiples_of_64_bytes(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = as_kept(zoo.plain_cnn()[0], (16, 8), 0.4)

@@ -14,7 +14,7 @@ from .block import Block
 from .errors import SmartpruneError
 from .files import as_path, check_target, keep_apart, write_whole
 from .layout import Layout
-from .packfile import PackedFile, PackedWeight, read_packed, safetensors_size
+from .packfile import MOST_AXES, PackedFile, PackedWeight, read_packed, safetensors_size
 from .receipt import Receipt
 from .source import Model, Source, about_axes, check_not_masked, files_of, place, read_source
 from .tally import Count
@@ -188,7 +188,7 @@ def _packed(source: Source, block: Block, receipt: Receipt | None) -> tuple[Pack
             tied[name] = first
     rows, layouts, weights, assumed = [], {}, {}, []
     for cut in source.cuts(block)[0]:
-        if cut.weight not in plain:
+        if cut.weight not in plain or cut.tensor.dim() > MOST_AXES:  # which no reader takes in blocks
             continue
         assumed += [cut.weight] if cut.assumed else []
         layout = Layout(cut.name, cut.kind, cut.grid.weight_shape, cut.grid.axes[0].parts, cut.transposed)
