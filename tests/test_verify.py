@@ -442,6 +442,14 @@ def test_eight_bit_floats(dtype: torch.dtype) -> None:
     assert verify({"a.weight": weight.to(dtype)}, (4, 4)).problems == ("a.weight: holds NaN or infinity",)
 
 
+def test_four_bit_floats_are_named() -> None:
+    """Two of them share a byte, and torch compares and converts none."""
+    state = {"a.weight": torch.zeros(8, 4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2), "b.weight": torch.zeros(8, 8)}
+    for look in (verify, report):
+        with pytest.raises(SmartpruneError, match=r"a\.weight: torch cannot read torch\.float4_e2m1fn_x2"):
+            look(state, (4, 4))
+
+
 def test_weights_under_the_masks_of_torch(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3))
     for i in (0, 2):

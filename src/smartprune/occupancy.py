@@ -30,7 +30,10 @@ def readable(weight: Tensor) -> Tensor:
     weight = weight.detach()
     if weight.is_quantized:
         weight = weight.dequantize()
-    return weight.float() if weight.is_floating_point() and weight.element_size() == 1 else weight
+    try:
+        return weight.float() if weight.is_floating_point() and weight.element_size() == 1 else weight
+    except NotImplementedError:  # two 4-bit floats to a byte
+        raise SmartpruneError(f"torch cannot read {weight.dtype} weights; convert them first") from None
 
 
 def finite(weight: Tensor) -> bool:
