@@ -354,7 +354,7 @@ def test_sums_that_are_spread_where_the_example_has_one(
     ("net", "example", "wrong"),
     [
         (nn.Conv2d(3, 16, 3), (1, 3, 8, 8), [(1, 4, 8, 8), (1, 1, 8, 8), (1, 3, 2, 2)]),
-        (nn.Linear(8, 16), (2, 8), [(2, 4), (2, 9), (2, 1, 8)]),
+        (nn.Linear(8, 16), (2, 8), [(2, 4), (2, 9)]),
         (nn.Linear(8, 16), (2, 3, 8), [(2, 3, 4)]),
         (nn.Sequential(nn.Conv2d(8, 16, 1), nn.Flatten(), nn.Linear(16, 5)), (2, 8, 1, 1), [(2, 8, 2, 2)]),
     ],
@@ -367,3 +367,31 @@ def test_inputs_that_do_not_fit_are_refused(
     for size in wrong:
         with pytest.raises(SmartpruneError, match=r"channels and a \dx\d kernel is given"):
             fast(torch.randn(size))
+
+
+class Squeezed(nn.Module):
+    """With one image it gives one row of numbers without a batch, as torch does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.fc, self.gate = nn.Conv2d(3, 16, 3), nn.Linear(16, 5), nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.adaptive_avg_pool2d(self.conv(x), 1).squeeze()
+        return torch.relu(self.fc(x) + self.gate(x))
+
+
+@torch.no_grad()
+def test_axes_of_a_linear_layer_may_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    dense_unless_interpreted(monkeypatch)
+    torch.manual_seed(0)
+    for net, example, sizes in (
+        (Squeezed(), (2, 3, 8, 8), [(1, 3, 8, 8), (3, 3, 6, 6)]),
+        (nn.Linear(8, 16), (2, 8), [(8,), (2, 1, 8), (2, 3, 8), (0, 8)]),
+        (nn.Linear(8, 16), (2, 3, 8), [(8,), (4, 8), (2, 0, 8), (1, 2, 3, 8)]),
+    ):
+        fast = on_gpu(net, [(torch.randn(example),)], FLOAT, "cpu")
+        for size in (example, *sizes):
+            x = torch.randn(size)
+            assert fast(x).shape == net(x).shape
+            assert torch.allclose(fast(x), net(x), atol=1e-5)

@@ -111,33 +111,35 @@ class Layer(nn.Module, ABC):
         self.register_buffer("bias", torch.from_numpy(np.ascontiguousarray(step.bias)))
 
     def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
-        given, lead, x = x.shape, x.shape[:-1], self._map(x)
+        given, lead = x.shape, self._lead(x)
+        x = self._map(x)
         if x.dim() != 4 or x.shape[1] != self.channels or min((size := self.size(x))[2:]) < 1:  # or the kernel reads elsewhere
             raise SmartpruneError(
                 f"accelerate: a layer of {self.channels} channels and a {text.sizes(self.kernel)} kernel is given "
                 f"{text.sizes(given)}; batches and sides other than those of the example may be given if the model takes them"
             )
+        whole = size if lead is None else torch.Size((*lead, size[1]))
         if other is None:
-            return self._unmap(self.compute(x, None), lead)
-        added, whole = (other, (*lead, size[1])) if self.rows else (self._map(other), size)
+            return self.compute(x, None).reshape(whole)
+        added = self._map(other) if lead is None else other if self._lead(other) == other.shape[:-1] else other.flatten(1)
         if added.shape != whole:  # equal in the example, but now one side has one entry where the other has more: torch spreads it
-            alone = self._unmap(self.compute(x, None, bare=True), lead)
-            return finished(alone, added if self.rows else self._unmap(added, lead), self)
-        return self._unmap(self.compute(x, self._map(other)), lead)
+            return finished(self.compute(x, None, bare=True).reshape(whole), added, self)
+        return self.compute(x, added.reshape(size)).reshape(whole)
 
     def size(self, x: Tensor) -> torch.Size:
         """Of the result for a map of pixels."""
         sides = zip(x.shape[2:], self.padding, self.dilation, self.kernel, self.stride, strict=True)
         return torch.Size((x.shape[0], len(self.bias), *((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, p, d, k, s in sides)))
 
+    def _lead(self, x: Tensor) -> Sequence[int] | None:
+        """All axes of the result but the last one, if that holds the channels; a linear layer may be given a map of one pixel."""
+        return None if not (self.rows or self.flat) else x.shape[:1] if self.flat and x.dim() == 4 else x.shape[:-1]
+
     def _map(self, x: Tensor) -> Tensor:
         """As [images, channels, height, width]; a map of one pixel may come without its last two axes."""
-        if self.rows:  # [..., channels]
+        if self.rows or (self.flat and x.dim() != 4):
             return x.reshape(-1, x.shape[-1], 1, 1)
-        return x.flatten(1)[:, :, None, None] if x.dim() == 2 or (self.flat and x.dim() == 4) else x
-
-    def _unmap(self, out: Tensor, lead: Sequence[int]) -> Tensor:
-        return out.reshape(*lead, out.shape[1]) if self.rows else out.flatten(1) if self.flat else out
+        return x.flatten(1)[:, :, None, None] if self.flat or x.dim() == 2 else x
 
     @abstractmethod
     def compute(self, x: Tensor, other: Tensor | None, bare: bool = False) -> Tensor:
@@ -294,7 +296,8 @@ def rebuilt(
     steps = lower(traced, shapes)
     for node in traced.graph.nodes:
         module = modules.get(str(node.target)) if node.op == "call_module" else None
-        if isinstance(module, nn.Conv2d) and node in steps and _left_alone(module, steps[node]):
+        shrinks = node.target == "squeeze" and len(node.args) == 1  # with one image it takes the batch away too
+        if node in steps and (shrinks or (isinstance(module, nn.Conv2d) and _left_alone(module, steps[node]))):
             del steps[node]
     kept = {node for node in steps if any(user not in steps for user in node.users)}
     layers = {step.node: step for step in fuse(list(steps.values()), kept) if step.kind in ("conv", "depthwise")}
