@@ -207,9 +207,3 @@ def test_a_run_from_the_command_line(folder: Path, tmp_path: Path, capsys: pytes
     assert (config["amp"], config["schedule_over"], config["search_lr"]) == ("off", "pruning", 0.02)
     assert told[1]["lr"] == pytest.approx(0.02 * (1 + np.cos(np.pi * 3 / 8)) / 2)
     assert told[2]["lr"] == pytest.approx(0.02 * (1 + np.cos(np.pi * 7 / 8)) / 2)
-
-
-def test_data_for_a_task_that_has_its_own(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["train", "digits", "--data", "somewhere"])
-    assert "unknown setting 'folder' for digits" in capsys.readouterr().err
