@@ -236,6 +236,26 @@ def test_a_floor_that_some_mask_meets_is_not_refused(layer: nn.Module, lanes: in
                 assert plan.latency.of(mask) <= plan.latency.goal
 
 
+@pytest.mark.parametrize("method", [sp.Magnitude(), sp.Gradual(), sp.Pdp(allocation="global_once")], ids=lambda m: m.name)
+def test_a_floor_that_the_latency_allows_fits_the_sum_of_a_search(method: Any) -> None:
+    """Blocks cost more as a search counts them than they take: weights that arrive slowly, each with its index."""
+    torch.manual_seed(0)
+    npu = NPU(rows=2, columns=2, weight_bandwidth=1, activation_bandwidth=1)
+    model = nn.Sequential(nn.Conv2d(4, 6, 3, padding=1), nn.Conv2d(6, 8, 1), nn.Conv2d(8, 6, 3, padding=1))
+    x = torch.randn(1, 4, 3, 5)
+    budget = sp.cycles(0.7, x, npu)
+    assert sp.plan(model, (4, 4), budget=budget, floor=0.2, include="*").feasible
+    pruner = sp.attach(model, method, block=(4, 4), budget=budget, floor=0.2, include="*", steps=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(2):
+        model(x).square().mean().backward()
+        optimizer.step()
+        pruner.step()
+    assert sp.bake(model).met
+    for layer in pruner.plan.layers:
+        assert int(pruner.mask[layer.start : layer.stop].sum()) >= math.ceil(0.2 * layer.n)
+
+
 def test_to_a_latency() -> None:
     torch.manual_seed(0)
     model, x = zoo.plain_cnn()

@@ -145,8 +145,7 @@ class Plan:
             return self.latency.of(self.latency.least(self.min_keep))
         if self.cost is None:
             return int(self.min_keep.sum())
-        pairs = zip(self.layers, self.min_keep.tolist(), strict=True)
-        return sum(int(self.cost[layer.start : layer.stop].sort().values[:count].sum()) for layer, count in pairs)
+        return cheapest(self.layers, self.cost, self.min_keep)
 
     def to_json(self) -> dict[str, object]:
         """Plain data: numbers, strings, lists and dictionaries."""
@@ -284,6 +283,8 @@ def plan(
         raise SmartpruneError(f"plan: nothing to prune in this {type(model).__name__} ({reasons}); include= brings layers in")
     least = None if floor is None else min_keep(layers, floor)
     cost, limit, latency = (None, None, None) if budget is None else budget.resolve(model, layers)
+    if limit is not None and cost is not None and least is not None and latency is not None:
+        limit = max(limit, cheapest(layers, cost, least))  # these only come near: a floor that the latency allows fits them too
     if example is None and budget is not None:
         example = budget.example
     uses = None if example is None else count_uses(model, layers, example)
@@ -301,6 +302,12 @@ def plan(
         model_macs=None if example is None else count_macs(model, example),
         latency=latency,
     )
+
+
+def cheapest(layers: Sequence[Layer], cost: Tensor, counts: Tensor) -> int:
+    """What so many blocks of each layer cost at the least."""
+    pairs = zip(layers, counts.tolist(), strict=True)
+    return sum(int(cost[layer.start : layer.stop].sort().values[:count].sum()) for layer, count in pairs)
 
 
 def count_params(model: nn.Module) -> int:
