@@ -236,6 +236,18 @@ def test_a_floor_that_some_mask_meets_is_not_refused(layer: nn.Module, lanes: in
                 assert plan.latency.of(mask) <= plan.latency.goal
 
 
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_a_floor_is_met_by_blocks_that_are_cut_short(lanes: int) -> None:
+    """They have fewer weights to fetch, and lie at the end."""
+    npu = NPU(rows=2, columns=2, lanes=lanes, weight_bandwidth=0.5, activation_bandwidth=1)
+    plan = sp.plan(nn.Sequential(nn.Linear(5, 5)), (2, 2), budget=sp.cycles(0.3, torch.zeros(1, 3, 5), npu), include="*")
+    assert plan.latency is not None
+    masks = [torch.tensor([bool(i >> bit & 1) for bit in range(plan.n)]) for i in range(2**plan.n)]
+    for count in range(1, 5):
+        least = min(plan.latency.of(mask) for mask in masks if int(mask.sum()) >= count)
+        assert plan.latency.of(plan.latency.least(torch.tensor([count]))) == least
+
+
 @pytest.mark.parametrize("method", [sp.Magnitude(), sp.Gradual(), sp.Pdp(allocation="global_once")], ids=lambda m: m.name)
 def test_a_floor_that_the_latency_allows_fits_the_sum_of_a_search(method: Any) -> None:
     """Blocks cost more as a search counts them than they take: weights that arrive slowly, each with its index."""

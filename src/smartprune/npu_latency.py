@@ -56,10 +56,11 @@ class Latency:
 
     def least(self, floor: Tensor) -> Tensor:
         """So many blocks of each layer where they take least, bool [n]: in as few rows as can be, or one of every row in turn,
-        which keeps all lanes busy."""
+        which keeps all lanes busy; from the first block on, or from the last, where those lie that are cut short."""
         out = []
         for (work, calls), count in zip(self.layers, floor.tolist(), strict=True):
             masks = [(order < count).reshape(-1) for order in _orders(work)]
+            masks += [(order >= work.grid.n - count).reshape(-1) for order in _orders(work)]
             cycles = [sum(pruned(self.npu, work, call, live).latency for call in calls) for live in masks]
             out.append(masks[cycles.index(min(cycles))])
         return torch.cat(out)
