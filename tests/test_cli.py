@@ -300,6 +300,27 @@ def test_output_to_a_full_disk_is_one_message(arguments: tuple[str, ...], work: 
     assert done.stderr.count("\n") == 1
 
 
+FAILS = """
+import sys
+import smartprune.cli
+def verb(verbs):
+    def run(args):
+        print("a result")
+        raise OSError({error})
+    verbs.add_parser("fails").set_defaults(run=run)
+smartprune.cli.VERBS = (verb,)
+sys.exit(smartprune.cli.main(["fails"]))
+"""
+
+
+def test_what_was_printed_before_a_file_failed_is_not_lost() -> None:
+    script = FAILS.format(error="2, 'No such file', 'x'")
+    env = {name: value for name, value in environment().items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, "a result\n")
+    assert done.stderr == "smartprune: x cannot be written or read (No such file); try again once it can\n"
+
+
 def test_paths_that_cannot_be_written_are_bad_arguments(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (work / "file").write_bytes(b"")
     before = sorted(work.rglob("*"))

@@ -68,7 +68,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:  # a full disk, most likely: where our output goes, or where temporary files lie
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what was not printed would fail once more at the end
+        try:
+            sys.stdout.flush()
+        except OSError:  # what was not printed would fail once more at the end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         where = "the output, or a temporary file," if error.filename is None else error.filename
         print(f"smartprune: {where} cannot be written or read ({error.strerror or error}); try again once it can", file=sys.stderr)
         return 1
