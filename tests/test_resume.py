@@ -219,6 +219,16 @@ def test_damaged_checkpoint_is_an_error_not_a_crash(damage: str, tmp_path: Path)
     assert "weights_only" not in str(error.value)  # torch's advice is to run what is in there
 
 
+def test_a_process_that_saves_without_checksums_still_resumes(tmp_path: Path) -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        stopped_run(tmp_path / "run")
+        assert not torch.serialization.get_crc32_options()
+    finally:
+        torch.serialization.set_crc32_options(True)
+    resume(tmp_path / "run")
+
+
 def test_checkpoint_of_another_run(tmp_path: Path) -> None:
     stopped_run(tmp_path / "a")
     with pytest.raises(SmartpruneError):

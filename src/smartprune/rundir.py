@@ -88,8 +88,12 @@ def tidy(folder: Path) -> None:
 
 
 def save_checkpoint(folder: Path, state: Mapping[str, Any]) -> None:
-    buffer = io.BytesIO()
-    torch.save(dict(state), buffer)
+    buffer, checked = io.BytesIO(), torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(True)  # what a checkpoint is read by, whatever else this process saves without
+    try:
+        torch.save(dict(state), buffer)
+    finally:
+        torch.serialization.set_crc32_options(checked)
     write_whole(folder / CHECKPOINT, buffer.getvalue())
 
 
