@@ -354,7 +354,7 @@ def test_sums_that_are_spread_where_the_example_has_one(
     ("net", "example", "wrong"),
     [
         (nn.Conv2d(3, 16, 3), (1, 3, 8, 8), [(1, 4, 8, 8), (1, 1, 8, 8), (1, 3, 2, 2)]),
-        (nn.Linear(8, 16), (2, 8), [(2, 4), (2, 9)]),
+        (nn.Linear(8, 16), (2, 8), [(2, 4), (2, 9), (2, 2, 2, 2), (2, 1, 1, 8)]),  # of four axes, only a pixel
         (nn.Linear(8, 16), (2, 3, 8), [(2, 3, 4)]),
         (nn.Sequential(nn.Conv2d(8, 16, 1), nn.Flatten(), nn.Linear(16, 5)), (2, 8, 1, 1), [(2, 8, 2, 2)]),
     ],
@@ -367,6 +367,31 @@ def test_inputs_that_do_not_fit_are_refused(
     for size in wrong:
         with pytest.raises(SmartpruneError, match=r"channels and a \dx\d kernel is given"):
             fast(torch.randn(size))
+
+
+class Flattened(nn.Module):
+    """Convolutions that make one pixel of a picture; what follows them comes after it was laid flat."""
+
+    def __init__(self, adds: bool) -> None:
+        super().__init__()
+        self.a, self.b, self.adds = nn.Conv2d(3, 16, 3), nn.Conv2d(3, 16, 5, padding=1), adds
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.a(x).flatten(1)
+        return torch.relu(out + self.b(x).flatten(1)) if self.adds else torch.relu(out)
+
+
+@pytest.mark.parametrize("adds", [False, True])
+@torch.no_grad()
+def test_a_convolution_may_give_rows(adds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    dense_unless_interpreted(monkeypatch)
+    torch.manual_seed(0)
+    net = Flattened(adds)
+    fast = on_gpu(net, [(torch.randn(2, 3, 3, 3),)], FLOAT, "cpu")
+    for batch in (2, 1, 0):
+        x = torch.randn(batch, 3, 3, 3)
+        assert fast(x).shape == net(x).shape
+        assert torch.allclose(fast(x), net(x), atol=1e-5)
 
 
 class Squeezed(nn.Module):

@@ -113,7 +113,8 @@ class Layer(nn.Module, ABC):
     def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
         given, lead = x.shape, self._lead(x)
         x = self._map(x)
-        if x.dim() != 4 or x.shape[1] != self.channels or min((size := self.size(x))[2:]) < 1:  # or the kernel reads elsewhere
+        size = self.size(x) if x.dim() == 4 and x.shape[1] == self.channels else torch.Size((0,))
+        if min(size[2:], default=0) < 1 or (lead is not None and size[2:] != (1, 1)):  # or the kernel reads elsewhere
             raise SmartpruneError(
                 f"accelerate: a layer of {self.channels} channels and a {text.sizes(self.kernel)} kernel is given "
                 f"{text.sizes(given)}; batches and sides other than those of the example may be given if the model takes them"
@@ -132,14 +133,15 @@ class Layer(nn.Module, ABC):
         return torch.Size((x.shape[0], len(self.bias), *((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, p, d, k, s in sides)))
 
     def _lead(self, x: Tensor) -> Sequence[int] | None:
-        """All axes of the result but the last one, if that holds the channels; a linear layer may be given a map of one pixel."""
+        """All axes of the result but the last one, if that holds the channels; what gives such rows may be given a map, and
+        makes one pixel of it."""
         return None if not (self.rows or self.flat) else x.shape[:1] if self.flat and x.dim() == 4 else x.shape[:-1]
 
     def _map(self, x: Tensor) -> Tensor:
         """As [images, channels, height, width]; a map of one pixel may come without its last two axes."""
         if self.rows or (self.flat and x.dim() != 4):
             return x.reshape(-1, x.shape[-1], 1, 1)
-        return x.flatten(1)[:, :, None, None] if self.flat or x.dim() == 2 else x
+        return x[:, :, None, None] if x.dim() == 2 else x
 
     @abstractmethod
     def compute(self, x: Tensor, other: Tensor | None, bare: bool = False) -> Tensor:
