@@ -93,6 +93,23 @@ def test_links_in_a_tar_are_followed_as_in_a_folder(folder: Path, tmp_path: Path
         ImageFolder(folder=str(pack(own, tmp_path / "b.tar")), size=16).data("train", CPU)
 
 
+def test_linked_folders_in_a_tar_are_followed_as_in_a_folder(folder: Path, tmp_path: Path) -> None:
+    own = tmp_path / "set"
+    shutil.copytree(folder, own)
+    first = min((own / "train").iterdir())
+    count = len(list(own.glob("train/*/*"))) + len(list(first.iterdir()))
+    (own / ".store").mkdir()
+    first.rename(own / ".store" / first.name)
+    first.symlink_to(f"../.store/{first.name}")
+    (own / "train" / "zebra").symlink_to(f"../.store/{first.name}")
+    for top in (".", "set"):
+        tar = pack(own, tmp_path / f"{top.strip('.')}a.tar", top)
+        a, b = (ImageFolder(folder=str(place), size=16) for place in (own, tar))
+        assert len(kept(a, "train")) == count
+        assert torch.equal(kept(a, "train"), kept(b, "train"))
+        assert torch.equal(a.data("train", CPU).labels, b.data("train", CPU).labels)  # type: ignore[attr-defined]
+
+
 def test_the_cycles_of_a_run_from_elsewhere_take_no_memory(folder: Path, tmp_path: Path) -> None:
     """Its weights fit pictures of any size."""
     save_file(ImageFolder(folder=str(folder)).model("resnet8").state_dict(), tmp_path / "model.safetensors")

@@ -93,15 +93,30 @@ def _members(path: Path) -> dict[str, Place]:
     except (tarfile.TarError, OSError, EOFError) as error:
         raise SmartpruneError(f"{path} cannot be read as a plain tar ({error}); a compressed one must be unpacked first") from None
     out: dict[str, Place] = {}
-    for name, member in members.items():
+    for name, member in [*members.items(), *_below_links(members)]:
         if member.isdir() or _hidden(name):
             continue
-        file = _linked(name, members)
+        file = member if member.isfile() else _linked(name, members)
         if file is not None:
             out[name] = (str(path), file.offset_data, file.size)
         elif name.lower().endswith(SUFFIXES):
             raise SmartpruneError(f"{path}: {name} leads to no file in it; pack the files themselves: tar --dereference")
     return out
+
+
+def _below_links(members: dict[str, tarfile.TarInfo]) -> Iterator[tuple[str, tarfile.TarInfo]]:
+    """The files in folders that links lead to, by the names they have there."""
+    for name, member in members.items():
+        if member.issym() and not name.lower().endswith(SUFFIXES) and _linked(name, members) is None:
+            folder = _goal(name, member)
+            for inner in members:
+                file = _linked(inner, members) if inner.startswith(f"{folder}/") else None
+                if file is not None:
+                    yield name + inner.removeprefix(folder), file
+
+
+def _goal(name: str, member: tarfile.TarInfo) -> str:
+    return posixpath.normpath(posixpath.join(posixpath.dirname(name) if member.issym() else "", member.linkname))
 
 
 def _linked(name: str, members: dict[str, tarfile.TarInfo]) -> tarfile.TarInfo | None:
@@ -112,7 +127,7 @@ def _linked(name: str, members: dict[str, tarfile.TarInfo]) -> tarfile.TarInfo |
             return member
         if not (member.islnk() or member.issym()):
             return None
-        name = posixpath.normpath(posixpath.join(posixpath.dirname(name) if member.issym() else "", member.linkname))
+        name = _goal(name, member)
     return None
 
 
