@@ -17,6 +17,7 @@ from smartprune import SmartpruneError
 from smartprune.cli import main
 from smartprune.compare import compare, protocol, read_entry
 from smartprune.compare.chart import Chart, Point, Series, svg, ticks
+from smartprune.compare.page import comparison_page
 from smartprune.compare.record import check_rows, markdown
 from smartprune.compare.table import comparison_text
 from smartprune.methods import METHODS
@@ -207,9 +208,15 @@ def test_settings_that_hardly_differ_are_not_pooled(tmp_path: Path) -> None:
     assert [len(row.entries) for row in found.rows] == [1] * 6
     made(tmp_path / "6", 0.5, seed=0, sparsity=0.90000001)
     made(tmp_path / "7", 0.5, seed=0, sparsity=0.90000002)
-    text = str(compare([tmp_path / "6", tmp_path / "7"]))
+    found = compare([tmp_path / "6", tmp_path / "7"])
+    text = str(found)
     assert "0.90000001 " in text
     assert "0.90000002 " in text
+    lines, _ = markdown(found.to_json()["rows"])
+    assert "| sparsity 0.90000001 | sparsity 0.90000002 |" in lines[0]
+    text = comparison_page(found, [])
+    assert "90.000001 % of blocks" in text
+    assert "90.000002 % of blocks" in text
 
 
 def test_protocol_forgets_only_where_it_ran(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from ..report.shell import header, name, page, tiles, words
 from . import Comparison, Row
 from .chart import Chart, svg
+from .names import plain
 
 UNITS = {"macs": "MACs", "cycles": "NPU cycles"}
 HEAD = ("Method", "Removed", "Metric, %", "Deviation", "n", "Dense, %", "Difference, points", "MACs left, %")
@@ -72,4 +73,4 @@ def _section(group: tuple[str, str, str, str, str], rows: Sequence[Row]) -> str:
 
 def _removed(row: Row) -> str:
     kind, share = row.entries[0].share
-    return f"{100 * share:g} % of {UNITS.get(kind, 'blocks')}"
+    return f"{plain(round(100 * share, 10))} % of {UNITS.get(kind, 'blocks')}"

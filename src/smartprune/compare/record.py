@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ..config import BUDGETS
 from ..errors import SmartpruneError
 from ..files import parse_json, read_capped, write_whole
-from .names import method_name
+from .names import method_name, plain
 
 if TYPE_CHECKING:
     from . import Comparison
@@ -139,7 +139,7 @@ def _dense(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 def _heading(names: Sequence[str], values: Sequence[Any]) -> str:
     shown = [
-        f"{name} {value:g}" if isinstance(value, (int, float)) else str(value)
+        f"{name} {plain(value)}" if isinstance(value, (int, float)) else str(value)
         for name, value in zip(names, values, strict=True)
         if value is not None
     ]
