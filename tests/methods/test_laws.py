@@ -347,7 +347,9 @@ def test_gradual_ramps_cubically_and_blocks_come_back() -> None:
 
 
 @pytest.mark.parametrize("scale", [2.0**-120, 2.0**-100, 2.0**100])
-@pytest.mark.parametrize("method", [sp.Magnitude("l2"), sp.Gradual(norm="l2", updates=1), sp.Acdc(1)])
+@pytest.mark.parametrize(
+    "method", [sp.Magnitude("l2"), sp.Gradual(norm="l2", updates=1), sp.Acdc(1), sp.Pdp(allocation="global_once")]
+)
 def test_norms_of_any_size_rank_blocks(method: Any, scale: float) -> None:
     """Squares of these weights are beyond float32, the norms are not."""
     torch.manual_seed(0)

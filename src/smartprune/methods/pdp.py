@@ -44,7 +44,7 @@ class Pdp:
             own = None if blocks.min_keep is None else blocks.min_keep.tolist()
             counts = apportion([layer.n for layer in blocks.layers], Fraction(blocks.limit, max(blocks.total, 1)), own)
         else:
-            rank = blocks.sum(torch.square)
+            rank = blocks.norms()
             chosen = hard_topk(rank, blocks.limit, blocks.cost, blocks.min_keep, blocks.layer.to(rank.device))
             counts = [int(value) for value in blocks.per_layer(chosen.to(torch.float64)).tolist()]
         return {"keep": torch.tensor(counts, dtype=torch.float64, device=blocks.device)}
@@ -70,19 +70,19 @@ class Pdp:
 
     def rank(self, blocks: Blocks, state: State) -> Tensor:
         """Norms, those that their layer keeps before all others."""
-        squares = blocks.sum(torch.square)
-        layer, total = blocks.layer.to(squares.device), blocks.counts.to(squares.device)
-        order = _by_layer(squares, layer)
+        norms = blocks.norms()
+        layer, total = blocks.layer.to(norms.device), blocks.counts.to(norms.device)
+        order = _by_layer(norms, layer)
         places = torch.empty_like(order)  # of a block in its layer, by size: equal ones have different places
         places[order] = torch.arange(len(order), device=order.device) - (total.cumsum(0) - total)[layer[order]]
-        inside, norms = places < state["keep"][layer], squares.sqrt()
-        out: Tensor = norms / norms.max().clamp(min=1e-30) + 2.0 * inside
+        inside = places < state["keep"][layer]
+        out: Tensor = norms / norms.max().clamp(min=torch.finfo(norms.dtype).tiny) + 2.0 * inside
         return out
 
 
-def _by_layer(squares: Tensor, layer: Tensor) -> Tensor:
+def _by_layer(sizes: Tensor, layer: Tensor) -> Tensor:
     """The blocks in the order of their layers, and within each from the largest."""
-    order = squares.argsort(descending=True, stable=True)
+    order = sizes.argsort(descending=True, stable=True)
     return order[layer[order].argsort(stable=True)]
 
 
