@@ -321,6 +321,14 @@ def test_what_was_printed_before_a_file_failed_is_not_lost() -> None:
     assert done.stderr == "smartprune: x cannot be written or read (No such file); try again once it can\n"
 
 
+def test_an_error_of_a_library_is_not_said_to_be_one_of_the_output() -> None:
+    script = FAILS.format(error="'cannot write mode F as PNG'")
+    done = subprocess.run([sys.executable, "-c", script], env=environment(), capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stdout == "a result\n"
+    assert done.stderr.endswith("OSError: cannot write mode F as PNG\n")
+
+
 def test_paths_that_cannot_be_written_are_bad_arguments(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (work / "file").write_bytes(b"")
     before = sorted(work.rglob("*"))

@@ -68,6 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:  # a full disk, most likely: where our output goes, or where temporary files lie
+        if error.errno is None:  # of a library, not of the system: it is about neither
+            raise
         try:
             sys.stdout.flush()
         except OSError:  # what was not printed would fail once more at the end
