@@ -24,7 +24,7 @@ from .masking import Masking
 from .methods.method import Clock, Method, State, settings
 from .plan import Plan, plan
 from .receipt import Receipt, make_receipt
-from .shards import is_sharded, whole
+from .shards import is_sharded, put_away, whole
 from .telemetry import Telemetry, theorem_3_7
 from .topk import check_device, hard_topk
 
@@ -60,6 +60,7 @@ class Pruner:
         self.seed = seed
         self.count = 0
         self.phase = "search"
+        put_away(model)  # an evaluation, or the example of a budget, may have gathered them
         self.blocks = planned.blocks(model)
         _require_values(self.blocks)
         method.check(self.blocks, steps)
@@ -163,6 +164,7 @@ class Pruner:
         """Call once after every ``optimizer.step()``, before ``optimizer.zero_grad()``. After ``steps`` calls the mask freezes."""
         if self.phase == "baked":
             raise SmartpruneError("pruner.step(): the model is baked, there is nothing left to step; take the call out of the loop")
+        self._put_away()
         if self.phase == "frozen":
             self._clean()
             self._glance()
@@ -191,6 +193,7 @@ class Pruner:
         """
         if self.phase != "search":
             raise SmartpruneError(f"pruner.freeze(): the mask is {self.phase} already")
+        self._put_away()
         self._require_attached("freeze")
         self._require_finite_weights("freeze")
         hard = agree(self._choose())
@@ -249,6 +252,7 @@ class Pruner:
                 f"pruner.receipt(): the search is at step {self.count} of {self.steps} and no block is removed yet; finish it, or "
                 "call pruner.freeze() to harden the mask now"
             )
+        self._put_away()
         if self.phase == "frozen":  # a baked model is its owner's: what grew back there is told, not undone
             self._require_attached("receipt")
             self._require_finite_weights("receipt")
@@ -270,6 +274,7 @@ class Pruner:
             raise SmartpruneError("pruner.apply_to(): that is the model this pruner is attached to; give a copy of it")
         if self.phase == "baked" or (self._hard is not None and theirs is None):
             assert self._hard is not None
+            put_away(other)
             weights = self.plan.blocks(other).weights
             self.masking.multiply_(self._hard.to(torch.float32), weights)
             if theirs is not None:
@@ -336,6 +341,7 @@ class Pruner:
                 )
         if self.phase == "baked":
             raise SmartpruneError("pruner.load_state_dict(): this model is baked; load into a freshly attached one")
+        self._put_away()
         self._follow()
         now = self._all_state()
         lacking = [name for name in self._trained if name not in state["tensors"]]
@@ -567,6 +573,10 @@ class Pruner:
             watch.let_go(self.model.parameters())
             for module in self._paused:
                 module.track_running_stats = True  # type: ignore[assignment]
+
+    def _put_away(self) -> None:
+        if self._sharded:
+            put_away(self.model)
 
     def _clean(self) -> None:
         """Removed blocks of a frozen model are zero again, whatever touched them."""

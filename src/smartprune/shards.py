@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from .errors import SmartpruneError
 
@@ -24,6 +24,17 @@ def whole(tensor: Tensor) -> Tensor:
 def part(tensor: Tensor) -> Tensor:
     """What lies in the memory of this rank: writing to it writes to the tensor."""
     return tensor.detach().to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def put_away(model: nn.Module) -> None:
+    """Weights that FSDP holds whole after a forward pass without a backward one, as its root does, are in parts again: what is
+    written to the whole ones is lost."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        return
+    for module in model.modules():
+        if isinstance(module, fsdp.FSDPModule):
+            module.reshard()
 
 
 def rows(tensor: Tensor) -> slice:

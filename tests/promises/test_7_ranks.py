@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import smartprune as sp
 from smartprune.agree import same_everywhere
+from smartprune.budget import Budget
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
 STEPS = 7  # four of search, then fine-tuning
@@ -211,3 +212,43 @@ def test_ddp_of_one_process(tmp_path: Path) -> None:
         assert sp.bake(wrapped).met
     finally:
         torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("method", [sp.Smart(), sp.Acdc(cycles=1)])
+@pytest.mark.parametrize("budget", [None, sp.macs(0.7, example=data(0, 0)[0])])
+def test_evaluation_between_steps_of_fsdp(tmp_path: Path, method: object, budget: Budget | None) -> None:
+    """After a forward pass without a backward one, FSDP's root holds its weights whole: what is written to these is lost."""
+    from torch.distributed.fsdp import fully_shard
+
+    def trained(split: bool) -> dict[str, Tensor]:
+        model = made()
+        if split:
+            mesh = torch.distributed.init_device_mesh("cpu", (1,))
+            fully_shard(model[2], mesh=mesh)
+            fully_shard(model, mesh=mesh)
+        judge(model)
+        pruner = sp.attach(model, method, (4, 4), 0.7 if budget is None else None, budget, steps=4)  # type: ignore[arg-type]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for step in range(STEPS):
+            x, y = data(step, 0)
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            judge(model)
+            pruner.step()
+            optimizer.zero_grad()
+            judge(model)
+        sp.bake(model)
+        return {name: getattr(value, "full_tensor", lambda v=value: v)() for name, value in model.state_dict().items()}
+
+    def judge(model: nn.Module) -> None:
+        with torch.no_grad():
+            model(data(0, 1)[0])
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        ours, plain = trained(True), trained(False)
+    finally:
+        torch.distributed.destroy_process_group()
+    for name, value in plain.items():
+        torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=1e-6)
+        assert torch.equal(ours[name].signbit(), value.signbit())  # a zero is a zero
