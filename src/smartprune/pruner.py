@@ -112,10 +112,15 @@ class Pruner:
                     )
                 self._trained.append(name)
                 self._host.register_parameter(PREFIX + name, nn.Parameter(value.detach()))
-                if self._sharded:  # FSDP does not know them: they stay whole on every rank, and so do their gradients
-                    self.parameters()[-1].register_post_accumulate_grad_hook(average)
             else:
                 self._state[name] = value
+        self._average()
+
+    def _average(self) -> None:
+        """FSDP does not know the scores: they stay whole on every rank, and so do their gradients."""
+        for parameter in self.parameters() if self._sharded else ():
+            if average not in (parameter._post_accumulate_grad_hooks or {}).values():
+                parameter.register_post_accumulate_grad_hook(average)
 
     # -- what the user sees -----------------------------------------------------------------------------------------------
 
@@ -643,8 +648,9 @@ class Pruner:
                 "first and attach afterwards, or resume with a checkpoint of this search"
             )
         self._live = None
+        self._average()  # with assign=True parameters are others now
         if self._watched is not None:
-            watch.hold_still(self.model.parameters())  # with assign=True they are others now
+            watch.hold_still(self.model.parameters())
 
     # -- no silent no-op --------------------------------------------------------------------------------------------------
 

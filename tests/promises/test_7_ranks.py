@@ -69,6 +69,7 @@ def worker(rank: int, folder: str) -> None:
         seeded(rank, name, f"{folder}/seeded-{name}-{rank}")
     for name in ("wrapper", "module"):
         wrapped_first(name, data(0, rank), f"{folder}/{name}-{rank}")
+    assigned(rank, f"{folder}/assigned-{rank}")
     numbers = ([1.0, math.nan, math.inf], [1.0, float(rank)], [1.0, math.nan if rank else 1.0])
     torch.save([same_everywhere(torch.tensor(mine)) for mine in numbers], f"{folder}/same-{rank}")
     torch.distributed.barrier()
@@ -119,6 +120,18 @@ def wrapped_first(name: str, batch: tuple[Tensor, Tensor], file: str) -> None:
         torch.save(str(error), file)
 
 
+def assigned(rank: int, file: str) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    model = made()
+    fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (2,)))
+    pruner = sp.attach(model, sp.Smart(), block=(4, 4), sparsity=0.7, steps=4)
+    loop(model, pruner, [data(0, rank)])
+    model.load_state_dict({name: value.detach().clone() for name, value in model.state_dict().items()}, assign=True)
+    loop(model, pruner, [data(1, rank)])
+    torch.save(digest(pruner.scores), file)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What both ranks hold in the end."""
@@ -159,6 +172,11 @@ def test_wrapped_before_attach_is_an_error(folder: Path, how: str) -> None:
     """DDP averages no gradients of parameters that came later: every rank would learn scores of its own."""
     for rank in (0, 1):
         assert "attach first, then wrap" in torch.load(folder / f"{how}-{rank}", weights_only=True)
+
+
+def test_scores_that_were_assigned_are_still_averaged(folder: Path) -> None:
+    """load_state_dict(assign=True) of a model in parts puts other parameters in place of the scores."""
+    assert len({torch.load(folder / f"assigned-{rank}", weights_only=True) for rank in (0, 1)}) == 1
 
 
 def test_scores_that_are_nan_on_every_rank_do_not_differ(folder: Path) -> None:
