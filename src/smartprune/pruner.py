@@ -171,6 +171,7 @@ class Pruner:
             raise SmartpruneError("pruner.step(): the model is baked, there is nothing left to step; take the call out of the loop")
         self._put_away()
         if self.phase == "frozen":
+            self._require_agreement()
             self._clean()
             self._glance()
             return
@@ -713,6 +714,14 @@ class Pruner:
         if self._agreed or not distributed() or self._moved().isdisjoint(map(id, self.model.parameters())):
             return
         self._agreed = True
+        place = torch.tensor([self.count, self.steps, self.phase == "frozen"], dtype=torch.float64, device=self.blocks.device)
+        if not same_everywhere(place):
+            raise SmartpruneError(
+                f"pruner.step(): the ranks stand at different steps of the search, this one at {self.count} of {self.steps}; load "
+                "the state of the pruner on every rank: DistributedDataParallel shares weights and scores, but not the step"
+            )
+        if self.phase == "frozen":
+            return
         for name, value in self._state.items():
             shared = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64, device=self.blocks.device)
             torch.distributed.broadcast(shared, 0)
@@ -720,7 +729,8 @@ class Pruner:
         if not all(same_everywhere(parameter.detach()) for parameter in self.parameters()):
             raise SmartpruneError(
                 "pruner.step(): the scores differ between ranks, since their gradients are not averaged: DistributedDataParallel "
-                "averages those of the parameters that a model has when it is wrapped; attach first, then wrap"
+                "averages those of the parameters that a model has when it is wrapped; attach first, then wrap (with "
+                "find_unused_parameters=True where some get no gradient, as with train_weights=False)"
             )
 
     def _moved(self) -> set[int]:

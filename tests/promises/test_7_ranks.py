@@ -70,6 +70,9 @@ def worker(rank: int, folder: str) -> None:
     for name in ("wrapper", "module"):
         wrapped_first(name, data(0, rank), f"{folder}/{name}-{rank}")
     assigned(rank, f"{folder}/assigned-{rank}")
+    for steps in (2, 5):
+        loaded_alone(rank, steps, f"{folder}/alone-{steps}-{rank}")
+    idle(data(0, rank), f"{folder}/idle-{rank}")
     numbers = ([1.0, math.nan, math.inf], [1.0, float(rank)], [1.0, math.nan if rank else 1.0])
     torch.save([same_everywhere(torch.tensor(mine)) for mine in numbers], f"{folder}/same-{rank}")
     torch.distributed.barrier()
@@ -132,6 +135,31 @@ def assigned(rank: int, file: str) -> None:
     torch.save(digest(pruner.scores), file)
 
 
+def loaded_alone(rank: int, steps: int, file: str) -> None:
+    """A checkpoint that the first rank loads, for DDP to share."""
+    first, again = made(), made()
+    pruner = sp.attach(first, sp.Smart(), block=(4, 4), sparsity=0.7, steps=4)
+    loop(nn.parallel.DistributedDataParallel(first), pruner, [data(step, rank) for step in range(steps)])
+    other = sp.attach(again, sp.Smart(), block=(4, 4), sparsity=0.7, steps=4)
+    if rank == 0:
+        again.load_state_dict(first.state_dict())
+        other.load_state_dict(pruner.state_dict())
+    try:
+        loop(nn.parallel.DistributedDataParallel(again), other, [data(steps, rank)])
+    except sp.SmartpruneError as error:
+        torch.save(str(error), file)
+
+
+def idle(batch: tuple[Tensor, Tensor], file: str) -> None:
+    """Weights that get no gradient, which DDP has to be told of."""
+    model = made()
+    pruner = sp.attach(model, sp.Smart(train_weights=False), block=(4, 4), sparsity=0.7, steps=4)
+    try:
+        loop(nn.parallel.DistributedDataParallel(model), pruner, [batch])
+    except sp.SmartpruneError as error:
+        torch.save(str(error), file)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What both ranks hold in the end."""
@@ -177,6 +205,20 @@ def test_wrapped_before_attach_is_an_error(folder: Path, how: str) -> None:
 def test_scores_that_were_assigned_are_still_averaged(folder: Path) -> None:
     """load_state_dict(assign=True) of a model in parts puts other parameters in place of the scores."""
     assert len({torch.load(folder / f"assigned-{rank}", weights_only=True) for rank in (0, 1)}) == 1
+
+
+@pytest.mark.parametrize("steps", [2, 5])
+def test_a_state_that_one_rank_loaded_alone_is_an_error(folder: Path, steps: int) -> None:
+    """Ranks that freeze at different steps would wait for each other, or mistake one message for another."""
+    for rank in (0, 1):
+        said = torch.load(folder / f"alone-{steps}-{rank}", weights_only=True)
+        assert "the ranks stand at different steps of the search" in said
+        assert "load the state of the pruner on every rank" in said
+
+
+def test_ddp_has_to_be_told_of_weights_that_do_not_train(folder: Path) -> None:
+    for rank in (0, 1):
+        assert "find_unused_parameters=True" in torch.load(folder / f"idle-{rank}", weights_only=True)
 
 
 def test_scores_that_are_nan_on_every_rank_do_not_differ(folder: Path) -> None:
