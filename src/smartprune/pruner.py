@@ -411,8 +411,8 @@ class Pruner:
         if self._sharded:
             return self._one(index)
         if not torch.compiler.is_compiling():
-            self._ensure(index)
-        elif not self._inside:
+            return self._ensure(index)[index]
+        if not self._inside:
             _ensure_uncompiled(self, index)
         assert self._live is not None
         return self._live.weights[index]
@@ -428,9 +428,13 @@ class Pruner:
             return False
         return (live.grad or not torch.is_grad_enabled()) and live.key == self._key()
 
-    def _ensure(self, index: int) -> None:
-        if self._live is None or not self._fresh(self._live, index):
-            _refresh_anyhow(self, self._live.mask if self._live is not None and self._solved(self._live) else None)
+    def _ensure(self, index: int) -> list[Tensor]:
+        """The masked weights, whatever becomes of those that are kept: evaluations in other threads end and drop them."""
+        live = self._live
+        weights = [] if live is None else live.weights
+        if live is not None and weights and self._fresh(live, index):
+            return weights
+        return _refresh_anyhow(self, live.mask if live is not None and self._solved(live) else None)
 
     def _one(self, index: int) -> Tensor:
         """The masked weight of one layer. FSDP gathers weights just before their layer needs them, and not all at once;
@@ -446,7 +450,7 @@ class Pruner:
                 weight = weight.detach()
             return self.masking.one(self._live.factors, index, weight, self._through, held=self._hard is not None)
 
-    def _refresh(self, mask: Tensor | None = None) -> None:
+    def _refresh(self, mask: Tensor | None = None) -> list[Tensor]:
         """One solve, unless the mask is known, and one masked multiply for all layers."""
         self._require_unsplit()
         self._live = None  # first, so that old and new weights are not held at once
@@ -485,6 +489,7 @@ class Pruner:
             torch.is_inference_mode_enabled(),
             autocast,
         )
+        return masked
 
     def _follow(self) -> None:
         """Takes the state along when the user moves the model to another device."""
@@ -832,13 +837,13 @@ _refresh_uncompiled = torch._disable_dynamo(Pruner._refresh)  # type: ignore[att
 _ensure_uncompiled = torch._disable_dynamo(Pruner._ensure)  # type: ignore[attr-defined]
 
 
-def _refresh_anyhow(pruner: Pruner, mask: Tensor | None = None) -> None:
+def _refresh_anyhow(pruner: Pruner, mask: Tensor | None = None) -> list[Tensor]:
     """A hook that the compiler gave up on runs plainly, but what it calls would be compiled; hence the look at whether
     the compiler is loaded at all."""
     if torch.compiler.is_compiling() or "torch._dynamo" in sys.modules:
-        _refresh_uncompiled(pruner, mask)
-    else:
-        pruner._refresh(mask)
+        made: list[Tensor] = _refresh_uncompiled(pruner, mask)
+        return made
+    return pruner._refresh(mask)
 
 
 def attach(

@@ -328,3 +328,22 @@ def test_functional_call_and_vmap_see_masked_weights() -> None:
     params = dict(case.model.named_parameters())
     out = torch.func.functional_call(case.model, params, (case.x,))
     assert torch.equal(out, case.model(case.x))
+
+
+def test_an_evaluation_that_ends_in_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It drops its masked weights, between any two lines of an evaluation here."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 20), nn.ReLU(), nn.Linear(20, 8), nn.ReLU(), nn.Linear(8, 4))
+    pruner = sp.attach(model, sp.Smart(), block=(4, 4), sparsity=0.5, include="*", steps=4)
+    x = torch.randn(3, 12)
+    fresh = sp.Pruner._fresh
+
+    def looked(self: sp.Pruner, *args: object) -> bool:
+        found = fresh(self, *args)  # type: ignore[arg-type]
+        pruner._after(model, (), None)
+        return found
+
+    with torch.no_grad():
+        expected = model(x)
+        monkeypatch.setattr(sp.Pruner, "_fresh", looked)
+        assert torch.equal(model(x), expected)
