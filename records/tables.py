@@ -84,7 +84,7 @@ def paper_lines(root: Path, page: Path) -> list[str]:
             if row["sparsity"] is None:
                 continue  # another budget
             rate = RATE.search(row["protocol"])
-            if "distill" in row["protocol"] or (rate is not None and rate[1] != "0.02"):
+            if any(word in row["protocol"] for word in ("distill", ", change ")) or (rate is not None and rate[1] != "0.02"):
                 continue  # another protocol
             spread = "" if row["std"] is None else f" ± {100 * row['std']:.2f}"
             value = f"{100 * row['mean']:.2f}{spread} ({100 * row['difference']:+.2f}), n={row['n']}"

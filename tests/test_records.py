@@ -220,6 +220,14 @@ def test_the_papers_table_beside_ours(tmp_path: Path) -> None:
             "difference": 0,
         },
         {
+            "method": "pdp",
+            "sparsity": 0.95,
+            "protocol": lengths[12] + ", change 1, change over search",
+            "values": [0.9],
+            "seeds": [0],
+            "difference": 0,
+        },
+        {
             "method": "pas",
             "sparsity": 0.95,
             "protocol": lengths[12] + ", search lr 0.1, finetune lr 0.1",

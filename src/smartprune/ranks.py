@@ -137,11 +137,16 @@ def batches(data: Data, size: int, seed: int, epoch: int, at: int) -> Iterator[A
     if world() == 1:
         return data.batches(size, seed, epoch, at)
     count, share, start = data.steps(size) - at, size // world(), at * world() + rank()
+    return islice(every_batch(data, share, seed, epoch, start, world()), count)
+
+
+def every_batch(data: Data, size: int, seed: int, epoch: int, first: int, every: int) -> Iterator[Any]:
+    """Every so many-th batch of an epoch from number ``first`` on, also of data that knows no ``every``."""
+    if every == 1:
+        return data.batches(size, seed, epoch, first)
     if "every" in inspect.signature(data.batches).parameters:
-        mine = data.batches(share, seed, epoch, start, every=world())  # type: ignore[call-arg]
-    else:
-        mine = islice(data.batches(share, seed, epoch, start), 0, None, world())
-    return islice(mine, count)
+        return data.batches(size, seed, epoch, first, every=every)  # type: ignore[call-arg]
+    return islice(data.batches(size, seed, epoch, first), 0, None, every)
 
 
 def require_shares(data: Data, size: int) -> None:

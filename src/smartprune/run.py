@@ -27,6 +27,7 @@ from .optimizer import make_optimizer
 from .pruner import Pruner, attach
 from .step import make_graph, require_finite
 from .tasks import Data, Task
+from .tasks.changed import Changed
 
 STAGES = ("dense", "search", "finetune")
 
@@ -40,9 +41,10 @@ class Run:
     folder: Path
     device: torch.device
     model: nn.Module
-    training: Data
+    plain: Data  # what there is to train on
     validation: Data
     losses: Tensor  # summed over the batches of the epoch so far, of this rank
+    training: Data = field(init=False)  # the same, as it is shown in this stage
     optimizer: torch.optim.Optimizer = field(init=False)
     forward: nn.Module = field(init=False)  # the model, or its form for several processes, or its compiled form
     pruner: Pruner | None = None
@@ -63,7 +65,7 @@ class Run:
     @property
     def batches(self) -> int:
         """In an epoch."""
-        return self.training.steps(self.config.batch)
+        return self.plain.steps(self.config.batch)
 
     @property
     def per_epoch(self) -> int:
@@ -139,11 +141,11 @@ def start(folder: Path, config: Config) -> Run:
         folder=folder,
         device=device,
         model=model,
-        training=task.data("train", device),
+        plain=task.data("train", device),
         validation=task.data("validation", device),
         losses=torch.zeros((), dtype=torch.float64, device=device),
     )
-    ranks.require_shares(run.training, config.batch)
+    ranks.require_shares(run.plain, config.batch)
     state = rundir.load_checkpoint(folder)
     if ranks.rank() == 0:
         rundir.tidy(folder)
@@ -201,6 +203,7 @@ def enter(run: Run, stage: str) -> None:
     """
     config = run.config
     run.tell_time()
+    run.training = shown(run.plain, config, stage)
     run.stage, run.step, run.losses, run.loss, run.value = stage, 0, torch.zeros_like(run.losses), None, None
     if stage != "dense" and run.pruner is None:
         run.pruner = prune(run.model, config, run.task, run.steps("search"))
@@ -219,6 +222,12 @@ def enter(run: Run, stage: str) -> None:
             run.teacher = Teacher(dense, run.task.distance, config.distill, config.distill_temperature)  # type: ignore[attr-defined]
         run.teacher.watch(run.forward)
     run.graph = make_graph(run)
+
+
+def shown(data: Data, config: Config, stage: str) -> Data:
+    """The training data as this stage sees it."""
+    stages = {"search": STAGES[1:2], "pruning": STAGES[1:], "all": STAGES}[config.change_over]
+    return Changed(data, config.change) if config.change and stage in stages else data
 
 
 def budget_of(config: Config, example: Any) -> Budget | None:

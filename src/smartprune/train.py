@@ -33,7 +33,7 @@ from .npu import read_npu
 from .progress import Tick
 from .pruner import WHOLE, bake
 from .receipt import Receipt
-from .run import STAGES, Run, averaged, closing, enter, prune, put_away, settled, start
+from .run import STAGES, Run, averaged, closing, enter, prune, put_away, settled, shown, start
 from .runpage import PAGE, write_run_page
 from .step import require_finite, steps_of_epoch, take_step
 from .tasks import Data
@@ -130,6 +130,8 @@ def check(config: Config) -> None:
             rundir.load_weights(model, Path(config.dense))
         data, *_ = (task.data(split, torch.device("cpu")) for split in ("train", "validation", "test"))
         ranks.require_shares(data, config.batch)
+        if config.change:
+            next(shown(data, config, "search").batches(config.batch, config.seed, 0))
         steps = config.search_epochs * -(-data.steps(config.batch) // config.accumulate)
         reason = capturable(prune(model, config, task, steps).method)
     if config.parallel == "fsdp" and ranks.world() > 1 and config.method in WHOLE:

@@ -19,8 +19,7 @@ LARGEST_FILE = 1 << 20
 AFTER_DENSE = (
     "method", "settings", "block", *BUDGETS, "npu", "onnx", "floor", "include", "skip", "dense", "search_epochs",
     "finetune_epochs", "search_lr", "finetune_lr", "score_lr", "search_schedule", "schedule_over", "distill",
-    "distill_temperature", "tensorboard",
-    "checkpoint_seconds", "out",
+    "distill_temperature", "tensorboard", "checkpoint_seconds", "out",
 )  # fmt: skip
 
 
@@ -120,14 +119,20 @@ def plain_name(text: str) -> str:
 
 def dense_name(config: Config) -> str:
     """``digits-resnet8-s0-1f0c22ab``: a name for everything that a dense model depends on."""
-    told = {name: value for name, value in asdict(config).items() if name not in AFTER_DENSE}
+    told = before_pruning(config)
     digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:8]
     return plain_name(f"{config.task}-{config.model}-s{config.seed}-{digest}")
 
 
+def before_pruning(config: Config) -> dict[str, Any]:
+    """The settings that the dense stage may depend on."""
+    later = AFTER_DENSE + ("change", "change_over") * (config.change == 0 or config.change_over != "all")
+    return {name: value for name, value in asdict(config).items() if name not in later}
+
+
 def dense_config(config: Config, out: Path) -> Config:
     """A run whose dense stage is that of ``config``; what follows it is as short and as simple as can be."""
-    told = {name: value for name, value in asdict(config).items() if name not in AFTER_DENSE}
+    told = before_pruning(config)
     least = int(config.warmup_epochs) + 1  # a schedule is longer than its warm-up
     return configure(
         {**told, "method": "magnitude", "sparsity": 0.5, "search_epochs": least, "finetune_epochs": least, "out": str(out)}
