@@ -2,16 +2,17 @@
 
 python bench/variants.py --data DIR [--network NAME] [--sparsity S | --macs M] [--seeds 0 1 2] [--pictures 10000]
                          [--epochs DENSE SEARCH FINETUNE] [--lr LR] [--variants NAME ... | --ablation] [--transfer]
-                         [--change]
+                         [--crop] [--change [search|pruning]]
                          [--dense FILE.pt] [--out FILE.json]
 
 CIFAR-10 at 16x16 pixels, 16x8 blocks, one thread, two to four minutes a run. The networks: residual, of width 32; folded, the
 same with its batch norms folded into the convolutions once the dense model is trained, as networks arrive from ONNX files;
 densenet, of growth 16; plain, convolutions with biases and nothing that normalises; transformer, four layers with layer norm.
 One dense model is trained first; all variants start from it, with the same epochs, optimizer and schedule. With --transfer it
-has seen other classes, and gets a new last layer; with --change the search is shown strongly changed pictures. Accuracy on
-5,000 training pictures that were held out, and training loss of the last epoch; the test split is not read. What wins here is
-worth GPU time; it is no claim about larger networks.
+has seen other classes, and gets a new last layer; with --crop the pictures of all stages are moved about, and with --change
+the search, or all that comes after the dense training, is shown strongly changed ones. Accuracy on 5,000 training pictures
+that were held out, and training loss of the last epoch; the test split is not read. What wins here is worth GPU time; it is
+no claim about larger networks.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from smartprune.models.resnet import ResNet
 from smartprune.tasks.cifar10_files import read
 
 BATCH, BLOCK, HELD = 64, (16, 8), 5000
+BLACK = -1.88  # of a picture as the networks see it
 PLAIN = {"start": 5.0, "end": 1e-3, "follow": False, "reach": None}  # SMART as the paper has it, in units of the model's weights
 VARIANTS: dict[str, object] = {
     "gradual": sp.Gradual(),
@@ -146,13 +148,18 @@ def pictures(folder: Path, part: str) -> tuple[Tensor, Tensor]:
     return (small - 0.47) / 0.25, torch.from_numpy(labels).long()
 
 
-def changed(batch: Tensor, draw: torch.Generator) -> Tensor:
-    """Moved by up to two pixels, with other contrast and colours, and a square of 4x4 pixels blank."""
+def moved(batch: Tensor, draw: torch.Generator, around: float) -> Tensor:
+    """By up to two pixels each way."""
     side, count = batch.shape[-1], len(batch)
-    wide = F.pad(batch, (2, 2, 2, 2))
+    wide = F.pad(batch, (2, 2, 2, 2), value=around)
     right, down = torch.randint(0, 5, (2, count), generator=draw)
-    out = torch.stack([wide[i, :, down[i] : down[i] + side, right[i] : right[i] + side] for i in range(count)])
-    out = out * (0.7 + 0.6 * torch.rand(count, 1, 1, 1, generator=draw))
+    return torch.stack([wide[i, :, down[i] : down[i] + side, right[i] : right[i] + side] for i in range(count)])
+
+
+def changed(batch: Tensor, draw: torch.Generator) -> Tensor:
+    """With other contrast and colours, and a square of 4x4 pixels blank."""
+    side, count = batch.shape[-1], len(batch)
+    out = batch * (0.7 + 0.6 * torch.rand(count, 1, 1, 1, generator=draw))
     out = out + 0.3 * (torch.rand(count, 3, 1, 1, generator=draw) - 0.5)
     right, down = torch.randint(0, side - 3, (2, count), generator=draw)
     for i in range(count):
@@ -169,6 +176,7 @@ def train(
     done: int,
     total: int,
     pruner: sp.Pruner | None,
+    crop: bool = False,
     change: bool = False,
 ) -> float:
     """The mean loss of the last epoch. The learning rate follows one cosine from step 0 to ``total``."""
@@ -186,6 +194,8 @@ def train(
             chosen = order[step * BATCH : (step + 1) * BATCH]
             mirrored = torch.rand(BATCH, generator=draw) < 0.5
             batch = torch.where(mirrored[:, None, None, None], x[chosen].flip(3), x[chosen])
+            if crop or change:
+                batch = moved(batch, other, BLACK if crop else 0.0)
             batch = changed(batch, other) if change else batch
             for group in optimizer.param_groups:
                 group["lr"] = lr * 0.5 * (1 + math.cos(math.pi * done / total))
@@ -222,7 +232,10 @@ def main() -> None:
     parser.add_argument(
         "--transfer", action="store_true", help="dense on five of the classes, search and fine-tuning on the others"
     )
-    parser.add_argument("--change", action="store_true", help="show the search strongly changed pictures")
+    parser.add_argument("--crop", action="store_true", help="move the pictures of all stages about")
+    parser.add_argument(
+        "--change", nargs="?", const="search", choices=("search", "pruning"), help="where pictures are strongly changed"
+    )
     parser.add_argument("--dense", type=Path, help="the trained dense model: read where the file exists, else written")
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     args = parser.parse_args()
@@ -242,7 +255,7 @@ def main() -> None:
     if args.dense is not None and args.dense.exists():
         dense.load_state_dict(torch.load(args.dense, weights_only=True))
     else:
-        loss = train(dense, (first_x, first_y), first, network.lr, 0, 0, first * steps, None)
+        loss = train(dense, (first_x, first_y), first, network.lr, 0, 0, first * steps, None, args.crop)
         print(f"dense: training loss {loss:.4f}")
         if args.dense is not None:
             torch.save(dense.state_dict(), args.dense)
@@ -253,7 +266,10 @@ def main() -> None:
         head = [module for module in dense.modules() if isinstance(module, nn.Linear)][-1]
         head.reset_parameters()
     protocol = f"{first} dense + {search} search + {last} fine-tuning epochs" + ", on other classes" * args.transfer
-    protocol += f", lr {lr:g}" * (lr != network.pruning_lr) + ", search on changed pictures" * args.change
+    protocol += f", lr {lr:g}" * (lr != network.pruning_lr) + ", cropped" * args.crop
+    protocol += {None: "", "search": ", search on changed pictures", "pruning": ", search and fine-tuning on changed pictures"}[
+        args.change
+    ]
     common = {"model": f"{args.network}, small", "data": f"cifar10 at 16x16, {args.pictures:,} pictures", "block": "16x8"}
     common |= {"sparsity": args.macs or sparsity, "protocol": protocol + ", of MACs" * bool(args.macs)}
     rows = []
@@ -264,8 +280,8 @@ def main() -> None:
             model, total = copy.deepcopy(dense), (search + last) * steps
             asked = {"budget": sp.macs(args.macs, example=x[:1])} if args.macs else {"sparsity": sparsity}
             pruner = sp.attach(model, every[name], block=BLOCK, steps=search * steps, **asked)  # type: ignore[arg-type]
-            train(model, (x, y), search, lr, seed, 0, total, pruner, args.change)
-            loss = train(model, (x, y), last, lr, seed + 100, search * steps, total, None)
+            train(model, (x, y), search, lr, seed, 0, total, pruner, args.crop, args.change is not None)
+            loss = train(model, (x, y), last, lr, seed + 100, search * steps, total, None, args.crop, args.change == "pruning")
             right = accuracy(model, *held)
             print(f"{name:<50} seed {seed}: {right:.4f}, loss {loss:.4f}", flush=True)
             got["accuracy, held out"].append(right)
