@@ -31,6 +31,14 @@ USUAL = Path("/usr/local/nvidia/bin/nvidia-cuda-mps-control")
 
 
 def count(model: str, compiled: bool, seconds: float, ready: Barrier, found: Any) -> None:
+    try:
+        found.put(steps_a_second(model, compiled, seconds, ready))
+    except BaseException:
+        ready.abort()  # the others need not wait
+        raise
+
+
+def steps_a_second(model: str, compiled: bool, seconds: float, ready: Barrier) -> float:
     import torch
     from train import make_run
 
@@ -52,7 +60,7 @@ def count(model: str, compiled: bool, seconds: float, ready: Barrier, found: Any
             if steps % LOOK == 0:
                 torch.cuda.synchronize()
         torch.cuda.synchronize()
-        found.put(steps / (time.perf_counter() - began))
+        return steps / (time.perf_counter() - began)
 
 
 def together(processes: int, args: argparse.Namespace) -> list[float]:

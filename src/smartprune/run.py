@@ -44,7 +44,6 @@ class Run:
     plain: Data  # what there is to train on
     validation: Data
     losses: Tensor  # summed over the batches of the epoch so far, of this rank
-    training: Data = field(init=False)  # the same, as it is shown in this stage
     optimizer: torch.optim.Optimizer = field(init=False)
     forward: nn.Module = field(init=False)  # the model, or its form for several processes, or its compiled form
     pruner: Pruner | None = None
@@ -61,6 +60,11 @@ class Run:
     value: float | None = None  # of the metric, on the validation split, after it
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
     clock: float = field(default_factory=time.monotonic)
+
+    @property
+    def training(self) -> Data:
+        """What there is to train on, as it is shown in this stage."""
+        return shown(self.plain, self.config, self.stage)
 
     @property
     def batches(self) -> int:
@@ -203,7 +207,6 @@ def enter(run: Run, stage: str) -> None:
     """
     config = run.config
     run.tell_time()
-    run.training = shown(run.plain, config, stage)
     run.stage, run.step, run.losses, run.loss, run.value = stage, 0, torch.zeros_like(run.losses), None, None
     if stage != "dense" and run.pruner is None:
         run.pruner = prune(run.model, config, run.task, run.steps("search"))

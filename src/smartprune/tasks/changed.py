@@ -70,6 +70,6 @@ def changed(pictures: Tensor, draws: Tensor, strength: float) -> Tensor:
 
 def within(place: Tensor, side: int, length: int) -> Tensor:
     """Which of ``length`` pixels are the ``side`` ones from a place on, [n, length]; ``place`` [n] is a share of where they fit."""
-    start = (place * (length - side + 1)).floor().clamp(max=length - side)[:, None]  # rounding may reach the end
+    start = (place * (length - side + 1)).floor()[:, None]  # of the largest number drawn, too, within the picture
     line = torch.arange(length, device=place.device)
     return (line >= start) & (line < start + side)
