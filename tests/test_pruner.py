@@ -1,5 +1,7 @@
 """What the pruner does behind the user's back, counted."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -7,6 +9,7 @@ from torch import nn
 import smartprune as sp
 import zoo
 from smartprune.methods import smart
+from smartprune.methods.method import Method
 
 
 @pytest.fixture
@@ -67,3 +70,76 @@ def test_a_frozen_model_solves_nothing(solves: list[int]) -> None:
     nn.functional.cross_entropy(model(x), torch.tensor([1, 2, 3, 4])).backward()
     assert solves == []
     assert model[3].weight.data_ptr() == pruner.blocks.weights[0].data_ptr()  # the weight itself: nothing is copied
+
+
+def looked_at(looks: bool) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model, x = zoo.plain_cnn()
+    pruner = sp.attach(model, sp.Smart(), block=(4, 4), sparsity=0.5, steps=20)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for _ in range(20):
+        nn.functional.cross_entropy(model(x), torch.tensor([1, 2, 3, 4])).backward()
+        optimizer.step()
+        if looks:
+            assert float(pruner.mask.sum()) == pytest.approx(pruner.plan.keep, rel=1e-3)
+            with torch.no_grad():
+                model.eval()(x)
+            model.train()
+        pruner.step()
+        if looks:
+            told = pruner.telemetry()
+        optimizer.zero_grad()
+    if looks:
+        assert told["undecided"] == 0
+        assert sum(told["kept"]) == pruner.plan.keep
+    return [tensor.clone() for tensor in model.state_dict().values()]
+
+
+def test_who_looks_at_a_search_does_not_change_it() -> None:
+    """A mask that was asked for after the optimizer's step moved the place where the next solve starts, by some bits."""
+    assert all(torch.equal(a, b) for a, b in zip(looked_at(False), looked_at(True), strict=True))
+
+
+def test_telemetry_of_steps_after_an_evaluation() -> None:
+    """What an evaluation drops was not measured: the figures stood still."""
+    torch.manual_seed(0)
+    model, x = zoo.plain_cnn()
+    pruner = sp.attach(model, sp.Smart(), block=(4, 4), sparsity=0.5, steps=20)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for _ in range(19):
+        nn.functional.cross_entropy(model(x), torch.tensor([1, 2, 3, 4])).backward()
+        optimizer.step()
+        with torch.no_grad():
+            model(x)
+        pruner.step()
+        optimizer.zero_grad()
+    mask = pruner.mask
+    assert pruner.telemetry()["undecided"] <= 2 * int(((mask > 0.01) & (mask < 0.99)).sum()) + 4 < pruner.plan.n
+
+
+@pytest.mark.parametrize("method", [sp.Smart(), sp.Gradual(), sp.Pdp(), sp.Pas(), sp.Awg(stages=2, cap="relax"), sp.Acdc(cycles=2)])
+@pytest.mark.parametrize("kind", ["blocks", "macs", "cycles"])
+def test_another_default_device(method: Method, kind: str, tmp_path: Path) -> None:
+    """As with torch.set_default_device("cuda") and a model on the CPU: nothing of ours may land there."""
+    model, x = zoo.plain_cnn()
+    budgets = {
+        "blocks": {"sparsity": 0.5, "floor": 0.1},
+        "macs": {"budget": sp.macs(0.4, example=x)},
+        "cycles": {"budget": sp.cycles(0.3, example=x, npu=sp.NPU(rows=4, columns=4))},
+    }
+    target = torch.tensor([1, 2, 3, 4])
+    with torch.device("meta"):
+        pruner = sp.attach(model, method, block=(4, 4), steps=8, **budgets[kind])  # type: ignore[arg-type]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for _ in range(8):
+            (nn.functional.cross_entropy(model(x), target) + pruner.penalty()).backward()
+            optimizer.step()
+            pruner.step()
+            optimizer.zero_grad()
+            pruner.telemetry()
+        receipt = sp.bake(model)
+        assert sp.verify(model, receipt=receipt).ok
+        sp.pack(model, tmp_path / "packed", receipt=receipt)
+        assert sp.verify(tmp_path / "packed").mask_hash == receipt.mask_hash
+        assert torch.equal(sp.unpack(tmp_path / "packed")["3.weight"], model[3].weight)
+        assert str(sp.report(tmp_path / "packed"))

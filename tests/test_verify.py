@@ -5,6 +5,8 @@ import os
 import pickle
 import random
 import zipfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
+import smartprune as sp
 import zoo
 from smartprune.block import Block
 from smartprune.errors import SmartpruneError
@@ -47,6 +50,23 @@ def run(tmp_path: Path) -> Path:
     save_file(state(model), tmp_path / "model.safetensors")
     receipt.save(tmp_path / "receipt.json")
     return tmp_path
+
+
+@pytest.mark.parametrize("wrap", [nn.DataParallel, partial(torch.compile, backend="eager")], ids=["DataParallel", "compile"])
+def test_receipt_of_a_model_that_was_wrapped_before_attach(wrap: Callable[[nn.Module], nn.Module], tmp_path: Path) -> None:
+    model, _ = zoo.plain_cnn()
+    wrapped = wrap(model)
+    sp.attach(wrapped, sp.Magnitude(), block=(4, 4), sparsity=0.5, steps=2).freeze()
+    receipt = sp.bake(wrapped)
+    for source in (wrapped, wrapped.state_dict(), model, model.state_dict()):
+        found = verify(source, receipt=receipt)
+        assert found.ok, str(found)
+        assert found.mask_hash == receipt.mask_hash
+    sp.pack(model, tmp_path / "packed", receipt=receipt)
+    assert verify(tmp_path / "packed").ok
+    with torch.no_grad():
+        model[3].weight.fill_(1.0)
+    assert not verify(model, receipt=receipt).ok
 
 
 @pytest.mark.parametrize("name", sorted(zoo.SMALL))

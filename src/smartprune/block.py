@@ -168,9 +168,9 @@ class Grid:
 
     def sizes(self) -> Tensor:
         """How many real elements each block holds, int64 [n]."""
-        out = torch.ones((), dtype=torch.int64)
+        out = torch.ones((), dtype=torch.int64, device="cpu")
         for axis in self.axes:
-            out = out[..., None] * torch.tensor(axis.lengths())
+            out = out[..., None] * torch.tensor(axis.lengths(), device="cpu")
         return out.reshape(-1)
 
     def sum(self, weight: Tensor) -> Tensor:

@@ -138,13 +138,13 @@ def keep_count(share: Fraction, n: int) -> int:
 def min_keep(layers: Sequence[Layer], floor: float) -> Tensor:
     """The fewest blocks each layer keeps: ``n_l - floor((1 - floor) * n_l)``, int64 [number of layers]."""
     share = as_share(floor, "floor", "the least share of its blocks that each layer keeps")
-    return torch.tensor([layer.n - math.floor((1 - share) * layer.n) for layer in layers])
+    return torch.tensor([layer.n - math.floor((1 - share) * layer.n) for layer in layers], device="cpu")
 
 
 def block_macs(layer: Layer, uses: Sequence[int]) -> Tensor:
     """MACs of every block of a layer: real elements times how often each is used, int64 [n]."""
     sizes = layer.grid.sizes().reshape(len(uses), -1)
-    return (sizes * torch.tensor(list(uses))[:, None]).reshape(-1)
+    return (sizes * torch.tensor(list(uses), device="cpu")[:, None]).reshape(-1)
 
 
 @dataclass(frozen=True)

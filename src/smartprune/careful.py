@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from . import watch
+from . import text, watch
 from .agree import distributed, same_everywhere
 from .errors import SmartpruneError
 from .layers import Blocks
@@ -18,6 +19,7 @@ from .methods.method import Method, State
 from .shards import is_sharded, whole
 from .topk import check_device
 
+PATIENCE = 10  # steps of others in which an optimizer that has the scores may wait for its turn
 PREFIX = "smartprune_"  # names of trained tensors in the model, while it is attached
 
 
@@ -37,6 +39,7 @@ class Careful:
     _watched: watch.Watched | None
     _penalized: bool
     _proven: bool  # whether the scores were seen to be in an optimizer
+    _missed: int  # steps since then in which other parameters moved and the scores did not
     _agreed: bool  # whether all ranks were seen to agree
     _last: int  # step of any optimizer before which everything was looked at
     _modules: dict[str, nn.Module]
@@ -52,6 +55,14 @@ class Careful:
                 "the weights were split (FSDP) after attach, and the scores with them; call fully_shard first, then attach: scores "
                 "stay whole on every rank"
             )
+
+    def _require_shapes(self, weights: Sequence[Tensor]) -> None:
+        for layer, weight in zip(self.blocks.layers, weights, strict=True):
+            if weight.shape != layer.grid.weight_shape and not self._sharded:
+                raise SmartpruneError(
+                    f"{layer.weight} is {text.sizes(weight.shape)} now and was {text.sizes(layer.grid.weight_shape)} when the "
+                    "pruner was attached; change the model before you attach"
+                )
 
     def _require_attached(self, call: str) -> None:
         if not all(parent._modules.get(name) is child for parent, name, child in self._edges):
@@ -82,22 +93,27 @@ class Careful:
         return found
 
     def _require_trained(self) -> None:
-        """The scores must move when the other parameters do; once they did, they are in an optimizer."""
-        if not self._trained or self._proven:
+        """The scores must move when the other parameters do, at the first step and later: optimizers may be exchanged."""
+        if not self._trained:
             return
         mine = self.parameters()
         if not all(parameter.requires_grad for parameter in mine):
             raise SmartpruneError(
                 "pruner.step(): the scores do not require grad, so the search cannot learn; set requires_grad_(True)"
             )
-        moved, ids = self._moved(), {id(parameter) for parameter in mine}
-        if ids <= moved:
-            self._proven = True
-        elif any(id(p) in moved for p in self.model.parameters()):
-            raise SmartpruneError(
-                "pruner.step(): the optimizer trains the weights but not the scores; after attach, call "
-                "optimizer.add_param_group(pruner.param_group()), or build the optimizer after attach"
-            )
+        moved = self._moved()
+        if moved.issuperset(map(id, mine)):
+            self._proven, self._missed = True, 0
+            return
+        if moved.isdisjoint(map(id, self.model.parameters())):
+            return
+        self._missed += 1
+        if self._proven and self._missed < PATIENCE and watch.known(mine):
+            return  # optimizers may take turns
+        raise SmartpruneError(
+            f"pruner.step(): the optimizer trains the weights but not the scores{', which were trained before' * self._proven}; "
+            "after attach, call optimizer.add_param_group(pruner.param_group()), or build the optimizer after attach"
+        )
 
     def _require_agreement(self) -> None:
         """At the first step of an optimizer every rank takes the first rank's state: DDP makes weights equal when it wraps a model,
@@ -207,8 +223,17 @@ def sound(state: dict[str, Any], n: int) -> bool:
         return False
     vectors = [state.get(name, ...) for name in ("mask", "side")]
     fits = all(value is None or (isinstance(value, Tensor) and tuple(value.shape) == (n,)) for value in vectors)
+    measured = state.get("measured")
+    fits = fits and (measured is None or (isinstance(measured, Tensor) and measured.dim() in (1, 2) and measured.shape[-1] == 3))
     return fits and bool(state["count"] >= 0)
 
 
 def _finite(tensors: Sequence[Tensor]) -> bool:
     return all(math.isfinite(float(tensor.detach().float().sum())) for tensor in tensors)
+
+
+def differing(theirs: Any, ours: Any) -> tuple[Any, Any]:
+    """Two values for a message; of two lists the first entries that are not the same."""
+    if not isinstance(theirs, list) or not isinstance(ours, list):
+        return theirs, ours
+    return next(pair for pair in zip_longest(theirs, ours) if pair[0] != pair[1])

@@ -27,6 +27,7 @@ TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 TRANSPOSING = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
 COMPUTING = (F.linear, F.conv1d, F.conv2d, F.conv3d, *TRANSPOSING)
 SMALLEST_SHARE = 1e-12
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")  # what these put into names of weights
 IMAGE_CHANNELS = 4  # a first convolution that reads at most this many channels is taken for the stem
 
 
@@ -285,6 +286,14 @@ class _Used(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def plain_name(name: str) -> str:
+    """The name of a tensor without what wrappers put into it: those of data-parallel, compiled and checkpointed models."""
+    parts = [part for part in name.split(".") if part not in WRAPPERS]
+    while len(parts) > 1 and parts[0] == "module":
+        parts = parts[1:]
+    return ".".join(parts)
+
+
 class Blocks:
     """All blocks of a model as one flat vector of ``n`` entries: what a method sees.
 
@@ -306,7 +315,7 @@ class Blocks:
         self.min_keep = min_keep  # [number of layers], or None without a floor
         self._owners = [(model.get_submodule(layer.sites[0][0]), layer.sites[0][1]) for layer in layers]
         self.sizes = torch.cat([layer.grid.sizes() for layer in layers])
-        self.layer = torch.repeat_interleave(torch.tensor([layer.n for layer in layers]))
+        self.layer = torch.repeat_interleave(torch.tensor([layer.n for layer in layers], device="cpu"))
         self.to(self.device)
 
     def to(self, device: torch.device) -> None:
@@ -322,12 +331,18 @@ class Blocks:
     @property
     def weights(self) -> list[nn.Parameter]:
         """The weights as stored, unmasked."""
-        return [owner._parameters[name] for owner, name in self._owners]  # type: ignore[misc]
+        return [self.weights_at(index) for index in range(len(self._owners))]
 
     def weights_at(self, index: int) -> nn.Parameter:
         """The weight of layer ``index`` as stored."""
         owner, name = self._owners[index]
-        return owner._parameters[name]  # type: ignore[return-value]
+        weight = owner._parameters.get(name)
+        if weight is None:
+            raise SmartpruneError(
+                f"layer {self.layers[index].name} has no parameter {name!r} any more: it was taken away or replaced (by "
+                "weight_norm, a parametrization or torch.nn.utils.prune, say) after attach; do that before you attach"
+            )
+        return weight
 
     @property
     def device(self) -> torch.device:

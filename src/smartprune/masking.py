@@ -247,7 +247,7 @@ class _Multiply(torch.autograd.Function):
             if weight._version != ctx.versions[j]:
                 raise SmartpruneError(
                     f"weight {i} of the pruned layers was changed in place between forward and backward, so its "
-                    "gradient would be wrong; call backward() before optimizer.step()"
+                    "gradient would be wrong; call backward() before optimizer.step(), pruner.step() and pruner.freeze()"
                 )
             if grad is None:
                 out.append(None)

@@ -116,7 +116,7 @@ class Work:
 def _columns(place: Place) -> Ints:
     axes = [place.grid.axes[i] for i in place.order[1:]]
     stored = place.grid.shape[1:]
-    out = torch.arange(math.prod(stored)).reshape(stored).permute([i - 1 for i in place.order[1:]])
+    out = torch.arange(math.prod(stored), device="cpu").reshape(stored).permute([i - 1 for i in place.order[1:]])
     for i, axis in enumerate(axes):
         out = spread(out, i, axis)
     return out.reshape(-1).numpy()

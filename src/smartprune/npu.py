@@ -234,7 +234,7 @@ class NPU:
         works = [Work(layer.grid, layer.transposed) for layer in layers]
         costs, whole, fixed, rest = [], 0, 0, 0
         for layer, work in zip(layers, works, strict=True):
-            cost = torch.zeros(layer.n, dtype=torch.int64)
+            cost = torch.zeros(layer.n, dtype=torch.int64, device="cpu")
             for call in calls[layer.name]:
                 base, slopes = line(self, work, call, share)
                 fixed += base

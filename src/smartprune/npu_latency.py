@@ -69,7 +69,7 @@ class Latency:
 def _orders(work: Work) -> tuple[Tensor, Tensor]:
     """Places of a layer's blocks in two orders: row by row of its outputs, and one of every row in turn."""
     others, axis = list(work.grid.shape), int(work.transposed)
-    rows, places = others.pop(axis), torch.arange(work.grid.n)
+    rows, places = others.pop(axis), torch.arange(work.grid.n, device="cpu")
     return places.view(rows, *others).movedim(0, axis), places.view(*others, rows).movedim(-1, axis)
 
 

@@ -66,10 +66,10 @@ class Work:
 
     @cached_property
     def _lengths(self) -> tuple[Tensor, Tensor, Tensor]:
-        first, second = (torch.tensor(axis.lengths()[: axis.per_part]) for axis in self.grid.axes[:2])
-        kernel = torch.ones(1, dtype=torch.int64)
+        first, second = (torch.tensor(axis.lengths()[: axis.per_part], device="cpu") for axis in self.grid.axes[:2])
+        kernel = torch.ones(1, dtype=torch.int64, device="cpu")
         for axis in self.grid.axes[2:]:
-            kernel = (kernel[:, None] * torch.tensor(axis.lengths())).reshape(-1)
+            kernel = (kernel[:, None] * torch.tensor(axis.lengths(), device="cpu")).reshape(-1)
         return (second, first, kernel) if self.transposed else (first, second, kernel)
 
     @property
@@ -129,7 +129,7 @@ def line(npu: NPU, work: Work, call: Sequence[Call], share: Fraction) -> tuple[i
     """
     around = npu.tail + _lead(npu, work, call)
     top = dense(npu, work, call).latency - around  # no mask takes longer: the layer would run dense
-    every = torch.ones(work.grid.n, dtype=torch.bool)
+    every = torch.ones(work.grid.n, dtype=torch.bool, device="cpu")
     most_moved, order = min(_skipping(npu, work, call, work.ordered(every)), key=_quickest)
     fixed = Fraction(min(most_moved.activation_cycles, top))  # taken as moved whatever the mask
     want = (1 - share) * top
@@ -223,7 +223,7 @@ def _per_part(work: Work, call: Sequence[Call]) -> tuple[list[int], list[int], l
 def _block_cycles(npu: NPU, work: Work, call: Sequence[Call], passes: int) -> Tensor:
     """Cycles that each block keeps a lane busy, int64 [part, output, input, kernel]; passes=0 leaves out fill and drain."""
     tiles = _ups(work.outs, npu.rows)[:, None, None] * _ups(work.ins, npu.columns)[:, None] * work.kernel
-    per_tile = torch.tensor([n + npu.fold * passes for n in _per_part(work, call)[0]])
+    per_tile = torch.tensor([n + npu.fold * passes for n in _per_part(work, call)[0]], device="cpu")
     return per_tile[:, None, None, None] * tiles
 
 
@@ -256,7 +256,7 @@ def _ups(counts: Tensor, size: int) -> Tensor:
 def _times(values: Tensor, factor: Fraction) -> Tensor:
     """``ceil(values * factor)`` in exact arithmetic; there are few different values."""
     different, where = values.unique(return_inverse=True)
-    return torch.tensor([math.ceil(value * factor) for value in different.tolist()])[where]
+    return torch.tensor([math.ceil(value * factor) for value in different.tolist()], device="cpu")[where]
 
 
 def _tangent(points: Sequence[tuple[Fraction, Fraction]], want: Fraction) -> tuple[Fraction, Fraction]:

@@ -264,8 +264,8 @@ def _random(inputs: tuple[Tensor, ...], dynamic_batch: bool) -> Iterator[tuple[T
     for batch in (1, 3, 5) if dynamic_batch else (size, size):
         out = []
         for x in inputs:
-            chosen = x[torch.randint(0, x.shape[0], (batch,), generator=draw)]
-            noise = torch.randn(chosen.shape, generator=draw).to(x.dtype)
+            chosen = x[torch.randint(0, x.shape[0], (batch,), generator=draw, device="cpu")]
+            noise = torch.randn(chosen.shape, generator=draw, device="cpu").to(x.dtype)
             out.append(noise if x.is_floating_point() else chosen)
         yield tuple(out)
 

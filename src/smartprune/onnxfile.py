@@ -280,9 +280,10 @@ class _Graph:
             )
         sizes, index = (shape, index) if index.dim() != 1 else ([math.prod(shape)], index[:, None])
         fits = values.dim() == 1 and index.shape == (len(values), len(sizes)) and index.dtype == torch.int64
-        if not fits or bool(((index < 0) | (index >= torch.tensor(sizes))).any()):
+        if not fits or bool(((index < 0) | (index >= torch.tensor(sizes, device="cpu"))).any()):
             raise SmartpruneError(f"{self.where}: {name} has indices that do not fit its shape {shape}")
-        places = index @ torch.tensor([math.prod(sizes[axis:]) for axis in range(1, len(sizes) + 1)], dtype=torch.int64)
+        strides = [math.prod(sizes[axis:]) for axis in range(1, len(sizes) + 1)]
+        places = index @ torch.tensor(strides, dtype=torch.int64, device="cpu")
         if len(places.unique()) < len(places):
             raise SmartpruneError(f"{self.where}: {name} has two numbers for one place")
         out = values.new_zeros(math.prod(shape))

@@ -68,7 +68,7 @@ class PackedWeight:
     def of(layout: Layout, grid: Grid, weight: Tensor) -> PackedWeight:
         weight = weight.detach().cpu()
         used = _tile(nonzero(weight), grid, layout.transposed).flatten(2).any(2)
-        rows = torch.zeros(used.shape[0] + 1, dtype=torch.int32)
+        rows = torch.zeros(used.shape[0] + 1, dtype=torch.int32, device="cpu")
         rows[1:] = used.sum(1).cumsum(0)
         values = _tile(_raw(weight.contiguous()), grid, layout.transposed)[used].view(weight.dtype)
         return PackedWeight(layout, grid, rows, used.nonzero()[:, 1].to(torch.int32), values)
@@ -79,11 +79,11 @@ class PackedWeight:
 
     def row_of(self) -> Tensor:
         """The row of every kept block, int64 [n]."""
-        return torch.repeat_interleave(torch.arange(len(self.rows) - 1), self.rows.diff().long())
+        return torch.repeat_interleave(torch.arange(len(self.rows) - 1, device="cpu"), self.rows.diff().long())
 
     def occupied(self) -> Tensor:
         """For every block of the grid whether it is kept, bool [grid.n]."""
-        used = torch.zeros(tile_shape(self.grid, self.layout.transposed)[:2], dtype=torch.bool)
+        used = torch.zeros(tile_shape(self.grid, self.layout.transposed)[:2], dtype=torch.bool, device="cpu")
         used[self.row_of(), self.cols.long()] = True
         ones = Grid(tuple(Axis(axis.parts, axis.per_part, 1) for axis in self.grid.axes))
         return _untile(used, ones, self.layout.transposed).reshape(-1)
@@ -91,7 +91,7 @@ class PackedWeight:
     def dense(self) -> Tensor:
         """The weight as it was, zeros where no block is."""
         raw = _raw(self.values)
-        full = torch.zeros(tile_shape(self.grid, self.layout.transposed), dtype=raw.dtype)
+        full = torch.zeros(tile_shape(self.grid, self.layout.transposed), dtype=raw.dtype, device="cpu")
         full[self.row_of(), self.cols.long()] = raw
         return _untile(full, self.grid, self.layout.transposed).view(self.values.dtype)
 
@@ -337,7 +337,7 @@ class _Reader:
         if not bool(used.flatten(1).any(1).all()):
             raise SmartpruneError(f"{self.where}: {name + VALUES} has a block of zeros, and those are left out")
         if grid.ragged:
-            real = _tile(torch.ones(layout.shape, dtype=torch.bool), grid, layout.transposed)[row, cols.long()]
+            real = _tile(torch.ones(layout.shape, dtype=torch.bool, device="cpu"), grid, layout.transposed)[row, cols.long()]
             if bool((used & ~real).any()):
                 raise SmartpruneError(f"{self.where}: {name + VALUES} has more than zeros beyond the edge of the weight")
         return out

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, get_args
 
@@ -292,7 +292,7 @@ def plan(
         block=block,
         layers=layers,
         skipped=skipped,
-        budget=budget,
+        budget=None if budget is None else replace(budget, example=None),  # which may be large, and is needed no more
         floor=None if floor is None else as_share(floor, "floor"),
         cost=cost,
         limit=limit,

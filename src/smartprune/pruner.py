@@ -17,9 +17,9 @@ from .again import again
 from .agree import agree, average, distributed, grouped
 from .block import Block
 from .budget import Budget
-from .careful import PREFIX, Careful, require_values, sound
+from .careful import PREFIX, Careful, differing, require_values, sound
 from .errors import SmartpruneError
-from .layers import CONVOLUTIONS, TRANSPOSED, Patterns
+from .layers import CONVOLUTIONS, TRANSPOSED, Patterns, plain_name
 from .link import STILL_MASKED, is_on, plain_class, put_on, take_off
 from .masking import Masking
 from .methods.method import Clock, Method, State, settings
@@ -82,11 +82,12 @@ class Pruner(Careful):
         self._scalars: dict[str, float] = {}
         self._last = watch.now()
         self._proven = False
+        self._missed = 0
         self._agreed = False  # whether all ranks were seen to agree
         self._device = self.blocks.device
         self.telemetry_ = Telemetry(self.masking.starts, self._keep_equivalent())
         self._watched: watch.Watched | None = None
-        self._paused: list[nn.Module] = []  # batch norms whose running statistics stand still
+        self._paused: list[tuple[nn.Module, str, Any]] = []  # norms whose running statistics stand still, and how they were
         self._penalized = False
         self._forgets: list[str] | None = None  # of a copy that has not run yet: parameters whose momentum is to be dropped
         self._modules: dict[str, nn.Module] = {}
@@ -136,7 +137,7 @@ class Pruner(Careful):
             return self._hard.clone()
         self._follow()
         with torch.no_grad():
-            return self._soft(None).detach().clone()
+            return self._soft(None).clone()
 
     @property
     def tau(self) -> float:
@@ -176,8 +177,7 @@ class Pruner(Careful):
         self._require_finite()
         self._require_trained()
         self._require_agreement()
-        if self._live is not None:
-            self.telemetry_.measure(self._live.mask)
+        self.telemetry_.measure(self.mask if self._live is None else self._live.mask)  # an evaluation drops what was live
         self._require_penalty()
         self.count = min(self.count + 1, self.steps)
         self._update()
@@ -274,10 +274,12 @@ class Pruner(Careful):
         theirs = find_pruner(other)
         if theirs is self:
             raise SmartpruneError("pruner.apply_to(): that is the model this pruner is attached to; give a copy of it")
+        if theirs is None:
+            other = self._unwrapped(other)
         if self.phase == "baked" or (self._hard is not None and theirs is None):
             assert self._hard is not None
             put_away(other)
-            weights = self.plan.blocks(other).weights
+            weights = self.plan.blocks(other).weights if theirs is None else theirs.blocks.weights
             self.masking.multiply_(self._hard.to(torch.float32), weights)
             if theirs is not None:
                 theirs.load_state_dict(self.state_dict())
@@ -292,6 +294,19 @@ class Pruner(Careful):
             with torch.inference_mode(False):  # what follows the search is written to again
                 theirs = Pruner(other, self.method, self.plan, self.steps, self.seed)
         theirs.load_state_dict(self.state_dict())
+
+    def _unwrapped(self, other: nn.Module) -> nn.Module:
+        """The copy inside of what holds it, such as AveragedModel."""
+        inside: Any = other
+        while inside is not None:
+            names = {name for name, _ in inside.named_parameters(remove_duplicate=False)}
+            if all(layer.weight in names for layer in self.plan.layers):
+                return inside  # type: ignore[no-any-return]
+            inside = inside._modules.get("module", inside._modules.get("_orig_mod"))
+        raise SmartpruneError(
+            f"pruner.apply_to(): this {type(other).__name__} is no copy of the model: it has no {self.plan.layers[0].weight!r}, or "
+            "not all of the other pruned weights; give a copy of the model"
+        )
 
     # -- checkpoints ------------------------------------------------------------------------------------------------------
 
@@ -316,13 +331,21 @@ class Pruner(Careful):
             "floats": floats,
             "mask": None if self._hard is None else self._hard.clone(),
             "side": None if self.telemetry_.side is None else self.telemetry_.side.clone(),
+            "measured": None if self.telemetry_.values is None else self.telemetry_.values.clone(),
             "forgets": self._forgetful(),
             **self._given(),
         }
 
     def _given(self) -> dict[str, Any]:
         """What the user attached with: a state that fits by its number of blocks alone may be of another search."""
-        return {"block": str(self.plan.block), "settings": settings(self.method)}
+        kind, of = ("", "") if self.plan.budget is None else (self.plan.budget.kind, self.plan.budget.of)
+        return {
+            "block": str(self.plan.block),
+            "settings": settings(self.method),
+            "layers": [f"{plain_name(layer.weight)}: {layer.n} blocks" for layer in self.plan.layers],
+            "floor": 0.0 if self.plan.floor is None else float(self.plan.floor),
+            "budget": f"{kind} of {of}",
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues where another pruner, attached with the same arguments, stood."""
@@ -337,9 +360,10 @@ class Pruner(Careful):
             raise SmartpruneError("pruner.load_state_dict(): the state is damaged; give what pruner.state_dict() returned")
         for name, value in mine.items():
             if state.get(name) != value:
+                theirs, ours = differing(state.get(name), value)
                 raise SmartpruneError(
-                    f"pruner.load_state_dict(): the saved pruner has {name}={state.get(name)!r}, this one {value!r}; attach with "
-                    "the arguments of the saved run"
+                    f"pruner.load_state_dict(): the saved pruner has {name}={theirs!r}, this one {ours!r}; attach with the "
+                    "arguments of the saved run"
                 )
         if self.phase == "baked":
             raise SmartpruneError("pruner.load_state_dict(): this model is baked; load into a freshly attached one")
@@ -362,8 +386,8 @@ class Pruner(Careful):
         device = self.blocks.device
         self.phase = "search" if mask is None else "frozen"
         self._hard = None if mask is None else mask.to(device, torch.bool).clone()
-        self.telemetry_.side = None if state["side"] is None else state["side"].to(device).clone()
-        self._live, self._proven, self._agreed, self._last = None, False, False, watch.now()
+        self.telemetry_.load(state["side"], state.get("measured"), device)
+        self._live, self._proven, self._missed, self._agreed, self._last = None, False, 0, False, watch.now()
         self._move()
         if self._hard is not None:
             self.masking.multiply_(self._hard.to(torch.float32), self.blocks.weights)
@@ -379,9 +403,10 @@ class Pruner(Careful):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(
-            {"_forgets": [], "_paused": [], "_modules": {}, "_edges": [], "_agreed": False}
+            {"_forgets": [], "_paused": [], "_modules": {}, "_edges": [], "_agreed": False, "_missed": 0}
         )  # which a pruner of before has not
         self.__dict__.update(state)
+        self._paused = [entry if isinstance(entry, tuple) else (entry, "track_running_stats", True) for entry in self._paused]
         self._plain = bool(getattr(self.method, "plain", False))
         self._last = watch.now()
 
@@ -455,6 +480,7 @@ class Pruner(Careful):
         if self._hard is not None:
             self._clean()
         weights: Sequence[Tensor] = self.blocks.weights
+        self._require_shapes(weights)
         autocast = _autocast()
         dtypes = None if autocast is None else self._dtypes(weights, autocast)
         with torch.autocast(weights[0].device.type, enabled=False):
@@ -511,7 +537,11 @@ class Pruner(Careful):
         return [autocast if fit and own else None for fit, own in zip(fits, self._castable, strict=True)]
 
     def _soft(self, seed: int | None) -> Tensor:
-        return self.method.mask(self.blocks, self._all_state(), seed)
+        """The mask. Only training moves on where the next solve starts: who looks in between does not change a run's bits."""
+        state = self._all_state()
+        if not torch.is_grad_enabled() and "theta" in state:
+            state["theta"] = state["theta"].clone()
+        return self.method.mask(self.blocks, state, seed)
 
     def _amplified(self, mask: Tensor) -> Tensor:
         """What weights are multiplied by: the mask, or more where the method makes up for its softness."""
@@ -570,16 +600,15 @@ class Pruner(Careful):
         if on and self._watched is None:
             self._watched = watch.Watched(self.masking, self.blocks.device)
             watch.hold_still(self.model.parameters())
-            self._paused = [module for module in self.model.modules() if getattr(module, "track_running_stats", False)]
-            for module in self._paused:  # batch norms go on with each batch's statistics, and keep no account of them
-                module.track_running_stats = False  # type: ignore[assignment]
+            norms = [module for module in self.model.modules() if getattr(module, "track_running_stats", False)]
+            self._paused = [watch.paused(module) for module in norms]
         elif on and self._watched is not None:
             self._watched.clear()
         elif self._watched is not None:
             self._watched = None
             watch.let_go(self.model.parameters())
-            for module in self._paused:
-                module.track_running_stats = True  # type: ignore[assignment]
+            for module, name, value in self._paused:
+                setattr(module, name, value)
 
     def _put_away(self) -> None:
         if self._sharded:

@@ -105,7 +105,7 @@ def any_of(*said: bool) -> tuple[bool, ...]:
     """For each question, whether any rank says yes."""
     if world() == 1:
         return said
-    flags = torch.tensor(said, dtype=torch.int32)
+    flags = torch.tensor(said, dtype=torch.int32, device="cpu")
     torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MAX)
     return tuple(bool(flag) for flag in flags)
 

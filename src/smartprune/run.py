@@ -264,7 +264,7 @@ def put_away(run: Run) -> None:
     """Writes the checkpoint: whole tensors and plain values only, whatever the number of processes."""
     require_finite(run)
     run.tell_time()
-    losses = torch.tensor(ranks.gathered(float(run.losses)), dtype=torch.float64)
+    losses = torch.tensor(ranks.gathered(float(run.losses)), dtype=torch.float64, device="cpu")
     split = shards.is_sharded(next(run.model.parameters()))  # then it takes all ranks to make them whole
     state = rundir.to_cpu(_state(run) | {"losses": losses}) if split or ranks.rank() == 0 else {}
     ranks.first(lambda: rundir.save_checkpoint(run.folder, state))

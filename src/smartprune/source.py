@@ -20,7 +20,7 @@ from . import text
 from .block import Block, Grid
 from .errors import SmartpruneError
 from .files import as_path
-from .layers import Skipped, candidates, find
+from .layers import Skipped, candidates, find, plain_name
 from .layout import Layout
 from .occupancy import nonzero
 from .onnxfile import read_onnx
@@ -32,7 +32,6 @@ Model = nn.Module | Mapping[str, Tensor] | str | os.PathLike[str]
 
 RUN_MODEL, RUN_RECEIPT = "model.safetensors", "receipt.json"
 NESTED = ("model", "state_dict", "model_state_dict")
-WRAPPERS = ("module.", "_orig_mod.")  # what data-parallel and compiled models put before every name
 SPREAD = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 SHOWN = 3  # names in a message
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
@@ -68,17 +67,12 @@ class Source:
         """A tensor by name, also where a wrapper put a prefix before all names."""
         if name in self.tensors:
             return self.tensors[name]
-        return self.unwrapped.get(name)
+        return self.unwrapped.get(plain_name(name))
 
     @cached_property
     def unwrapped(self) -> dict[str, Tensor]:
         """The tensors without the prefixes of wrappers."""
-        out = {}
-        for key, tensor in self.tensors.items():
-            while key.startswith(WRAPPERS):
-                key = key.partition(".")[2]
-            out[key] = tensor
-        return out
+        return {plain_name(name): tensor for name, tensor in self.tensors.items()}
 
     @property
     def params(self) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -23,6 +25,11 @@ class Telemetry:
         self.values = None if self.values is None else self.values.to(device)
         self.side = None if self.side is None else self.side.to(device)
 
+    def load(self, side: Tensor | None, values: Tensor | None, device: torch.device) -> None:
+        """Takes over what another one measured last."""
+        self.side = None if side is None else side.to(device, copy=True)
+        self.values = None if values is None else values.to(device, copy=True)
+
     def measure(self, mask: Tensor) -> None:
         """Undecided blocks, blocks that changed sides since the last step, distance to the hard mask, kept by layer."""
         mask = mask.detach()
@@ -43,14 +50,9 @@ class Telemetry:
             return {"undecided": 0, "changed": 0, "gap": 0.0, "kept": []}
         values = self.values if self.values.dim() == 1 else self.values.double().sum(0)  # a kernel leaves partial sums
         undecided, changed, gap = values.tolist()
-        total = torch.cat([torch.zeros(1, dtype=torch.int64), self.side.to("cpu", torch.int64).cumsum(0)])
-        bounds = total[torch.tensor(self.starts)]
-        return {
-            "undecided": int(undecided),
-            "changed": int(changed),
-            "gap": gap,
-            "kept": (bounds[1:] - bounds[:-1]).tolist(),
-        }
+        total = [0, *self.side.to("cpu", torch.int64).cumsum(0).tolist()]
+        kept = [total[stop] - total[start] for start, stop in pairwise(self.starts)]
+        return {"undecided": int(undecided), "changed": int(changed), "gap": gap, "kept": kept}
 
 
 def theorem_3_7(scores: Tensor, theta: float, tau: float, step: int) -> dict[str, float | bool]:

@@ -168,7 +168,7 @@ def _compiled(scores: Tensor, k: float | Tensor, tau: float | Tensor, cost: Tens
 def _node(scores: Tensor, k: Tensor, tau: Tensor, cost: Tensor | None, warm: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     end = warm.clone()
     mask, (_, _, _, state) = _forward(scores, *_check(scores, k, tau, cost, end), cost, end, True)
-    return mask, end, state if isinstance(state, Tensor) else torch.tensor((*state, 0.0), dtype=torch.float64)
+    return mask, end, state if isinstance(state, Tensor) else torch.tensor((*state, 0.0), dtype=torch.float64, device="cpu")
 
 
 @torch.library.custom_op("smartprune::soft_topk_backward", mutates_args=())

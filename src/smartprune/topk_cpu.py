@@ -61,7 +61,7 @@ def forward(x: Tensor, k: float, tau: float, cost: Tensor | None, warm: Tensor |
             start = (pivot, delta) if math.isfinite(pivot + delta) else None
         theta = _solve(x, target, tau, c, total, (low, high), mask, start)
     if last is not None:
-        last.copy_(torch.tensor(theta if edge else (math.nan, math.nan), dtype=torch.float64))
+        last.copy_(torch.tensor(theta if edge else (math.nan, math.nan), dtype=torch.float64, device="cpu"))
     return mask, c, (*theta, tau)
 
 
@@ -147,9 +147,9 @@ def _sums(
     """
     F = A = M = 0.0
     tau = -tau if flip else tau
-    shift = torch.tensor(-delta / tau, dtype=x.dtype)
+    shift = torch.tensor(-delta / tau, dtype=x.dtype, device="cpu")
     size = _chunk(x)
-    buffer = torch.empty(min(size, x.numel()), dtype=x.dtype)
+    buffer = torch.empty(min(size, x.numel()), dtype=x.dtype, device="cpu")
     for i in range(0, x.numel(), size):
         m = mask[i : i + size]
         _z(x[i : i + size], pivot, shift, tau, cut, m).sigmoid_()
@@ -208,7 +208,7 @@ def _locate(x: Tensor, k: float, tau: float, c: Tensor | None, total: float, spa
     costs: list[Tensor] = []
     base = 0.0
     size = _chunk(x)
-    flags = torch.empty(2, size, dtype=torch.bool)
+    flags = torch.empty(2, size, dtype=torch.bool, device="cpu")
     for i in range(0, x.numel(), size):
         piece = x[i : i + size]
         over, inside = flags[:, : piece.numel()]
@@ -235,8 +235,8 @@ def _locate(x: Tensor, k: float, tau: float, c: Tensor | None, total: float, spa
 
 @lru_cache(maxsize=8)
 def _sample_index(n: int) -> Tensor:
-    jitter = torch.rand(_SAMPLE, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    return ((torch.arange(_SAMPLE) + jitter) * (n / _SAMPLE)).long().clamp_(max=n - 1)
+    jitter = torch.rand(_SAMPLE, dtype=torch.float64, generator=torch.Generator().manual_seed(0), device="cpu")
+    return ((torch.arange(_SAMPLE, device="cpu") + jitter) * (n / _SAMPLE)).long().clamp_(max=n - 1)
 
 
 def _span(x: Tensor) -> tuple[float, float]:
@@ -271,9 +271,9 @@ def backward(x: Tensor, g: Tensor, c: Tensor | None, state: State) -> Tensor:
     if not math.isfinite(pivot):
         return torch.zeros_like(x)
     out = torch.empty_like(x)
-    shift = torch.tensor(-delta / tau, dtype=x.dtype)
+    shift = torch.tensor(-delta / tau, dtype=x.dtype, device="cpu")
     size = _chunk(x)
-    buffer = torch.empty(min(size, x.numel()), dtype=x.dtype)
+    buffer = torch.empty(min(size, x.numel()), dtype=x.dtype, device="cpu")
     vg = cv = total = 0.0
     for i in range(0, x.numel(), size):
         v = out[i : i + size]

@@ -135,7 +135,7 @@ def device_flag(device: torch.device) -> tuple[Tensor, Any, Tensor]:
     index = _index(device)
     if index not in flags:
         with torch.inference_mode(False):  # the first call may be an evaluation's: later ones could not write to what is made there
-            pinned = torch.zeros(1, dtype=torch.int32, pin_memory=index >= 0)
+            pinned = torch.zeros(1, dtype=torch.int32, pin_memory=index >= 0, device="cpu")
             flags[index] = (pinned, pinned.numpy(), torch.zeros(1, dtype=torch.int32, device=device))
     return flags[index]
 

@@ -251,7 +251,7 @@ def _check(row: Row, tensor: Tensor, block: Block, problems: list[str], rounded:
     kept = row.mask()
     wrong = (bits & ~kept).nonzero().reshape(-1)
     for index in wrong[:SHOWN].tolist():
-        at = tuple(int(i) for i in torch.unravel_index(torch.tensor(index), grid.shape))
+        at = tuple(int(i) for i in torch.unravel_index(torch.tensor(index, device="cpu"), grid.shape))
         problems.append(f"{row.weight}: block {index} at {at} of the grid {text.sizes(grid.shape)} is removed, but not zero")
     if len(wrong) > SHOWN:
         problems.append(f"{row.weight}: {len(wrong) - SHOWN:,} more removed blocks are not zero")

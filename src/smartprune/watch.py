@@ -8,7 +8,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -104,6 +104,12 @@ def since(number: int) -> list[Optimizer]:
     return [optimizer for optimizer, last in _stepped.items() if last > number]
 
 
+def known(parameters: Iterable[Tensor]) -> bool:
+    """Whether every one of these is in an optimizer that exists, and has stepped before."""
+    held = {id(p) for optimizer in _stepped for group in optimizer.param_groups for p in group["params"]}
+    return held.issuperset(map(id, parameters))
+
+
 def hook() -> None:
     global _hooked
     if not _hooked:
@@ -158,3 +164,16 @@ def _with_closure(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str,
         return loss
 
     return (args, {**kwargs, "closure": settled}) if place is None else ((args[0], settled, *args[2:]), kwargs)
+
+
+def paused(module: nn.Module) -> tuple[nn.Module, str, Any]:
+    """Lets a norm's running statistics stand still; the module, the name of what was set for it, and its value before.
+
+    Batch norms go on with each batch's statistics, and keep no account of them. Instance norms would then use the statistics
+    of their input in evaluation too: with a momentum of zero they do not.
+    """
+    instance = isinstance(module, nn.modules.instancenorm._InstanceNorm)
+    name, still = ("momentum", 0.0) if instance else ("track_running_stats", False)
+    before = getattr(module, name)
+    setattr(module, name, still)
+    return module, name, before

@@ -460,6 +460,26 @@ def test_awg_leaves_running_statistics_alone_while_it_watches(momentum: float | 
     assert all(module.track_running_stats for module in model if isinstance(module, nn.BatchNorm2d))
 
 
+def test_awg_leaves_instance_norms_as_they_are_while_it_watches() -> None:
+    """In evaluation they went over to the statistics of their input, and in training they kept an account of it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 16, 3), nn.InstanceNorm2d(16, track_running_stats=True), nn.Conv2d(16, 16, 3), nn.Conv2d(16, 4, 1)
+    )
+    x = torch.randn(4, 3, 8, 8)
+    model(x)
+    expected = model.eval()(x)
+    pruner = sp.attach(model, sp.Awg(stages=2, cap="off"), block=(8, 4), sparsity=0.5, steps=8)
+    assert torch.equal(model(x), expected)  # no block is gone yet
+    before = model[1].running_mean.clone()
+    model.train()(x + 5)
+    assert torch.equal(model[1].running_mean, before)
+    pruner.freeze()
+    model(x + 5)
+    assert not torch.equal(model[1].running_mean, before)
+    assert (model[1].momentum, model[1].track_running_stats) == (0.1, True)
+
+
 def test_no_layer_is_called_collapsed_while_the_mask_is_soft() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))

@@ -1,8 +1,13 @@
 """Promise 10: misuse raises where it happens, and says what to do."""
 
+import contextlib
+import warnings
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import smartprune as sp
 from conftest import Case
@@ -358,3 +363,66 @@ def test_apply_to_a_model_of_the_same_layers() -> None:
     pruner.freeze(force=True)
     sp.bake(model)
     assert type(model[0]) is nn.Linear
+
+
+def test_scores_that_leave_the_optimizer_in_mid_search() -> None:
+    """A new optimizer of the weights alone: the search went on with scores that never moved again."""
+    case = Case("plain_cnn")
+    weights = list(case.model.parameters())
+    pruner = case.attach(steps=40)
+    case.train(pruner, case.optimizer(), 2)  # which then is gone
+    with pytest.raises(sp.SmartpruneError, match=r"not the scores, which were trained before; .*add_param_group"):
+        case.train(pruner, torch.optim.SGD(weights, lr=0.01), 1)
+    pruner = find(case)
+    pruner.parameters()[0].requires_grad_(False)
+    with pytest.raises(sp.SmartpruneError, match="the scores do not require grad"):
+        case.train(pruner, case.optimizer(), 1)
+
+
+def test_optimizers_may_take_turns_but_not_for_ever() -> None:
+    case = Case("plain_cnn")
+    weights = list(case.model.parameters())
+    pruner = case.attach(steps=60)
+    both, alone = case.optimizer(), torch.optim.SGD(weights, lr=0.01)
+    for _ in range(4):
+        case.train(pruner, both, 1)
+        case.train(pruner, alone, 3)
+    case.train(pruner, both, 1)
+    case.train(pruner, alone, 9)
+    with pytest.raises(sp.SmartpruneError, match="not the scores"):
+        case.train(pruner, alone, 1)
+
+
+def find(case: Case) -> sp.Pruner:
+    pruner = sp.pruner.find_pruner(case.model)
+    assert pruner is not None
+    return pruner
+
+
+@pytest.mark.parametrize("change", [nn.utils.parametrizations.weight_norm, prune.identity, nn.utils.weight_norm])
+def test_a_masked_layer_whose_weight_is_taken_apart(change: Callable[..., object]) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4))
+    pruner = sp.attach(model, sp.Smart(), block=(4, 4), sparsity=0.5, steps=2)
+    with contextlib.suppress(Exception), warnings.catch_warnings():  # torch's own: it looks for a parameter, and finds a property
+        warnings.simplefilter("ignore")
+        change(model[1], "weight")
+    if "weight" in model[1]._parameters:
+        return  # refused before anything was changed
+    with pytest.raises(sp.SmartpruneError, match=r"layer 1 has no parameter 'weight' any more: .* before you attach"):
+        model(torch.randn(2, 8))
+    with pytest.raises(sp.SmartpruneError, match="layer 1 has no parameter"):
+        pruner.step()
+
+
+def test_a_masked_weight_of_another_shape() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4))
+    sp.attach(model, sp.Smart(), block=(4, 4), sparsity=0.5, steps=2)
+    model[1]._parameters["weight"] = nn.Parameter(torch.randn(12, 8))
+    with pytest.raises(sp.SmartpruneError, match=r"1\.weight is 12x8 now and was 8x8 when the pruner was attached"):
+        model(torch.randn(2, 8))
+
+
+def test_apply_to_something_else() -> None:
+    pruner = sp.attach(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)), sp.Smart(), block=(4, 4), sparsity=0.5, steps=2)
+    with pytest.raises(sp.SmartpruneError, match=r"apply_to\(\): this Linear is no copy of the model: it has no '0\.weight'"):
+        pruner.apply_to(nn.Linear(8, 8))

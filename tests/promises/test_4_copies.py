@@ -347,3 +347,28 @@ def test_an_evaluation_that_ends_in_another_thread(monkeypatch: pytest.MonkeyPat
         expected = model(x)
         monkeypatch.setattr(sp.Pruner, "_fresh", looked)
         assert torch.equal(model(x), expected)
+
+
+def test_the_example_of_a_budget_is_not_kept() -> None:
+    """It was copied with the model, which fails where it has a history, and saved with it."""
+    model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32), nn.Linear(32, 10))
+    example = nn.functional.pad(torch.randn(64, 30, requires_grad=True), (0, 2))
+    pruner = sp.attach(model, sp.Smart(), block=(8, 4), budget=sp.macs(0.5, example=example), steps=4)
+    assert pruner.plan.budget is not None
+    assert pruner.plan.budget.example is None
+    averaged = AveragedModel(model)
+    assert torch.equal(averaged(example), model(example))
+
+
+def test_an_average_that_was_made_before_attach() -> None:
+    case = Case("plain_cnn")
+    averaged = AveragedModel(case.model)
+    pruner = case.attach(steps=2)
+    pruner.apply_to(averaged)
+    case.train(pruner, case.optimizer(), 2)
+    pruner.apply_to(averaged)
+    receipt, theirs = sp.bake(case.model), sp.bake(averaged)
+    assert theirs.mask_hash == receipt.mask_hash
+    late = AveragedModel(Case("plain_cnn").model)
+    pruner.apply_to(late)  # of a baked one
+    assert sp.verify(late.module, receipt=receipt).ok

@@ -199,3 +199,58 @@ def test_a_pruner_of_the_version_before() -> None:
     pruner.__setstate__(state)
     case.train(pruner, optimizer, 3)
     assert sp.bake(case.model).met
+
+
+def three_layers(**options: object) -> tuple[nn.Module, sp.Pruner]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 10))
+    return model, sp.attach(model, sp.Smart(), block=(8, 4), steps=4, **{"sparsity": 0.8, **options})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded", "match"),
+    [
+        ({"skip": "2"}, {"skip": "0"}, r"layers='0\.weight: 32 blocks', this one '2\.weight: 32 blocks'; attach with"),
+        ({"floor": 0.1}, {}, r"floor=0\.1, this one 0\.0"),
+        ({"sparsity": None, "budget": sp.params(0.8)}, {}, r"budget='params of layers', this one 'blocks of layers'|limit="),
+    ],
+)
+def test_the_state_of_another_search_with_as_many_blocks(saved: dict[str, Any], loaded: dict[str, Any], match: str) -> None:
+    """Its mask was put on other layers, and nothing said so."""
+    _, pruner = three_layers(**saved)
+    model, other = three_layers(**loaded)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(sp.SmartpruneError, match=match):
+        other.load_state_dict(pruner.state_dict())
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    _, same = three_layers(**loaded)
+    older = same.state_dict()
+    for name in ("layers", "floor", "budget", "measured"):
+        older.pop(name)
+    other.load_state_dict(older)  # of before they were stored
+
+
+def test_a_search_of_a_wrapped_model_goes_on_in_a_plain_one() -> None:
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"block": (8, 4), "sparsity": 0.8, "steps": 4}
+    wrapped = nn.DataParallel(nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 10)))
+    pruner = sp.attach(wrapped, sp.Smart(), **options)
+    plain = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 10))
+    other = sp.attach(plain, sp.Smart(), **options)
+    other.load_state_dict(pruner.state_dict())
+    assert torch.equal(other.mask, pruner.mask)
+
+
+@pytest.mark.parametrize("stop", [2, 5])
+def test_a_resumed_search_tells_the_same(stop: int) -> None:
+    case = Case("plain_cnn")
+    pruner = case.attach(steps=4)
+    optimizer = case.optimizer()
+    case.train(pruner, optimizer, stop)
+    told = pruner.telemetry()
+    assert sum(told["kept"]) > 0
+    again = Case("plain_cnn")
+    other = again.attach(steps=4)
+    again.model.load_state_dict(case.model.state_dict())
+    other.load_state_dict(torch.load(save(case, pruner, optimizer), weights_only=True)["p"])
+    assert other.telemetry() == told

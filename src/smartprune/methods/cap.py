@@ -22,7 +22,7 @@ POLICIES = ("strict", "relax", "off")
 def least(blocks: Blocks, mspl: float) -> Tensor:
     """``n_l - floor(mspl * n_l)``: the fewest blocks each layer keeps, int64 [number of layers]."""
     share = as_share(mspl, "mspl", "the largest share of its blocks that a layer loses")
-    return torch.tensor([layer.n - math.floor(share * layer.n) for layer in blocks.layers])
+    return torch.tensor([layer.n - math.floor(share * layer.n) for layer in blocks.layers], device="cpu")
 
 
 def least_cost(blocks: Blocks, counts: Tensor, cost: Tensor | None = None) -> int:
@@ -68,7 +68,7 @@ def _relaxed(blocks: Blocks, full: Tensor, own: Tensor) -> Tensor:
         counts = torch.maximum((full * share).floor().long().clamp(min=1), own)
         if least_cost(blocks, counts) <= blocks.limit:
             return counts
-    for index in torch.tensor([layer.n for layer in blocks.layers]).argsort(stable=True).tolist():
+    for index in torch.tensor([layer.n for layer in blocks.layers], device="cpu").argsort(stable=True).tolist():
         counts[index] = own[index]
         if least_cost(blocks, counts) <= blocks.limit:
             break

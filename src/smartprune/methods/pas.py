@@ -40,7 +40,7 @@ class Pas:
         choose("Pas: exact", self.exact, (True, False))
 
     def state(self, blocks: Blocks) -> State:
-        noise = torch.rand(blocks.n, generator=torch.Generator().manual_seed(0)) - 0.5
+        noise = torch.rand(blocks.n, generator=torch.Generator("cpu").manual_seed(0), device="cpu") - 0.5
         return {"gates": (self.start + self.spread * noise).to(blocks.device).requires_grad_()}
 
     def scalars(self, blocks: Blocks, state: State, progress: float) -> dict[str, float]:

@@ -55,7 +55,7 @@ def at_random(leaves: Sequence[Any]) -> list[Any] | None:
     for leaf in leaves:
         if isinstance(leaf, Tensor) and leaf.dtype == torch.float32 and leaf.numel():
             size = float(leaf.abs().max())
-            noise = torch.randn(leaf.shape, generator=generator)
+            noise = torch.randn(leaf.shape, generator=generator, device="cpu")
             out.append(noise * (size / 3) if 0 < size < math.inf else noise)
         else:
             out.append(leaf.clone() if isinstance(leaf, Tensor) else leaf)

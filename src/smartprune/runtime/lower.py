@@ -180,7 +180,7 @@ def norm(context: Context, node: fx.Node, args: Sequence[Any], kwargs: Mapping[s
     module, x = args
     if not is_map(context.shape(x)) or x in context.rows or module.running_mean is None or module.running_var is None:
         return None
-    one = torch.ones(module.num_features, 1, 1, 1, dtype=torch.float64)
+    one = torch.ones(module.num_features, 1, 1, 1, dtype=torch.float64, device="cpu")
     weight = None if module.weight is None else module.weight.double()
     bias = None if module.bias is None else module.bias.double()
     mean, variance = module.running_mean.double(), module.running_var.double()

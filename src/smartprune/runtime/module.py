@@ -312,7 +312,7 @@ def nudged(model: nn.Module, size: float) -> nn.Module:
     generator = torch.Generator().manual_seed(0)
     for weight in out.parameters():
         if weight.is_floating_point():
-            weight.data *= 1 + size * torch.randn(weight.shape, generator=generator)
+            weight.data *= 1 + size * torch.randn(weight.shape, generator=generator, device="cpu")
     return out
 
 
