@@ -874,3 +874,37 @@ def test_the_export_verb_keeps_what_it_reads(tmp_path: Path, capsys: pytest.Capt
         assert stop.value.code == 2
         assert re.search(message, capsys.readouterr().err)
     assert [path.name for path in tmp_path.iterdir()] == ["m.mask.json"]
+
+
+def test_a_receipt_that_is_left_out_is_told(tmp_path: Path) -> None:
+    class Auxiliary(nn.Module):
+        """A head for training alone."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.head, self.last = nn.Conv2d(8, 16, 3), nn.Conv2d(16, 16, 3), nn.Conv2d(16, 16, 1)
+
+        def forward(self, x: Tensor) -> Any:
+            y = self.a(x)
+            return (self.last(y), self.head(y)) if self.training else self.last(y)
+
+    model = Auxiliary()
+    sp.attach(model, sp.Magnitude(), block=(4, 4), sparsity=0.5, steps=1, include="*").step()
+    receipt = sp.bake(model)
+    found = sp.export_onnx(model.eval(), tmp_path / "model.onnx", torch.randn(1, 8, 6, 6), receipt=receipt)
+    assert found.unlisted == ("head.weight",)
+    assert "the receipt is not in the file either, for it lists 1 weight that no node uses: head.weight" in str(found)
+    assert found.to_json()["unlisted"] == ["head.weight"]
+    assert sp.verify(tmp_path / "model.onnx").receipt is None
+
+
+def test_int8_of_a_grouped_transposed_convolution(tmp_path: Path) -> None:
+    """onnxruntime has scales of one group for a bias of all: it fails, so the node stays in float."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ConvTranspose2d(16, 12, 3, stride=2, groups=2)).eval()
+    x = torch.randn(1, 3, 8, 8)
+    found = sp.export_onnx(model, tmp_path / "t.onnx", x, (4, 4), int8=True, calibration=[torch.randn(8, 3, 8, 8)])
+    assert len(found.unquantized) == 1
+    assert "1 node computes in float" in str(found)
+    expected = model(x).detach()
+    assert float((ran(tmp_path / "t.onnx", x) - expected).norm() / expected.norm()) < 0.1

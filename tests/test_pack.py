@@ -619,3 +619,23 @@ def test_special_files_are_written_to(tmp_path: Path, capsys: pytest.CaptureFixt
     assert main(["unpack", path, "--out", str(tmp_path / "null.safetensors"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["dense"] == done.dense
     assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
+
+
+@pytest.mark.parametrize("prefix", ["", "module."])
+def test_a_state_dict_is_cut_as_its_receipt_says(prefix: str, tmp_path: Path) -> None:
+    """Groups and transposed axes were taken for plain ones, against the receipt in the same file."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(12, 12, 3, groups=2, padding=1), nn.ConvTranspose2d(12, 6, 2))
+    sp.attach(model, sp.Magnitude(), block=(4, 4), sparsity=0.5, steps=1, include="*").step()
+    receipt = sp.bake(model)
+    whole = sp.pack(model, tmp_path / "model", receipt=receipt)
+    state = {prefix + name: tensor for name, tensor in model.state_dict().items()}
+    packed = sp.pack(state, tmp_path / "state", receipt=receipt)
+    assert packed.assumed == ()
+    assert [row.size for row in packed.layers] == [row.size for row in whole.layers]
+    layouts = read_packed(tmp_path / "state").layouts
+    assert [(x.parts, x.transposed) for x in layouts.values()] == [(2, False), (1, True)]
+    assert sp.verify(tmp_path / "state").ok
+    assert same(sp.unpack(tmp_path / "state"), state)
+    save_file(state, tmp_path / "plain.safetensors")
+    assert sp.pack(tmp_path / "plain.safetensors", tmp_path / "file", receipt=receipt).assumed == ()

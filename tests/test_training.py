@@ -37,7 +37,7 @@ from smartprune.cli import main
 from smartprune.config import Config, configure
 from smartprune.distill import Teacher, soft_distance
 from smartprune.ema import Ema, ramped
-from smartprune.optimizer import share_of_rate
+from smartprune.optimizer import make_optimizer, share_of_rate
 from smartprune.run import Run, settled, start
 from smartprune.rundir import create
 from smartprune.step import learn, steps_of_epoch, take_step
@@ -608,3 +608,15 @@ def test_commands_of_the_page(words: list[str], whole: Path, tmp_path: Path, mon
         shutil.copytree(whole, tmp_path / "runs" / "a")
         shutil.copytree(whole, tmp_path / "runs" / "c")
     assert main(words[1:]) == 0
+
+
+def test_momentum_is_nesterovs_and_weight_decay_spares_the_scores(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3), nn.Conv2d(8, 4, 1))
+    pruner = sp.attach(model, sp.Smart(), block=(4, 4), sparsity=0.5, steps=2)
+    config = plain(tmp_path / "a", momentum=0.9, weight_decay=0.01)
+    optimizer = make_optimizer(model, config, "search", pruner)
+    decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    assert all(group["nesterov"] for group in optimizer.param_groups)
+    scores = {id(p) for p in pruner.parameters()}
+    assert {decay[id(p)] for p in model.parameters() if id(p) not in scores} == {0.01}
+    assert {decay[i] for i in scores} == {0.0}

@@ -1,3 +1,4 @@
+import copy
 import dataclasses
 import io
 import json
@@ -288,6 +289,21 @@ def test_hostile_checkpoints(tmp_path: Path) -> None:
             new.writestr(name, old.read(name))
     with pytest.raises(SmartpruneError, match="its entries are compressed"):
         verify(tmp_path / "small.pt")
+
+
+def test_a_checkpoint_whose_entries_share_their_bytes(tmp_path: Path) -> None:
+    """A small file that would fill any memory."""
+    torch.save({"w": torch.zeros(300, 300)}, tmp_path / "plain.pt")
+    assert verify(tmp_path / "plain.pt", block=(4, 4)).blocks
+    with zipfile.ZipFile(tmp_path / "plain.pt") as old, zipfile.ZipFile(tmp_path / "shared.pt", "w") as new:
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+        for i in range(1, 50):
+            entry = copy.copy(new.getinfo("plain/data/0"))
+            entry.filename = entry.orig_filename = f"plain/data/{i}"
+            new.filelist.append(entry)
+    with pytest.raises(SmartpruneError, match="its entries claim more bytes than the file has"):
+        verify(tmp_path / "shared.pt")
 
 
 def test_damaged_receipt_in_a_run_folder(run: Path) -> None:

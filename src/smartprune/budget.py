@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from .errors import SmartpruneError
+from .hard import as_fraction
 from .layers import COMPUTING, CONVOLUTIONS, TRANSPOSED, TRANSPOSING, Layer
 from .shards import is_sharded
 
@@ -116,9 +117,7 @@ def as_share(value: Any, where: str, meaning: str = "the share to remove") -> Fr
     number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     good = number and math.isfinite(value)
     if good:
-        share = value if isinstance(value, Fraction) else Fraction(str(value))
-        near = share.limit_denominator(10**9)  # 1/3, say
-        share = near if float(near) == float(value) else share
+        share = as_fraction(value)
         if 0 <= share < 1 and float(value) < 1:
             return share
     hint = f"; write {where}={float(value) / 100:g}" if good and 1 < value < 100 else ""

@@ -4,6 +4,7 @@ import math
 import numbers
 from fractions import Fraction
 from heapq import heapify, heappop, heappush
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,6 +38,17 @@ def check_vectors(where: str, scores: Tensor, cost: Tensor | None) -> None:
         raise SmartpruneError(
             f"{where}: cost is {kind_of(cost)}; it must be real, {list(scores.shape)} and on {scores.device}, one cost per score"
         )
+
+
+def as_fraction(value: Any) -> Fraction:
+    """A number as it was meant: 0.97 is 97/100, not its binary neighbour, and 1 / 3 a third.
+
+    >>> as_fraction(0.97), as_fraction(1 / 3)
+    (Fraction(97, 100), Fraction(1, 3))
+    """
+    exact = value if isinstance(value, Fraction) else Fraction(str(value))
+    near = exact.limit_denominator(10**9)
+    return near if float(near) == float(value) else exact
 
 
 def hard_topk(
@@ -152,7 +164,7 @@ def forced_blocks(scores: Tensor, floor: float | Tensor | None, layer: Tensor | 
     else:
         if isinstance(floor, bool) or not isinstance(floor, numbers.Real) or not 0 <= floor <= 1:
             raise SmartpruneError(f"hard_topk: floor={floor!r} is outside [0, 1]; give a share such as 0.02")
-        share = Fraction(str(floor))  # 0.02 * 150 is more than 3 in binary
+        share = as_fraction(floor)  # 0.02 * 150 is more than 3 in binary
         counts = [math.ceil(share * size) for size in sizes.tolist()]
         least = torch.tensor(counts, dtype=torch.long, device=scores.device)
     order = scores.sort(descending=True, stable=True).indices
@@ -209,10 +221,17 @@ def _shown(floor: float | Tensor | None) -> str:
 
 def _exact(cost: Tensor, limit: float) -> tuple[Tensor, float, float]:
     """Costs and limit in a common unit of 2^-bits where that makes them integers that add without rounding."""
+    if float(cost.double().sum()) >= 2.0**62 and not cost.is_floating_point():
+        raise SmartpruneError(
+            f"hard_topk: the costs add up to {float(cost.double().sum()):.3g}, more than 2**62; use a larger unit"
+        )
     if not cost.is_floating_point():
         price, top = cost.long(), int(cost.sum())
         return price, min(math.floor(limit) if math.isfinite(limit) else top, top), 1.0
     wide = cost.double()
+    # a limit that is the sum of all costs, added in their own precision, pays for all of them
+    slack = min(torch.finfo(cost.dtype).eps, 2.0**-23) * (2 + cost.numel().bit_length())
+    limit = math.inf if limit >= float(wide.sum()) * (1 - slack) else limit
     for bits in (0, 8, 16, 24, 32):
         scaled = wide * 2.0**bits
         if float(scaled.sum()) >= 2.0**62:

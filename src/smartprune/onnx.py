@@ -55,6 +55,8 @@ class Exported:
     batchnorms: int  # left in the graph
     int8_error: float | None
     remade: tuple[str, ...] = ()  # weights that the graph makes other numbers of before a node computes with them
+    unlisted: tuple[str, ...] = ()  # missing ones that the receipt lists: the file then does not carry the receipt
+    unquantized: tuple[str, ...] = ()  # nodes of an int8 file that compute in float
 
     def to_json(self) -> dict[str, object]:
         """Plain data: numbers, strings, lists and dictionaries."""
@@ -64,6 +66,8 @@ class Exported:
             "blocks": self.blocks.to_json(),
             "missing": list(self.missing),
             "remade": list(self.remade),
+            "unlisted": list(self.unlisted),
+            "unquantized": list(self.unquantized),
         }
 
     def __str__(self) -> str:
@@ -76,19 +80,28 @@ class Exported:
         ]
         if self.int8_error is not None:
             lines.append(f"int8     outputs differ from float by {100 * self.int8_error:.2f}% (root mean square)")
+        if self.unquantized:
+            names, many = _named(self.unquantized, "node computes", "nodes compute")
+            lines.append(f"note     {many} in float: onnxruntime quantizes no bias of a grouped transposed convolution: {names}")
         if self.missing:
-            names = ", ".join(self.missing[:3]) + (", ..." if len(self.missing) > 3 else "")
-            many = "1 weight is" if len(self.missing) == 1 else f"{len(self.missing)} weights are"
+            names, many = _named(self.missing, "weight is", "weights are")
             lines.append(f"note     {many} used by no node, such as one for training alone, and not in the file: {names}")
+        if self.unlisted:
+            names, many = _named(self.unlisted, "weight", "weights")
+            lines.append(f"note     the receipt is not in the file either, for it lists {many} that no node uses: {names}")
         if self.remade:
-            names = ", ".join(self.remade[:3]) + (", ..." if len(self.remade) > 3 else "")
-            many = "1 weight is" if len(self.remade) == 1 else f"{len(self.remade)} weights are"
+            names, many = _named(self.remade, "weight is", "weights are")
             lines.append(f"note     {many} changed before a node computes with the result; such zeros are not counted: {names}")
         if self.vanished:
             lines.append(f"note     {self.vanished:,} kept blocks became zero by folding or rounding")
         if self.batchnorms:
             lines.append(f"note     {self.batchnorms} batch normalizations are left in the graph")
         return "\n".join(lines)
+
+
+def _named(names: Sequence[str], one: str, several: str) -> tuple[str, str]:
+    """The first of them, and how many there are."""
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else ""), f"1 {one}" if len(names) == 1 else f"{len(names)} {several}"
 
 
 def export_onnx(
@@ -153,17 +166,19 @@ def export_onnx(
         wanted = [_run(plain, batch) for batch in batches]
         graph = export_graph(plain, inputs, len(wanted[0]), fold, dynamic_batch)
         missing = clean(graph, cuts)
-        if receipt is not None and any(row.weight in missing for row in receipt.layers):
+        unlisted = [] if receipt is None else [row.weight for row in receipt.layers if row.weight in missing]
+        if unlisted:
             receipt = None  # it speaks of more than the file holds
         describe(graph, block, receipt)
         data = serialized(graph)
         difference, scale = _compare(data, batches, wanted, tolerance)
     int8_error = None
+    floats: list[str] = []
     if int8:
         assert calibration is not None
         steps = _steps(calibration, inputs)
         float_file = parse_onnx(data, "the float graph")
-        data = quantized(data, steps)
+        data, floats = quantized(data, steps)
         graph = onnx.load_model_from_string(data)
         describe(graph, block, receipt)
         data = serialized(graph)
@@ -193,6 +208,8 @@ def export_onnx(
         batchnorms=sum(node.op_type == "BatchNormalization" for node in graph.graph.node),
         int8_error=int8_error,
         remade=remade,
+        unlisted=tuple(unlisted),
+        unquantized=tuple(floats),
     )
 
 

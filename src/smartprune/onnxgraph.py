@@ -216,10 +216,14 @@ def _feed(session: Any, batch: tuple[Tensor, ...]) -> dict[str, Any]:
     return {name: x.numpy() for name, x in zip(names, batch, strict=True)}
 
 
-def quantized(data: bytes, batches: Sequence[tuple[Tensor, ...]]) -> bytes:
-    """The same graph with int8 weights and activations between QuantizeLinear and DequantizeLinear nodes."""
+def quantized(data: bytes, batches: Sequence[tuple[Tensor, ...]]) -> tuple[bytes, list[str]]:
+    """The same graph with int8 weights and activations between QuantizeLinear and DequantizeLinear nodes; and those that stay
+    in float, the grouped transposed convolutions with a bias, for which onnxruntime has scales of one group only."""
     quantization = need("onnxruntime.quantization")
     session = session_of(data)
+    nodes = need("onnx").load_model_from_string(data).graph.node
+    transposed = [node for node in nodes if node.op_type == "ConvTranspose" and len(node.input) > 2]
+    left = [node.name for node in transposed if any(a.name == "group" and a.i > 1 for a in node.attribute)]
     feeds = iter([_feed(session, batch) for batch in batches])
     reader = type("Reader", (quantization.CalibrationDataReader,), {"get_next": lambda self: next(feeds, None)})
     with tempfile.TemporaryDirectory() as folder, _quiet():
@@ -234,11 +238,12 @@ def quantized(data: bytes, batches: Sequence[tuple[Tensor, ...]]) -> bytes:
                 per_channel=True,
                 activation_type=quantization.QuantType.QInt8,
                 weight_type=quantization.QuantType.QInt8,
+                nodes_to_exclude=left,
                 extra_options={"WeightSymmetric": True},
             )
         except Exception as error:
             raise SmartpruneError(f"export_onnx: onnxruntime could not quantize the graph ({str(error)[:300]})") from error
-        return after.read_bytes()
+        return after.read_bytes(), left
 
 
 def check_half_steps(graph: Any, before: OnnxFile) -> None:

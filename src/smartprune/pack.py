@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -105,6 +105,7 @@ def pack(
     if receipt is not None and not isinstance(receipt, Receipt):
         raise SmartpruneError(f"pack: receipt is a {type(receipt).__name__}; give a Receipt, such as Receipt.load(path)")
     receipt = source.receipt if receipt is None else receipt
+    source = replace(source, receipt=receipt)  # which says how the layers that it lists are cut
     own = source.block if receipt is None else receipt.block
     if block is None and own is None:
         raise SmartpruneError("pack: there is no receipt that says which block to use; give block=, such as (16, 8)")

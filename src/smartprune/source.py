@@ -105,9 +105,9 @@ class Source:
                 return (), ()
             layers, skipped = find(self.model, block, include="*")
             return tuple(Cut(x.name, x.weight, x.kind, x.grid, x.transposed, self.tensors[x.weight]) for x in layers), skipped
-        known: dict[str, Row | Layout] = dict(self.layouts)
+        known: dict[str, Row | Layout] = {plain_name(name): layout for name, layout in self.layouts.items()}
         if self.receipt is not None:
-            known |= {row.weight: row for row in self.receipt.layers}
+            known |= {plain_name(row.weight): row for row in self.receipt.layers}
         cuts: list[Cut] = []
         left = [
             Skipped(key.removesuffix(".weight"), "sparse", tuple(tensor.shape), f"{tensor.layout} weights are not dense")
@@ -118,7 +118,7 @@ class Source:
             if tensor.dim() < 2:
                 continue
             name, shape = key.removesuffix(".weight"), tuple(tensor.shape)
-            layout = known.get(key)
+            layout = known.get(plain_name(key))
             if layout is None and self.complete:
                 left.append(Skipped(name, "tensor", shape, "not the weight of a convolution or linear layer"))
                 continue
@@ -309,6 +309,8 @@ def _load_checkpoint(path: Path) -> Mapping[str, object]:
             with zipfile.ZipFile(path) as archive:
                 if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
                     raise SmartpruneError("its entries are compressed, and torch compresses none")
+                if sum(entry.file_size for entry in archive.infolist()) > path.stat().st_size:
+                    raise SmartpruneError("its entries claim more bytes than the file has: several of them share a place")
         data = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
         raise SmartpruneError(

@@ -12,11 +12,10 @@ import numbers
 import os
 from functools import lru_cache
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from . import topk_cpu, topk_torch
 from .errors import SmartpruneError
@@ -67,18 +66,31 @@ class _SoftTopk(torch.autograd.Function):
     ) -> Tensor:
         mask, ctx.kept = _forward(scores, k, tau, cost, warm, True)
         ctx.scores, ctx.version = scores, scores._version
+        used = ctx.kept[2]
+        ctx.cost = cost if cost is not None and used is not None and used.data_ptr() == cost.data_ptr() else None  # no copy of it
+        ctx.cost_version = 0 if ctx.cost is None else ctx.cost._version
         return mask
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():  # create_graph: the wrapper, which makes a second derivative raise, costs time
-            return _once(ctx, grad)
+        if torch.is_grad_enabled():  # create_graph
+            return _Once.apply(ctx, grad, ctx.scores), None, None, None, None  # type: ignore[no-untyped-call]
         return _gradient(ctx, grad), None, None, None, None
 
 
-@once_differentiable
-def _once(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return _gradient(ctx, grad), None, None, None, None
+class _Once(torch.autograd.Function):
+    """The gradient as something that depends on scores, so that a second derivative raises and is not taken for zero."""
+
+    @staticmethod
+    def forward(ctx: Any, first: Any, grad: Tensor, scores: Tensor) -> Tensor:
+        return _gradient(first, grad.detach())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> NoReturn:
+        raise SmartpruneError(
+            "soft_topk: its gradient can be taken once, and this asks for the gradient of that; leave the mask out of what is "
+            "differentiated twice (detach it, or take gradients with respect to inputs)"
+        )
 
 
 _Kept = tuple[ModuleType, Tensor, Tensor | None, Any]  # solver, scores and costs as it used them, its state
@@ -91,6 +103,10 @@ def _gradient(ctx: Any, grad: Tensor) -> Tensor:
         raise SmartpruneError(
             "soft_topk: scores were modified in place between forward and backward; backward must see them "
             "unchanged: call optimizer.step() after backward()"
+        )
+    if ctx.cost is not None and ctx.cost_version != ctx.cost._version:
+        raise SmartpruneError(
+            "soft_topk: cost was modified in place between forward and backward; backward must see it unchanged: give a copy"
         )
     out: Tensor = solver.backward(x, grad if grad.is_contiguous() else grad.contiguous(), c, state)
     return _finite(out.to(scores.dtype))

@@ -11,6 +11,7 @@ from .errors import SmartpruneError
 from .hard import FACTS
 
 FLIP = 0.8
+FLOAT32 = (1e-25, 1e25)  # costs beyond are scaled before they become float32: their sums have to fit, too
 LIMIT = 60.0  # |z| is cut here: exp(-60) is still a normal float32, and denormals cost a factor of two
 VANISHED = 1e-20  # sum(cost * v) below this share of sum(cost) means every block is decided: the gradient is zero
 # The sum may miss k by the first share of min(k, sum(cost) - k), more if |z| is large because the sum then moves in
@@ -46,10 +47,13 @@ def forward(x: Tensor, k: float, tau: float, cost: Tensor | None, warm: Tensor |
             raise SmartpruneError(f"soft_topk: {FACTS[8]}")
         if k > total * (1 + 1e-6):  # a float32 sum of the same costs may end up a little above ours
             refuse_k(k, total)
+        largest = float(cost.max())
+        if largest > 0 and not FLOAT32[0] <= largest <= FLOAT32[1] and x.dtype is torch.float32:
+            cost, target, total = cost / largest, k / largest, total / largest  # only their ratios count
         c = cost.to(x.dtype).contiguous()
         if c.dtype != cost.dtype:
             rounded = float(c.sum(dtype=torch.float64))
-            target, total = k * (rounded / total if total else 1.0), rounded
+            target, total = target * (rounded / total if total else 1.0), rounded
     edge = 0 < target < total
     first, last = rows(warm)
     mask = torch.empty_like(x) if edge else torch.full_like(x, float(target > 0))

@@ -39,14 +39,14 @@ def forward(
     share, spread = sums  # c m and c m (1 - m)
     m = share if weight is None else torch.empty_like(wide)
     base = wide.new_full((2,), 1e-300)  # so that no slope is zero
-    base[0].fill_(-1)  # not by assignment, for which a GPU waits: what is kept, as a share of what should be, less one
     for _ in range(STEPS):
         torch.sub(y, d, out=m).sigmoid_()
         if weight is not None:
             torch.mul(m, weight, out=share)
         torch.addcmul(share, share, m, value=-1, out=spread)
-        r, slope = torch.addcdiv(base, sums.mean(1) if weight is None else sums.sum(1), goal)
-        r = torch.nn.functional.hardshrink(r, NOISE)
+        kept_share, slope = torch.addcdiv(base, sums.mean(1) if weight is None else sums.sum(1), goal)
+        # a step on the logarithm of the sum: on the sum itself it gains one tau at most where far too much is kept
+        r = torch.nn.functional.hardshrink(torch.xlogy(kept_share, kept_share), NOISE)
         more = r > 0
         low, high = torch.where(more, d, low), torch.where(more, high, d)
         new = torch.addcdiv(d, r, slope)

@@ -75,3 +75,19 @@ def test_floor_keeps_every_layer_alive() -> None:
     for layer in pruner.plan.layers:
         assert int(pruner.mask[layer.start : layer.stop].sum()) >= math.ceil(Fraction("0.1") * layer.n)
     assert int(pruner.mask.sum()) == pruner.plan.keep
+
+
+def test_hardening_ranks_scores_and_not_masks() -> None:
+    """Far below the threshold all masks are the same number; the block that a floor keeps is still the best of its layer."""
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 4))
+    pruner = sp.attach(
+        model, sp.Smart(follow=False, reach=None), block=(4, 4), sparsity=0.5, floor=0.01, include=["0", "1"], steps=4
+    )
+    first = pruner.plan.layers[0]
+    with torch.no_grad():
+        pruner.parameters()[0].copy_(torch.linspace(1e6, 2e6, pruner.plan.n))
+        pruner.parameters()[0][: first.stop] = torch.linspace(1.0, 2.0, first.n)
+    low = pruner.mask[: first.stop]
+    assert bool((low == low[0]).all())
+    pruner.freeze(force=True)
+    assert pruner.mask[: first.stop].nonzero().flatten().tolist() == [first.n - 1]

@@ -284,3 +284,23 @@ def test_several_inputs_and_nested_outputs() -> None:
     agree(ours["both"][0], theirs["both"][0])
     assert ours["both"][1] == 2.0
     assert ours["x"] is x
+
+
+@pytest.mark.parametrize("size", [(1, 1), (3, 5), (7, 64), (9, 65), (128, 128), (1024, 512), (100_000, 1), (1, 100_000)])
+def test_mean_of_a_large_map_does_not_drift(size: tuple[int, int]) -> None:
+    """Of equal numbers: one long sum loses what is small beside it, and noise does not show that."""
+
+    class Mean(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 16, 1, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.conv(x).mean((2, 3))
+
+    torch.manual_seed(0)
+    model = Mean().eval().requires_grad_(False)
+    x = torch.full((1, 3, *size), 0.1)
+    fast = sp.accelerate(model, example=torch.randn(1, 3, *size))
+    expected = (model.conv.weight.double().flatten(1) * float(x[0, 0, 0, 0])).sum(1)
+    assert float((fast(x)[0].double() - expected).abs().max() / expected.abs().max()) < 5e-6

@@ -237,3 +237,15 @@ def test_a_graph_that_does_not_run_says_so() -> None:
         sp.accelerate(model, example=x, dtype="int8")
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         sp.accelerate(model, example=x[:, :8], dtype="int8")
+
+
+def test_a_channel_of_denormal_weights() -> None:
+    """Its scale came out as zero, and the channel as NaN."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 16, 1), nn.Conv2d(16, 16, 3, padding=1, groups=16, bias=False), nn.Conv2d(16, 4, 1))
+    model.eval().requires_grad_(False)
+    x = torch.randn(4, 3, 8, 8)
+    for value in (1e-44, 1e-38, 0.0):
+        model[1].weight[3] = value
+        expected = model(x)
+        assert float((sp.accelerate(model, example=x, dtype="int8")(x) - expected).abs().max() / expected.abs().max()) < 0.03

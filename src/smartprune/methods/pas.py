@@ -86,7 +86,7 @@ def find_strength(
         raise SmartpruneError(f"find_strength: low={low!r} and high={high!r} must be positive and in this order")
     tried: list[tuple[float, float]] = []
     for _ in range(trials):
-        strength = round(math.sqrt(low * high), 6)
+        strength = float(f"{math.sqrt(low * high):.7g}")
         share = kept_share(strength)
         tried.append((strength, share))
         if abs(share - wanted) <= tolerance:

@@ -59,9 +59,9 @@ def assign(values: Mapping[fx.Node, Value], steps: Sequence[Step], ranges: Mappi
 
 
 def weight_scales(weight: Any) -> Any:
-    """The scale of every output channel, float32; 1 for a channel of zeros."""
-    largest = np.abs(weight.reshape(len(weight), -1)).max(axis=1)
-    return np.where(largest > 0, largest / WEIGHT_LEVELS, 1.0).astype(np.float32)
+    """The scale of every output channel, float32; 1 for a channel of zeros, or of numbers too small to be divided by."""
+    scales = np.abs(weight.reshape(len(weight), -1)).max(axis=1) / WEIGHT_LEVELS
+    return np.where(scales >= np.finfo(np.float32).tiny, scales, 1.0).astype(np.float32)
 
 
 def quantized(weight: Any) -> tuple[Any, Any]:

@@ -385,12 +385,26 @@ static void pool(const Op *op, int item) {
   }
 }
 
+enum { CHUNK = 64 };
+
 static void mean(const Op *op, int item) {
   const Tensor X = op->x, *x = &X;
-  vec sum[4] = {0};
-  for (int h = 0; h < x->height; h++)
-    for (int w = 0; w < x->width; w++) sum[w % 4] += load(x, origin(x, item) + h * x->row + (int64_t)w * LANES);
-  save(&op->y, origin(&op->y, item), ((sum[0] + sum[1]) + (sum[2] + sum[3])) * (1.0f / (float)(x->height * x->width)));
+  const int64_t from = origin(x, item), pixels = (int64_t)x->height * x->width;
+  vec total = {0}, part = {0};
+  int64_t at = from;
+  int w = 0;
+  for (int64_t done = 0; done < pixels; done += CHUNK) { /* sums of sums: one long sum would lose what is small beside it */
+    const int count = pixels - done < CHUNK ? (int)(pixels - done) : CHUNK;
+    vec sum[4] = {0};
+    for (int i = 0; i < count; i++) {
+      sum[i % 4] += load(x, at);
+      at += LANES;
+      if (++w == x->width) w = 0, at += x->row - (int64_t)x->width * LANES;
+    }
+    part += (sum[0] + sum[1]) + (sum[2] + sum[3]);
+    if (done / CHUNK % CHUNK == CHUNK - 1) total += part, part = (vec){0};
+  }
+  save(&op->y, origin(&op->y, item), (total + part) * (1.0f / (float)pixels));
 }
 
 /* One result per pixel from x, and from z, which is a map of the same size or has one value per channel. */
