@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from smartprune.errors import SmartpruneError
-from smartprune.files import as_path, check_folder, check_target, keep_apart, write_whole
+from smartprune.files import as_path, check_folder, check_readable, check_target, keep_apart, write_whole
 
 
 def test_a_link_is_followed(tmp_path: Path) -> None:
@@ -64,6 +64,50 @@ def test_a_device_stays_a_device(tmp_path: Path) -> None:
     if os.path.exists("/dev/full"):
         with pytest.raises(SmartpruneError, match=r"/dev/full: cannot be written \(No space left on device\)"):
             write_whole("/dev/full", b"x")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/fd"), reason="needs descriptors that have paths")
+@pytest.mark.parametrize("path", ["/dev/fd/{}", "/proc/self/fd/{}", "/proc/{pid}/fd/{}", "/dev/../dev/fd/{}", "link"])
+def test_what_is_open_is_written_to_and_never_replaced(path: str, tmp_path: Path) -> None:
+    """Whether it is open to be appended to or not, by its own path or by a link to that."""
+    real = tmp_path / "real"
+    real.write_bytes(b"old")
+    before = real.stat().st_ino
+    with real.open("r+b", buffering=0) as file:
+        file.seek(3)
+        name = path.format(file.fileno(), pid=os.getpid())
+        if path == "link":
+            (tmp_path / "link").symlink_to(f"/dev/fd/{file.fileno()}")
+            name = str(tmp_path / "link")
+        check_target(name)
+        write_whole(name, b" new")
+        write_whole(name, b" newer")
+    assert real.read_bytes() == b"old new newer"
+    assert real.stat().st_ino == before
+    with real.open("rb") as file, pytest.raises(SmartpruneError, match="cannot be written"):
+        check_target(f"/dev/fd/{file.fileno()}")
+
+
+def test_stdout_is_the_open_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    print("printed")
+    write_whole("/dev/stdout", b"out\n")
+    write_whole("/dev/stderr", b"err\n")
+    print("printed later")
+    assert capfd.readouterr() == ("printed\nout\nprinted later\n", "err\n")
+
+
+def test_paths_that_are_not_text(tmp_path: Path) -> None:
+    bad = str(tmp_path / "bad\udcff")
+    for check in (check_target, check_folder, lambda path: write_whole(path, b"x")):
+        with pytest.raises(SmartpruneError, match=r"bad\\udcff' is not valid UTF-8.*give another path"):
+            check(bad)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_cannot_be_opened_is_told_as_the_system_says_it(tmp_path: Path) -> None:
+    for path, message in ((tmp_path / "none", "No such file or directory"), (tmp_path, "Is a directory")):
+        with pytest.raises(SmartpruneError, match=rf"cannot be read \({message}\)"):
+            check_readable(path)
 
 
 def test_what_cannot_be_written_is_said_before_the_work(tmp_path: Path) -> None:

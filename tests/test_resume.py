@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
 import random
@@ -10,7 +12,9 @@ import signal
 import subprocess
 import threading
 import time
+import zipfile
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -19,8 +23,10 @@ import torch
 from jobs import FLAGS, assert_same_run, command, environment, rows, small
 from smartprune import SmartpruneError
 from smartprune.cli import main
+from smartprune.compare import compare
+from smartprune.progress import Progress
 from smartprune.rundir import append_row, locked
-from smartprune.train import resume, train
+from smartprune.train import Result, resume, train
 
 
 @pytest.fixture(scope="module")
@@ -211,7 +217,9 @@ def test_damaged_checkpoint_is_an_error_not_a_crash(damage: str, tmp_path: Path)
     elif damage == "other":
         torch.save({"step": 3}, path)
     else:
-        at = len(data) // 2  # among the numbers of a tensor: torch would load it
+        with zipfile.ZipFile(path) as archive:
+            largest = archive.read(max(archive.infolist(), key=lambda entry: entry.file_size))
+        at = data.index(largest) + len(largest) // 2  # among the numbers of a tensor: torch would load it
         flip = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
         path.write_bytes({"empty": b"", "cut": data[:at], "noise": b"\x80\x02" + bytes(500), "flip": flip}[damage])
     with pytest.raises(SmartpruneError, match=r"checkpoint\.pt is (damaged|not a checkpoint).*delete it to start") as error:
@@ -245,11 +253,96 @@ def test_a_full_disk_is_an_error_not_a_crash(tmp_path: Path) -> None:
         append_row(tmp_path, {"step": 1})
 
 
-def test_missing_rows_are_an_error(tmp_path: Path) -> None:
+@pytest.mark.parametrize("left", ["none", "one", "torn", "noise", "missing"])
+def test_lost_rows_do_not_lose_the_run(left: str, whole: Path, tmp_path: Path) -> None:
+    """What a power cut may leave of the rows: the run goes on from its checkpoint, says so once, and writes no row twice."""
+    out, shown = tmp_path / "a", io.StringIO()
+    stopped_run(out)
+    path = out / "metrics.jsonl"
+    first, second = path.read_text().splitlines(keepends=True)
+    path.write_text({"one": second, "torn": first + second[:40], "noise": first + "\0" * 50}.get(left, ""))
+    if left == "missing":
+        path.unlink()
+    kept = {"one": [1], "torn": [0], "noise": [0]}.get(left, [])
+    with pytest.raises(SmartpruneError, match="stopped in search, after step 12 "):
+        resume(out, Progress(shown), After(6))
+    assert f"{2 - len(kept)} rows of {path} are lost; the run goes on, and its curves have gaps\n" in shown.getvalue()
+    shown = io.StringIO()
+    with path.open("a") as file:
+        file.write(json.dumps({"stage": "finetune", "epoch": 1, "step": 7}) + "\n")  # after the checkpoint
+    resume(out, Progress(shown))
+    assert "lost" not in shown.getvalue()
+    expected = rows(whole)
+    assert rows(out) == [expected[number] for number in (*kept, 2, 3, 4)]
+    for name in ("dense.safetensors", "model.safetensors", "receipt.json"):
+        assert (out / name).read_bytes() == (whole / name).read_bytes()
+    assert (out / "report.html").stat().st_size > 10_000
+    assert compare([out]).entries[0].folder == out
+
+
+def test_lost_rows_are_told_to_whom_shows_no_text(tmp_path: Path) -> None:
     stopped_run(tmp_path / "a")
-    (tmp_path / "a" / "metrics.jsonl").write_text("")
-    with pytest.raises(SmartpruneError, match="has 0 rows, but the checkpoint was written after row 2"):
+    (tmp_path / "a" / "metrics.jsonl").unlink()
+    with pytest.warns(UserWarning, match=r"2 rows of .*metrics\.jsonl are lost"):
         resume(tmp_path / "a")
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO])
+def test_a_checkpoint_that_cannot_be_read_is_not_called_damaged(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped_run(tmp_path / "a")
+
+    def refuse(*arguments: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("smartprune.rundir.zipfile.ZipFile", refuse)
+        with pytest.raises(SmartpruneError, match=r"checkpoint\.pt cannot be read .*make it readable, then resume again") as error:
+            resume(tmp_path / "a")
+    assert os.strerror(number) in str(error.value)
+    assert "delete" not in str(error.value)
+    assert resume(tmp_path / "a").verified
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"seconds": "x"}, {"also": 3}, {"also": {"dense": {"top5": []}}}, {"files": []}, {"stage_seconds": [1]}, {"dense": "a"},
+        {"pruned": True}, {"versions": {"torch": 2}}, {"folder": None}, {"verified": 1}, {"seconds": 10**400},
+    ],
+)  # fmt: skip
+def test_a_damaged_result_is_told_with_its_cure(wrong: dict[str, object], whole: Path, tmp_path: Path) -> None:
+    result = json.loads((whole / "result.json").read_text())
+    assert asdict(Result.load(whole)) == result
+    (tmp_path / "config.json").write_bytes((whole / "config.json").read_bytes())
+    (tmp_path / "result.json").write_text(json.dumps(result | wrong))
+    where = f"{tmp_path / 'result.json'}: "
+    with pytest.raises(SmartpruneError, match=rf"^{where}.*; it must be .*delete it, and the run is finished once more"):
+        resume(tmp_path)
+    for text in ("", "[]", "{}", '{"a": NaN}'):
+        (tmp_path / "result.json").write_text(text)
+        with pytest.raises(SmartpruneError, match="delete it, and the run is finished once more"):
+            resume(tmp_path)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_run_on_a_full_disk_says_how_to_go_on(whole: Path, tmp_path: Path) -> None:
+    out = tmp_path / "a b"
+    stopped_run(out)
+    rows_so_far = (out / "metrics.jsonl").read_bytes()
+
+    def fill(tick: object) -> None:
+        (out / "metrics.jsonl").unlink(missing_ok=True)
+        (out / "metrics.jsonl").symlink_to("/dev/full")
+
+    with pytest.raises(SmartpruneError, match=r"No space left on device\); free some space, then continue with: (.*)") as error:
+        resume(out, fill)
+    assert shlex.split(str(error.value).partition("with: ")[2])[-1] == str(out)
+    (out / "metrics.jsonl").unlink()
+    (out / "metrics.jsonl").write_bytes(rows_so_far)
+    resume(out)
+    assert_same_run(whole, out)
 
 
 def test_second_process_is_kept_out(tmp_path: Path) -> None:

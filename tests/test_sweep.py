@@ -448,6 +448,74 @@ def test_no_time_for_another_run(tmp_path: Path) -> None:
     assert sweep._spent("run", second) == 90
 
 
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--set", "smart.ramp=zzz"], "zzz"),
+        (["--floor", "0.9"], "floor=0.9 needs"),
+        (["--model", "nosuch:x"], "nosuch"),
+        (["--dense", "none.safetensors"], "none.safetensors cannot be read as a .safetensors file (No such file or directory)"),
+    ],
+)
+def test_what_a_run_would_fail_of_is_told_before_the_dense_stage(
+    more: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(arguments(tmp_path / "out", *more))
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_cells_that_differ_in_their_seeds_are_checked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cells, seen = lay_out([grid(methods=("smart", "magnitude", "gradual"), seeds=(0, 1, 2))]), []
+    for cell in cells[:3]:
+        finish(tmp_path, cell)
+    monkeypatch.setattr("smartprune.sweep.check", lambda config: seen.append(config.method))
+    Sweep(tmp_path, cells).check()
+    assert seen == ["magnitude", "gradual"]
+
+
+class Deaf(io.StringIO):
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_nobody_looks_at_the_board(live: bool) -> None:
+    board = Board(Deaf(), live=live)
+    board.show(State(1, 2, 0, None, []))
+    board.say("a")
+    board.ended("b")
+    board.close()
+
+
+def test_a_result_that_cannot_be_read_stops_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither one that was there before, nor one that a run of the sweep leaves; each is told with its cure."""
+    cells = lay_out([grid()])
+    for cell in cells:
+        finish(tmp_path, cell)
+    path = cells[0].folder(tmp_path) / "result.json"
+    path.write_text('{"folder": 3}')
+    assert main(arguments(tmp_path)) == 1
+    said = capsys.readouterr()
+    assert f"{path}: " in said.err
+    assert "delete it, and the run is finished once more" in said.err
+    assert "1 runs done, 1 failed" in said.err
+
+    class Ended:
+        kind, folder, adopted, seconds, name = "run", cells[0].folder(tmp_path), False, 1.0, cells[0].name
+
+        def poll(self) -> int:
+            return 0
+
+    sweep, shown = Sweep(tmp_path, cells), io.StringIO()
+    sweep.running[cells[0].name] = Ended()  # type: ignore[assignment]
+    sweep._reap(Board(shown))
+    assert list(sweep.failed) == [cells[0].name]
+    assert "FAILED: its result.json cannot be read" in shown.getvalue()
+
+
 def test_the_live_block() -> None:
     stream = io.StringIO()
     board = Board(stream, live=True)

@@ -138,9 +138,7 @@ def configure(given: Mapping[str, Any]) -> Config:
     >>> configure({"sparsity": 0.8}).block
     '8x4'
     """
-    unknown = sorted(set(given) - {f.name for f in fields(Config)})
-    if unknown:
-        raise SmartpruneError(f"unknown setting {unknown[0]!r}; a run has: {', '.join(f.name for f in fields(Config))}")
+    require_known(given)
     task_name = _fitting("task", given.get("task", "digits"))
     task = make_task(task_name, _fitting("task_settings", given.get("task_settings", {})))
     values: dict[str, Any] = {**asdict(task.recipe), "task": task_name, "task_settings": asdict(task)}  # type: ignore[call-overload]
@@ -155,6 +153,13 @@ def configure(given: Mapping[str, Any]) -> Config:
     config = Config(**values)
     _check(config, task)
     return config
+
+
+def require_known(given: Mapping[str, Any]) -> None:
+    """Refuses settings that no run has."""
+    unknown = sorted(set(given) - {f.name for f in fields(Config)})
+    if unknown:
+        raise SmartpruneError(f"unknown setting {unknown[0]!r}; a run has: {', '.join(f.name for f in fields(Config))}")
 
 
 def read(path: str | Path) -> dict[str, Any]:
@@ -261,6 +266,9 @@ NOT_NEGATIVE = (
     "dense_epochs", "score_lr", "momentum", "weight_decay", "seed", "threads", "checkpoint_seconds", "warmup_epochs", "clip_norm",
     "distill", "change",
 )  # fmt: skip
+SMALL = ("lr", "search_lr", "finetune_lr", "score_lr", "momentum", "weight_decay", "clip_norm", "distill", "distill_temperature")
+LARGEST = 2.0**128 - 2.0**104  # of the numbers that weights are made of, float32
+MOST_THREADS = 4096
 SCHEDULES = ("cosine", "poly", "linear", "constant")
 CHOICES = {
     "optimizer": ("sgd", "adamw"),
@@ -293,6 +301,11 @@ def _check(config: Config, task: Task) -> None:
     for name in NOT_NEGATIVE:
         if getattr(config, name) < 0:
             raise SmartpruneError(f"{name}={getattr(config, name)} should not be negative")
+    for name in SMALL:
+        if getattr(config, name) > LARGEST:
+            raise SmartpruneError(f"{name}={getattr(config, name):g} should be {LARGEST:.2g} at most, the largest float32 there is")
+    if config.threads > MOST_THREADS:
+        raise SmartpruneError(f"threads={config.threads} should be {MOST_THREADS} at most")
     for name, allowed in CHOICES.items():
         if getattr(config, name) not in allowed:
             raise SmartpruneError(f"{name}={getattr(config, name)!r}; it is one of {', '.join(allowed)}")

@@ -9,6 +9,7 @@ from fractions import Fraction
 from .errors import SmartpruneError
 
 LARGEST = 2**63 - 1
+LONGEST_TEXT = 1000
 
 
 class Fields:
@@ -44,11 +45,27 @@ class Fields:
             raise self.wrong(key, f"an integer from {low} to {high}")
         return value
 
-    def text(self, key: str, most: int = 1000) -> str:
+    def text(self, key: str, most: int = LONGEST_TEXT) -> str:
         value = self.raw(key)
-        if not isinstance(value, str) or len(value) > most or not value.isprintable():
+        if not isinstance(value, str) or not is_name(value, most):
             raise self.wrong(key, f"a text of at most {most} printable characters")
         return value
+
+    def string(self, key: str) -> str:
+        """Any text, also one that does not print."""
+        value = self.raw(key)
+        if not isinstance(value, str):
+            raise self.wrong(key, "a text")
+        return value
+
+    def number(self, key: str) -> float:
+        value = self.raw(key)
+        try:
+            if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
+                return float(value)
+        except OverflowError:  # an integer of 400 digits
+            pass
+        raise self.wrong(key, "a number")
 
     def match(self, key: str, pattern: str, allowed: str) -> str:
         value = self.raw(key)
@@ -94,6 +111,11 @@ class Fields:
         extra = [key for key in self.data if key not in self._read]
         if extra:
             raise SmartpruneError(f"{self.where}: unknown key {_shown(extra[0])}; it has: {', '.join(sorted(self._read))}")
+
+
+def is_name(text: str, most: int = LONGEST_TEXT) -> bool:
+    """Whether the files of this package can hold a text as a name."""
+    return len(text) <= most and text.isprintable()
 
 
 def plain(value: object, where: str, depth: int = 8) -> object:

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
+import sys
 import tempfile
 from collections.abc import Mapping
 from io import FileIO
 from pathlib import Path
 
 from .errors import SmartpruneError
+
+# what is open in this process, by its paths
+OPEN_FILES = r"/dev/std(out|err)|/(?:dev|proc/self|proc/thread-self|proc/{})/fd/(\d{{1,9}})"
+MOST_LINKS = 40
 
 
 def check_target(path: str | os.PathLike[str]) -> None:
@@ -21,6 +27,7 @@ def check_target(path: str | os.PathLike[str]) -> None:
 def check_folder(path: str | os.PathLike[str]) -> None:
     """Raises now what making a folder would raise after the work."""
     place = as_path(path, "folder").absolute()
+    check_name(path)
     if os.path.lexists(place) and not place.is_dir():
         raise SmartpruneError(f"{place}: is a file; give a folder")
     while not place.is_dir():
@@ -31,13 +38,31 @@ def check_folder(path: str | os.PathLike[str]) -> None:
         raise SmartpruneError(f"{os.fspath(path)}: the folder cannot be made ({place} does not allow it)")
 
 
+def check_name(path: str | os.PathLike[str]) -> None:
+    """Refuses a path that is not text: files of it can be made, but others, such as safetensors, cannot open them."""
+    try:
+        os.fspath(path).encode()
+    except UnicodeEncodeError:
+        raise SmartpruneError(
+            f"{os.fspath(path)!r} is not valid UTF-8, so that not every reader could open what is written there; give another path"
+        ) from None
+
+
 def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
     """Writes a file that a crash leaves either as it was or complete: a temporary file beside it takes its place.
 
-    A link is followed, and what it points to is replaced. A pipe or a device such as ``/dev/null`` is written to.
+    A link is followed, and what it points to is replaced. A pipe or a device such as ``/dev/null`` is written to, and so is what
+    is open already, such as ``/dev/stdout``, wherever that leads.
     """
     target = _target(path)
     try:
+        if (handle := _open_file(path)) is not None:
+            for printed in (sys.stdout, sys.stderr):  # before what comes now
+                if printed is not None:
+                    printed.flush()
+            with open(handle, "wb", buffering=0, closefd=False) as stream:
+                _pour(stream, data)
+            return
         if target.exists() and not target.is_file():
             with open(target, "wb", buffering=0) as stream:
                 _pour(stream, data)
@@ -76,6 +101,10 @@ def _target(path: str | os.PathLike[str]) -> Path:
     shown = _shown(path)
     if shown is None or not os.fspath(path):
         raise SmartpruneError(f"{path!r} is no path of a file to write; give one such as 'model.safetensors'")
+    check_name(path)
+    if (handle := _open_file(path)) is not None:
+        _check_open(handle, shown)
+        return Path(path)
     try:
         kind = os.stat(path).st_mode
     except FileNotFoundError:
@@ -83,7 +112,7 @@ def _target(path: str | os.PathLike[str]) -> Path:
     except OSError as error:  # such as links that lead in a circle, or a file where a folder should be
         raise SmartpruneError(f"{shown}: cannot be written ({error.strerror or error})") from error
     if stat.S_ISFIFO(kind) or stat.S_ISCHR(kind):
-        return Path(path)  # where /dev/stdout leads has no name
+        return Path(path)
     if not stat.S_ISREG(kind):
         what = "a folder; add the name of a file" if stat.S_ISDIR(kind) else "a disk or a socket; give the path of a file"
         raise SmartpruneError(f"{shown}: cannot be written (it is {what})")
@@ -93,6 +122,26 @@ def _target(path: str | os.PathLike[str]) -> Path:
     if not os.access(target.parent, os.W_OK | os.X_OK):
         raise SmartpruneError(f"{shown}: cannot be written (the folder {target.parent} does not allow it)")
     return target
+
+
+def _open_file(path: str | os.PathLike[str]) -> int | None:
+    """The descriptor that a path such as ``/dev/stdout`` stands for; None for any other."""
+    place = os.path.abspath(path)
+    for _ in range(MOST_LINKS):
+        if found := re.fullmatch(OPEN_FILES.format(os.getpid()), place):
+            return {"out": 1, "err": 2}[found[1]] if found[1] else int(found[2])
+        if not os.path.islink(place):
+            break
+        place = os.path.abspath(os.path.join(os.path.dirname(place), os.readlink(place)))
+    return None
+
+
+def _check_open(handle: int, shown: str) -> None:
+    """Raises unless a descriptor is open for writing."""
+    try:
+        os.write(handle, b"")
+    except OSError as error:
+        raise SmartpruneError(f"{shown}: cannot be written ({error.strerror or error})") from error
 
 
 def _shown(path: object) -> str | None:
@@ -129,6 +178,15 @@ def read_capped(path: str | os.PathLike[str], most: int) -> bytes:
     if len(data) > most:
         raise SmartpruneError(f"{path}: larger than {most:,} bytes, which no such file is; check that it is the right one")
     return data
+
+
+def check_readable(path: str | os.PathLike[str]) -> None:
+    """Raises what the system says where a file cannot be opened; not every reader passes that on."""
+    try:
+        with open(path, "rb"):
+            pass
+    except (OSError, ValueError) as error:
+        raise SmartpruneError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
 
 
 def parse_json(data: bytes | str, where: str) -> object:

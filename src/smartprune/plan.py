@@ -15,6 +15,7 @@ from .block import Block
 from .budget import Budget, Kind, as_share, block_macs, count_macs, count_uses, min_keep
 from .budget import blocks as blocks_budget
 from .errors import SmartpruneError
+from .fields import LONGEST_TEXT, is_name
 from .layers import Blocks, Layer, Patterns, Skipped, find
 
 if TYPE_CHECKING:
@@ -281,6 +282,8 @@ def plan(
         }
         reasons = "; ".join(f"{found}: {reason}" for reason, found in listed.items()) or "it has no weights with two axes or more"
         raise SmartpruneError(f"plan: nothing to prune in this {type(model).__name__} ({reasons}); include= brings layers in")
+    for layer in layers:
+        _check_name(layer)
     least = None if floor is None else min_keep(layers, floor)
     cost, limit, latency = (None, None, None) if budget is None else budget.resolve(model, layers)
     if limit is not None and cost is not None and least is not None and latency is not None:
@@ -302,6 +305,16 @@ def plan(
         model_macs=None if example is None else count_macs(model, example),
         latency=latency,
     )
+
+
+def _check_name(layer: Layer) -> None:
+    """Refuses what a receipt could not hold."""
+    for name in (layer.name, layer.weight, layer.kind):
+        if not is_name(name):
+            raise SmartpruneError(
+                f"plan: layer {text.shorten(name, WIDTH)!r} has a name that a receipt cannot hold: give it one of at most "
+                f"{LONGEST_TEXT} characters, all of which print, or leave it alone by skip="
+            )
 
 
 def cheapest(layers: Sequence[Layer], cost: Tensor, counts: Tensor) -> int:

@@ -31,7 +31,7 @@ class Tick:
 
 
 class Progress:
-    """Shows ticks. Never raises because of what the terminal can or cannot show."""
+    """Shows ticks. Never raises because of what the terminal can or cannot show; once it cannot be written to, it is silent."""
 
     def __init__(self, stream: TextIO | None = None, live: bool | None = None) -> None:
         self.stream = sys.stderr if stream is None else stream
@@ -42,6 +42,7 @@ class Progress:
         self._shown = 0.0
         self._stage = ""
         self._open = False
+        self._silent = False
 
     def __call__(self, tick: Tick) -> None:
         now = time.monotonic()
@@ -101,8 +102,12 @@ class Progress:
         return text[:columns]
 
     def _write(self, text: str, end: str = "\n") -> None:
-        self.stream.write(text + end)
-        self.stream.flush()
+        if not self._silent:
+            try:
+                self.stream.write(text + end)
+                self.stream.flush()
+            except (OSError, ValueError):  # nobody reads it any more, or it is closed: no reason to lose a run
+                self._silent = True
 
 
 def clock(seconds: float) -> str:

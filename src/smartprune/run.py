@@ -54,6 +54,7 @@ class Run:
     stage: str = STAGES[0]
     step: int = 0  # within the stage
     rows: int = 0
+    lost: int = 0  # rows that were written before the checkpoint and are not there any more
     dense: float | None = None  # the metric of the dense model
     also: dict[str, dict[str, float | None]] = field(default_factory=dict)  # other figures, see ``Result``
     loss: float | None = None  # mean of the last epoch
@@ -151,12 +152,14 @@ def start(folder: Path, config: Config) -> Run:
     )
     ranks.require_shares(run.plain, config.batch)
     state = rundir.load_checkpoint(folder)
-    if ranks.rank() == 0:
-        rundir.tidy(folder)
-        rundir.keep_rows(folder, state["rows"] if state else 0)
     enter(run, "dense")
     if state:
         restore(run, state)
+    if ranks.rank() == 0:
+        rundir.tidy(folder)
+        here = run.done(run.stage, run.step)
+        kept = rundir.keep_rows(folder, lambda stage, step: stage in STAGES and run.done(stage, step) <= here)
+        run.rows, run.lost = kept, run.rows - kept
     if config.tensorboard == "on" and ranks.rank() == 0:
         run.events = Events(folder, folder / rundir.METRICS, run.done)
     return run

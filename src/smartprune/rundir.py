@@ -11,7 +11,7 @@ import shlex
 import shutil
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from . import ranks
 from .config import Config
 from .errors import SmartpruneError
-from .files import write_whole
+from .files import check_name, write_whole
 from .packfile import check_header
 from .shards import whole
 
@@ -38,6 +38,7 @@ def create(config: Config) -> Path:
     """Makes the run folder with its ``config.json``; both appear together, unless an empty folder is there already: it may be the
     one we are in, or one that is mounted, and stays."""
     out = Path(config.out)
+    check_name(out)
     if out.exists() and not out.is_dir():
         raise SmartpruneError(f"{out} is a file; give a folder for the run")
     if out.exists() and any(out.iterdir()):
@@ -100,10 +101,10 @@ def save_checkpoint(folder: Path, state: Mapping[str, Any]) -> None:
 def load_checkpoint(folder: Path) -> dict[str, Any] | None:
     """The checkpoint as tensors and plain values, or None if there is none yet. Never runs code from the file."""
     path = folder / CHECKPOINT
-    if not path.exists():
-        return None
     anew = "delete it to start the run from its beginning"
     try:
+        if not path.exists():
+            return None
         with zipfile.ZipFile(path) as archive:  # torch writes checksums and does not look at them
             if (entry := archive.testzip()) is not None:
                 raise zipfile.BadZipFile(f"{entry} is not as it was written")
@@ -113,6 +114,10 @@ def load_checkpoint(folder: Path) -> dict[str, Any] | None:
             f"{path} is damaged, or holds more than plain tensors, and code in files is never run; {anew}"
         ) from None
     except (*UNREADABLE, RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # of the system, which says nothing about what is in it
+            raise SmartpruneError(
+                f"{path} cannot be read ({error.strerror or error}); it may well be whole: make it readable, then resume again"
+            ) from None
         raise SmartpruneError(f"{path} is damaged ({first_line(error)}); {anew}") from None
     if not isinstance(state, dict) or state.get("version") != 1:
         raise SmartpruneError(f"{path} is not a checkpoint that this version writes; {anew}")
@@ -128,18 +133,34 @@ def append_row(folder: Path, row: Mapping[str, object]) -> None:
     try:
         with path.open("a") as file:
             file.write(json.dumps(_finite(row), allow_nan=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())  # a checkpoint counts the rows, so that it must not outlive one
     except OSError as error:
         raise SmartpruneError(f"{path}: cannot be written ({error.strerror or error})") from error
 
 
-def keep_rows(folder: Path, count: int) -> None:
-    """Drops the rows that were written after the checkpoint; the resumed run writes them again."""
+def keep_rows(folder: Path, done: Callable[[str, int], bool]) -> int:
+    """Drops the rows that were written after the checkpoint, for the resumed run writes them again, and what is no row. ``done``
+    says whether the checkpoint has that step of that stage behind it. Returns how many rows are left."""
     path = folder / METRICS
-    rows = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-    if len(rows) < count:
-        raise SmartpruneError(f"{path} has {len(rows)} rows, but the checkpoint was written after row {count}")
-    if len(rows) > count or not path.exists():
-        write_whole(path, b"".join(rows[:count]))
+    try:
+        data = path.read_bytes() if path.exists() else None
+    except OSError as error:
+        raise SmartpruneError(f"{path} cannot be read ({error.strerror or error}); make it readable, then resume again") from None
+    rows = [line for line in (data or b"").splitlines(keepends=True) if (place := _place(line)) and done(*place)]
+    if data != b"".join(rows):
+        write_whole(path, b"".join(rows))
+    return len(rows)
+
+
+def _place(line: bytes) -> tuple[str, int] | None:
+    """Stage and step of a row; None where a line is none, or only a part of one."""
+    try:
+        row = json.loads(line)
+        stage, step = row["stage"], row["step"]
+    except (ValueError, RecursionError, TypeError, LookupError):
+        return None
+    return (stage, step) if isinstance(stage, str) and type(step) is int and line.endswith(b"\n") else None
 
 
 def write_json(path: Path, value: object) -> None:
@@ -155,9 +176,11 @@ def save_weights(model: nn.Module, path: Path) -> None:
 def load_weights(model: nn.Module, path: Path) -> None:
     """Loads a ``.safetensors`` file that must fit the model exactly."""
     try:
-        tensors = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise SmartpruneError(f"{path} cannot be read as a .safetensors file ({error})") from None
+        with path.open("rb"):  # which says why not, as safetensors does not
+            tensors = load_file(path)
+    except (OSError, SafetensorError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise SmartpruneError(f"{path} cannot be read as a .safetensors file ({reason})") from None
     check_header(path)
     wanted = model.state_dict()
     missing, extra = sorted(set(wanted) - set(tensors)), sorted(set(tensors) - set(wanted))

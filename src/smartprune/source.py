@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from . import text
 from .block import Block, Grid
 from .errors import SmartpruneError
-from .files import as_path
+from .files import as_path, check_readable
 from .layers import Skipped, candidates, find, plain_name
 from .layout import Layout
 from .occupancy import nonzero
@@ -279,6 +279,7 @@ def _looks_like_safetensors(path: Path) -> bool:
 
 
 def _read_safetensors(path: Path) -> Source:
+    check_readable(path)
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             packed = is_packed(file.metadata())

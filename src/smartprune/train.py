@@ -6,26 +6,29 @@ are functions of (seed, epoch, step); so a resumed run ends with the very weight
 
 from __future__ import annotations
 
+import errno
 import hashlib
-import json
 import platform
 import shlex
 import statistics
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field, fields, replace
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from . import config as configs
 from . import events, ranks, rundir
 from .config import Config
 from .deliver import deliver, require
-from .errors import SmartpruneError
+from .errors import SmartpruneError, in_memory
+from .fields import LONGEST_TEXT, Fields, is_name
+from .files import parse_json, read_capped
 from .graph import capturable
 from .judge import FOUND, Figures, judge, write_found
 from .models.named import foreign
@@ -37,12 +40,15 @@ from .run import STAGES, Run, averaged, closing, enter, prune, put_away, settled
 from .runpage import PAGE, write_run_page
 from .step import require_finite, steps_of_epoch, take_step
 from .tasks import Data
+from .text import shorten
 from .traces import mask_sample, save_scores
 from .verify import verify
 
 SHOW_SECONDS = 0.25  # between ticks
 TELEMETRY = ("tau", "theta", "undecided", "changed", "gap", "kept", "collapsed")  # of the search, in every row
 CHECKPOINT_SHARE = 0.05  # checkpoints take at most about this share of the time
+LARGEST_RESULT = 1 << 20
+FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(frozen=True)
@@ -76,12 +82,38 @@ class Result:
 
     @staticmethod
     def load(folder: str | Path) -> Result:
+        """Reads a ``result.json``, every value by its type."""
         path = Path(folder) / rundir.RESULT
+        data = read_capped(path, LARGEST_RESULT)
         try:
-            values = json.loads(path.read_text())
-            return Result(**{f.name: values[f.name] for f in fields(Result) if f.name in values})
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise SmartpruneError(f"{path} cannot be read as a result ({error})") from None
+            found = Fields(parse_json(data, str(path)), str(path))
+            stages, versions = found.inner("stage_seconds"), found.inner("versions")
+            also, files = (found.inner(name) if name in found.data else Fields({}, name) for name in ("also", "files"))
+            return Result(
+                folder=found.string("folder"),
+                task=found.string("task"),
+                model=found.string("model"),
+                method=found.string("method"),
+                measure=found.string("measure"),
+                dense=_figure(found, "dense"),
+                pruned=_figure(found, "pruned"),
+                verified=found.boolean("verified"),
+                seconds=found.number("seconds"),
+                stage_seconds={name: stages.number(name) for name in stages.data},
+                versions={name: versions.string(name) for name in versions.data},
+                also={form: {name: _figure(also.inner(form), name) for name in also.inner(form).data} for form in also.data},
+                files={name: files.string(name) for name in files.data},
+            )
+        except SmartpruneError as error:
+            raise SmartpruneError(
+                f"{error}. {rundir.RESULT} cannot be used: delete it, and the run is finished once more, from its last checkpoint, "
+                f"by: smartprune train --resume --out {shlex.quote(str(folder))}"
+            ) from None
+
+
+def _figure(found: Fields, name: str) -> float | None:
+    """A number, or None where it is not known."""
+    return None if found.raw(name) is None else found.number(name)
 
 
 def _ignore(tick: Tick) -> None: ...
@@ -125,7 +157,9 @@ def check(config: Config) -> None:
         events.require()
     with torch.random.fork_rng(devices=[]):
         task = configs.make_task(config.task, config.task_settings)
-        model = task.model(config.model)
+        with in_memory(network(config)):
+            model = task.model(config.model)
+        _check_names(model, config)
         if config.dense is not None:
             rundir.load_weights(model, Path(config.dense))
         data, *_ = (task.data(split, torch.device("cpu")) for split in ("train", "validation", "test"))
@@ -133,7 +167,8 @@ def check(config: Config) -> None:
         if config.change:
             next(shown(data, config, "search").batches(config.batch, config.seed, 0))
         steps = config.search_epochs * -(-data.steps(config.batch) // config.accumulate)
-        reason = capturable(prune(model, config, task, steps).method)
+        with in_memory(network(config)):
+            reason = capturable(prune(model, config, task, steps).method)
     if config.parallel == "fsdp" and ranks.world() > 1 and config.method in WHOLE:
         raise SmartpruneError(f"parallel='fsdp': {config.method} needs whole weights in every step; use --parallel ddp")
     if config.distill:
@@ -147,6 +182,22 @@ def check(config: Config) -> None:
             )
     if config.graph == "on" and reason is not None:
         raise SmartpruneError(f"graph='on': {reason}; use --graph off or auto")
+
+
+def network(config: Config) -> str:
+    """The network as it was asked for."""
+    settings = "".join(f" --task-set {name}={value}" for name, value in config.task_settings.items() if value is not None)
+    return f"--model {config.model}{settings}"
+
+
+def _check_names(model: nn.Module, config: Config) -> None:
+    """Refuses names that the files at the end of a run cannot hold."""
+    for name in model.state_dict():
+        if not is_name(name):
+            raise SmartpruneError(
+                f"model={config.model!r}: {shorten(name, 100)!r} is a name that a packed file cannot hold; give that part of the "
+                f"model one of at most {LONGEST_TEXT} characters, all of which print"
+            )
 
 
 def resolved(config: Config) -> Config:
@@ -166,8 +217,10 @@ def resolved(config: Config) -> Config:
 
 
 def _work(folder: Path, config: Config, progress: Callable[[Tick], None], stop: Callable[[], bool]) -> Result:
-    with rundir.locked(folder) if ranks.rank() == 0 else nullcontext(), settled(config):
+    with rundir.locked(folder) if ranks.rank() == 0 else nullcontext(), settled(config), _told_to_go_on(folder):
         run = start(folder, config)
+        if run.lost:
+            _say(progress, f"{run.lost} rows of {folder / rundir.METRICS} are lost; the run goes on, and its curves have gaps")
         with closing(run):
             for stage in STAGES[STAGES.index(run.stage) :]:
                 if stage != run.stage:
@@ -181,6 +234,29 @@ def _work(folder: Path, config: Config, progress: Callable[[Tick], None], stop: 
                 elif stage == "search" and run.pruner is not None:
                     ranks.require_same("the mask", digest(run.pruner.mask))
             return _finish(run)
+
+
+@contextmanager
+def _told_to_go_on(folder: Path) -> Iterator[None]:
+    """Says how a run goes on that a full disk has stopped."""
+    try:
+        yield
+    except (SmartpruneError, OSError) as error:
+        reason = error if isinstance(error, OSError) else error.__cause__
+        if not isinstance(reason, OSError) or reason.errno not in FULL:
+            raise
+        raise SmartpruneError(
+            f"{error}; free some space, then continue with: smartprune train --resume --out {shlex.quote(str(folder))}"
+        ) from reason
+
+
+def _say(progress: Callable[[Tick], None], text: str) -> None:
+    """Tells what is no tick, where there is somebody who can be told."""
+    say = getattr(progress, "say", None)
+    if say is None:
+        warnings.warn(text, stacklevel=4)
+    else:
+        say(text)
 
 
 def _train_stage(run: Run, progress: Callable[[Tick], None], stop: Callable[[], bool]) -> None:

@@ -7,7 +7,6 @@ inside the commands, so that help comes at once. A new verb is a function that a
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Sequence
 
@@ -19,6 +18,7 @@ from .evaluate import eval_verb
 from .export import export_verb
 from .look import plan_verb, report_verb, verify_verb
 from .pack import pack_verb, unpack_verb
+from .streams import ready_streams, settle, tell
 from .sweep import sweep_verb
 from .train import train_verb
 from .verb import Verbs
@@ -42,6 +42,14 @@ VERBS: tuple[Callable[[Verbs], None], ...] = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
+    ready_streams()
+    try:
+        return _run(argv)
+    finally:
+        settle(sys.stderr)
+
+
+def _run(argv: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(
         prog="smartprune",
         description="Exact-budget block pruning: finds which blocks of a network can go,\n"
@@ -62,21 +70,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except SmartpruneError as error:
-        print(f"smartprune: {error}", file=sys.stderr)
+        tell(f"smartprune: {error}")
         return 1
     except BrokenPipeError:  # the reader of our output went away, as in `smartprune report ... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        settle(sys.stdout)
         return 1
     except OSError as error:  # a full disk, most likely: where our output goes, or where temporary files lie
         if error.errno is None:  # of a library, not of the system: it is about neither
             raise
-        try:
-            sys.stdout.flush()
-        except OSError:  # what was not printed would fail once more at the end
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        settle(sys.stdout)
         where = "the output, or a temporary file," if error.filename is None else error.filename
-        print(f"smartprune: {where} cannot be written or read ({error.strerror or error}); try again once it can", file=sys.stderr)
+        tell(f"smartprune: {where} cannot be written or read ({error.strerror or error}); try again once it can")
         return 1
     except KeyboardInterrupt:
-        print("smartprune: stopped", file=sys.stderr)
+        tell("smartprune: stopped")
         return 1

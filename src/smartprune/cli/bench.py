@@ -6,12 +6,13 @@ import argparse
 import json
 import math
 import shlex
-import sys
 from pathlib import Path
 
-from ..errors import SmartpruneError
+from ..config import MOST_THREADS
+from ..errors import SmartpruneError, in_memory
 from .export import from_run, load_weights, training_inputs
 from .look import find_model, sample
+from .streams import tell
 from .verb import Verbs, add_verb, arguments, check_outputs, run_files
 
 
@@ -56,6 +57,8 @@ def run_bench(args: argparse.Namespace) -> int:
         for name in ("threads", "rounds"):
             if getattr(args, name) < 1:
                 raise SmartpruneError(f"--{name} {getattr(args, name)} should be at least 1")
+        if args.threads > MOST_THREADS:
+            raise SmartpruneError(f"--threads {args.threads} should be {MOST_THREADS} at most")
         if min(args.batch) < 1 or not 0 < args.seconds < math.inf:
             raise SmartpruneError("--batch and --seconds should be above 0, and not without end")
         if args.plot and Path(args.plot).suffix not in (".svg", ".png"):
@@ -84,26 +87,29 @@ def run_bench(args: argparse.Namespace) -> int:
             raise SmartpruneError(f"--engines {unknown.pop()!r} is not known; there are: {', '.join((*CPU, *GPU))}")
     if args.weights:
         load_weights(model, args.weights)
-    found = bench(
-        model,
-        inputs[0][:1] if inputs else example,
-        name=args.model,
-        block=args.block or block,
-        batches=sorted(set(args.batch)),
-        threads=args.threads,
-        rounds=args.rounds,
-        seconds=args.seconds,
-        layers=not args.no_layers,
-        calibration=inputs,
-        only=args.engines,
-        tell=lambda words: print(words, file=sys.stderr),
-    )
-    data = json.dumps(found.to_json(), indent=2)
-    if out is not None:
-        write_whole(Path(out), f"{data}\n".encode())
-    if folder.is_dir() and args.out is None:
+    with in_memory(f"--batch {max(args.batch)}" + (f" with --input {args.input}" if args.input else "")):
+        found = bench(
+            model,
+            inputs[0][:1] if inputs else example,
+            name=args.model,
+            block=args.block or block,
+            batches=sorted(set(args.batch)),
+            threads=args.threads,
+            rounds=args.rounds,
+            seconds=args.seconds,
+            layers=not args.no_layers,
+            calibration=inputs,
+            only=args.engines,
+            tell=tell,
+        )
+    data, timed = json.dumps(found.to_json(), indent=2), any(timing.failed is None for timing in found.timings)
+    if out is not None and (timed or args.out is not None):
+        write_whole(out, f"{data}\n".encode())
+    elif out is not None:
+        tell(f"no engine could be timed, so nothing is written and {out} stays as it is; --out FILE writes this all the same")
+    if timed and folder.is_dir() and args.out is None:
         write_run_page(folder, own=True)  # it shows the speed
     if args.plot:
         found.save(args.plot)
     print(data if args.json else found)
-    return 0 if any(timing.failed is None for timing in found.timings) else 1
+    return 0 if timed else 1

@@ -6,12 +6,12 @@ import argparse
 import json
 import shlex
 import statistics
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import SmartpruneError
 from ..files import check_folder, write_whole
+from .streams import tell
 from .verb import Verbs, add_verb, arguments, check_outputs, run_files
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def run_compare(args: argparse.Namespace) -> int:
         write_record(Path(args.record), found, args.note, commands, _noted(found, "sources"))
     for path in (args.csv, args.json, args.plot, args.html, args.record):
         if path:
-            print(f"written to {path}", file=sys.stderr)
+            tell(f"written to {path}")
     return 0
 
 

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import SmartpruneError
+from ..errors import SmartpruneError, in_memory
 from .train import read_settings
 from .verb import Verbs, add_verb, arguments
 
@@ -108,11 +108,13 @@ def _judged(path: Path, config: Config, split: str) -> dict[str, Any]:
     from ..config import make_task
     from ..judge import judge
     from ..run import settled
+    from ..train import network
 
     device = torch.device(config.device)
     with settled(config):
         task = make_task(config.task, config.task_settings)
-        model = task.model(config.model)
+        with in_memory(network(config)):
+            model = task.model(config.model)
         rundir.load_weights(model, path)
         if task.data(split, device).steps(1) == 0:
             raise SmartpruneError(f"{config.task} has no {split} split")

@@ -8,7 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import SmartpruneError
+from ..errors import SmartpruneError, in_memory
 from .look import find_model, sample
 from .verb import Verbs, add_verb, arguments, check_outputs, run_files, show
 
@@ -79,16 +79,17 @@ def run_export(args: argparse.Namespace) -> int:
     batches = None
     if args.int8:
         batches = _array(args.calibration) if args.calibration else training_inputs(task, model, config)  # type: ignore[arg-type]
-    found = export_onnx(
-        model,
-        out,
-        example,
-        block,
-        receipt=Receipt.load(args.receipt) if args.receipt else receipt,
-        int8=args.int8,
-        calibration=batches,
-        fold=not args.no_fold,
-    )
+    with in_memory(f"--input {args.input}" if args.input else args.model):
+        found = export_onnx(
+            model,
+            out,
+            example,
+            block,
+            receipt=Receipt.load(args.receipt) if args.receipt else receipt,
+            int8=args.int8,
+            calibration=batches,
+            fold=not args.no_fold,
+        )
     show(args, found)
     return 0
 

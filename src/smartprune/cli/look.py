@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import SmartpruneError
+from ..errors import SmartpruneError, in_memory
 from ..files import check_folder, write_whole
+from .streams import tell
 from .verb import Verbs, add_verb, arguments, check_outputs, run_files, show
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def run_plan(args: argparse.Namespace) -> int:
     from ..npu import UnmetError, read_npu
     from ..plan import plan
 
-    with arguments(args):
+    with arguments(args), in_memory(f"--input {args.input}" if args.input else args.model):
         model, block, example = find_model(args.model, args.data)
         if args.input:
             example = sample(args.input)
@@ -116,7 +116,8 @@ def sample(text: str) -> Any:
         shape = []
     if not shape or min(shape) < 1:
         raise SmartpruneError(f"--input {text} cannot be read; write the shape of one sample, such as 3x32x32")
-    return torch.zeros(1, *shape)
+    with in_memory(f"--input {text}"):
+        return torch.zeros(1, *shape)
 
 
 def report_verb(verbs: Verbs) -> None:
@@ -188,12 +189,12 @@ def _write_report(args: argparse.Namespace) -> int:
         with arguments(args):
             mapped(view, args.map)
         written, png = save_figures(view, args.figures, args.map)
-        print(f"{len(written)} figures written to {args.figures}", file=sys.stderr)
+        tell(f"{len(written)} figures written to {args.figures}")
         if not png:
-            print("for .png files as well, run: pip install 'smartprune[plot]'", file=sys.stderr)
+            tell("for .png files as well, run: pip install 'smartprune[plot]'")
     if args.html:
         write_whole(args.html, render(view).encode())
-        print(f"written to {args.html}", file=sys.stderr)
+        tell(f"written to {args.html}")
     return 0
 
 
@@ -236,7 +237,8 @@ def _cycles(args: argparse.Namespace) -> Estimate:
             example = sample(args.input)
         if example is None:
             raise SmartpruneError("--npu needs the shape of one sample: add --input, such as --input 3x32x32")
-    return npu.estimate(model, example, block, weights=args.path)
+    with in_memory(f"--input {args.input}" if args.input else args.path):
+        return npu.estimate(model, example, block, weights=args.path)
 
 
 def verify_verb(verbs: Verbs) -> None:

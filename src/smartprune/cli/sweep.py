@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -12,7 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..config import BUDGETS
 from ..errors import SmartpruneError
-from ..files import check_folder
+from ..files import check_folder, check_name
+from .streams import tell
 from .train import add_flags, asked, read_settings, stop_signals
 from .verb import Verbs, add_verb, arguments
 
@@ -75,9 +75,12 @@ def run_sweep(args: argparse.Namespace) -> int:
         if args.minutes is not None and not args.minutes > 0:
             raise SmartpruneError(f"--minutes {args.minutes:g} should be above 0")
         check_folder(args.out)
+        check_name(Path(args.out).absolute())  # which the runs are given their dense models by
         cells = lay_out(_grids(args))
         known = recorded([Path(folder) for folder in args.recorded or ()], cells)
         sweep = Sweep(Path(args.out), [cell for cell in cells if cell.name not in known], args.jobs, args.minutes)
+        if not args.list:
+            sweep.check()
     if args.list:
         print(listing(sweep, cells, known))
         return 0
@@ -158,16 +161,16 @@ def _tell(args: argparse.Namespace, outcome: Outcome, cells: int) -> int:
         try:
             print(compare([cell.folder(Path(args.out)) for cell in outcome.done]))
         except SmartpruneError as error:  # of a task that is judged elsewhere, say: the runs are done all the same
-            print(f"smartprune: {error}", file=sys.stderr)
+            tell(f"smartprune: {error}")
     for failure in outcome.failed:
-        print(f"\n{failure.name} failed with exit code {failure.code}; the end of {failure.log}:", file=sys.stderr)
-        print("\n".join(f"  {line}" for line in failure.lines), file=sys.stderr)
+        tell(f"\n{failure.name} failed with exit code {failure.code}; the end of {failure.log}:")
+        tell("\n".join(f"  {line}" for line in failure.lines))
     missing = len(outcome.missing)
     failed = cells - len(outcome.done) - missing  # of the runs; a dense model may be among the failures, too
     if outcome.failed or missing:
         parts = [f"{len(outcome.done)} runs done"]
         parts += [f"{failed} failed"] * bool(failed) + [f"{missing} missing"] * bool(missing)
         why = {"stopped": " (stopped)", "time": " (out of time)"}.get(outcome.why, "")
-        print(f"smartprune: {', '.join(parts)}{why}; the same command goes on from here", file=sys.stderr)
+        tell(f"smartprune: {', '.join(parts)}{why}; the same command goes on from here")
         return 1
     return 0

@@ -7,7 +7,6 @@ import io
 import json
 import os
 import signal
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 from ..config import BUDGETS, Config, flags
 from ..errors import SmartpruneError
 from ..files import check_folder
+from .streams import tell
 from .verb import Verbs, add_verb, arguments
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def _carry_out(args: argparse.Namespace, folder: Path, resuming: bool, config: C
     from ..train import resume, train
 
     if resuming and (folder / rundir.RESULT).exists():
-        print(f"smartprune: the run in {folder} is finished; nothing to resume", file=sys.stderr)
+        tell(f"smartprune: the run in {folder} is finished; nothing to resume")
         return _print_result(args, folder, resume(folder))
     progress = Progress(None if ranks.rank() == 0 else io.StringIO())
     with stop_signals(progress.say) as stop:
@@ -224,9 +224,11 @@ def _free(base: Path) -> Path:
 
 def _folder_to_resume(args: argparse.Namespace, given: dict[str, Any]) -> Path:
     """The folder, once what was asked for agrees with the settings in it."""
-    from ..config import configure, load
+    from ..config import configure, load, require_known
     from ..rundir import CONFIG
 
+    with arguments(args):
+        require_known(given)
     if args.out:
         folder = Path(args.out)
     else:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from pathlib import Path
 
 from ..errors import SmartpruneError
+from .streams import tell
 from .verb import Verbs, add_verb, arguments
 
 
@@ -37,7 +37,7 @@ def run_watch(args: argparse.Namespace) -> int:
     config = Path(args.path) / CONFIG
     try:
         if args.wait and not config.is_file():
-            print(f"waiting for {config}", file=sys.stderr)
+            tell(f"waiting for {config}")
             while not config.is_file():
                 time.sleep(args.every)
         if not config.is_file():
@@ -47,5 +47,5 @@ def run_watch(args: argparse.Namespace) -> int:
         else:
             follow(args.path, args.every)
     except KeyboardInterrupt:  # the way to stop watching
-        print(file=sys.stderr)
+        tell("")
     return 0

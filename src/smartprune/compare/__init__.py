@@ -218,8 +218,11 @@ def _folders(paths: Sequence[str | Path]) -> Iterator[tuple[Path, str | None]]:
         if not places:
             yield Path(path), "there is no such folder"
         for place in places:
-            found = list(_below(place)) if place.is_dir() else []
-            if not found:
+            closed: list[OSError] = []
+            found = list(_below(place, closed)) if place.is_dir() else []
+            for error in closed:
+                yield Path(error.filename), f"cannot be read ({error.strerror}); make it readable"
+            if not found and not closed:
                 yield place, f"holds no run (no {CONFIG})" if place.is_dir() else "is a file; give the run folder"
             for folder in found:
                 if folder.resolve() not in seen:
@@ -227,8 +230,9 @@ def _folders(paths: Sequence[str | Path]) -> Iterator[tuple[Path, str | None]]:
                     yield folder, None
 
 
-def _below(place: Path) -> Iterator[Path]:
-    for where, folders, names in os.walk(place):
+def _below(place: Path, closed: list[OSError]) -> Iterator[Path]:
+    """The run folders in a folder; ``closed`` takes what says of others that they cannot be read."""
+    for where, folders, names in os.walk(place, onerror=closed.append):
         if CONFIG in names or RESULT in names:
             yield Path(where)
             folders.clear()
@@ -245,7 +249,7 @@ def read_entry(folder: Path) -> Entry:
     for name in ("task_settings", "settings"):
         config.inner(name)
     config.integer("seed")
-    _number(config, asked(config.data)[0])
+    config.number(asked(config.data)[0])
     if not result.boolean("verified"):
         raise SmartpruneError(f"{RESULT}: the model is not what its receipt says")
     for name in ("dense", "pruned"):
@@ -256,9 +260,9 @@ def read_entry(folder: Path) -> Entry:
         folder=folder,
         config=dict(config.data),
         metric=result.text("measure"),
-        pruned=_number(result, "pruned"),
-        dense=_number(result, "dense"),
-        seconds=_number(result, "seconds"),
+        pruned=result.number("pruned"),
+        dense=result.number("dense"),
+        seconds=result.number("seconds"),
         versions={name: versions.text(name) for name in versions.data},
         macs_left=_macs_left(folder / RECEIPT),
     )
@@ -275,13 +279,6 @@ def _macs_left(path: Path) -> float | None:
         return macs.integer("kept", 0, total) / total
     except SmartpruneError:
         return None
-
-
-def _number(found: Fields, name: str) -> float:
-    value = found.raw(name)
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        raise found.wrong(name, "a number")
-    return float(value)
 
 
 def key(config: Mapping[str, Any]) -> Key:
@@ -301,7 +298,7 @@ def row_keys(row: Mapping[str, Any], where: str) -> list[Key]:
     seeds = told.integers("seeds", 0, MOST_SEEDS)
     if len(seeds) != row["n"]:
         raise told.wrong("seeds", f"a list of {row['n']} integers, one for each of the values")
-    return [(data, model, block, line, method, (kind, _number(told, kind)), seed) for seed in seeds]
+    return [(data, model, block, line, method, (kind, told.number(kind)), seed) for seed in seeds]
 
 
 def _data(config: Mapping[str, Any]) -> str:

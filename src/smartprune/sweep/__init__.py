@@ -11,16 +11,16 @@ import shutil
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from .. import rundir
 from ..compare.record import git_commit
-from ..config import load
+from ..config import Config, load
 from ..errors import SmartpruneError
 from ..files import parse_json, read_capped, write_whole
 from ..rundir import CONFIG, DENSE, METRICS, RESULT
-from ..train import Result
+from ..train import Result, check
 from .board import Board, Line, State
 from .grid import Cell
 from .job import Job, jobs_at_once, locked
@@ -61,6 +61,18 @@ class Sweep:
         for cell in cells:
             self._require_same(cell)
 
+    def check(self) -> None:
+        """Raises now what would make a run fail after the dense stage that it waits for. Seeds make no difference to that, and
+        neither does a run that has begun: it was checked then."""
+        seen: list[Config] = []
+        for cell in self.cells:
+            if self.done(cell) or (cell.folder(self.out) / CONFIG).exists():
+                continue
+            config = replace(cell.config, seed=0, out=str(self.out))
+            if config not in seen:
+                seen.append(config)
+                check(config)
+
     def run(self, board: Board, stop: Callable[[], bool], command: str = "") -> Outcome:
         """Takes the cells to their end, or as far as time and signals allow."""
         self._prepare(command)
@@ -69,7 +81,7 @@ class Sweep:
             try:
                 self.took["run"].append(Result.load(cell.folder(self.out)).seconds)
             except SmartpruneError as error:
-                self.failed[cell.name] = Failure(cell.name, 1, cell.folder(self.out) / RESULT, [str(error)])
+                self._unreadable(cell.name, cell.folder(self.out), error)
         skipped = len(self.took["run"])
         if skipped:
             board.say(f"{skipped} of {len(self.cells)} runs are done already")
@@ -209,7 +221,12 @@ class Sweep:
                     self._report(board, job, "trained")
                     continue
             elif (job.folder / RESULT).exists():
-                result = Result.load(job.folder)
+                try:
+                    result = Result.load(job.folder)
+                except SmartpruneError as error:
+                    self._unreadable(name, job.folder, error)
+                    self._report(board, job, f"FAILED: its {RESULT} cannot be read")
+                    continue
                 if not job.adopted:
                     self.took["run"].append(max(job.seconds, result.seconds))
                 self._report(board, job, f"{result.measure} {result.shown('pruned')}")
@@ -223,6 +240,10 @@ class Sweep:
                 for cell in self.cells:
                     if cell.dense == name and not self.done(cell):
                         self.failed[cell.name] = Failure(cell.name, code, job.log, [f"its dense model {name} failed"])
+
+    def _unreadable(self, name: str, folder: Path, error: SmartpruneError) -> None:
+        """Notes a run that is done and whose result cannot be read."""
+        self.failed[name] = Failure(name, 1, folder / RESULT, [str(error)])
 
     def _report(self, board: Board, job: Job, what: str) -> None:
         done = sum(map(self.done, self.cells))

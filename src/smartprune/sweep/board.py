@@ -34,13 +34,14 @@ class State:
 
 
 class Board:
-    """Shows the state of a sweep."""
+    """Shows the state of a sweep. Once it cannot be written to, it is silent."""
 
     def __init__(self, stream: TextIO | None = None, live: bool | None = None) -> None:
         self.stream = sys.stderr if stream is None else stream
         self.live = self.stream.isatty() if live is None else live
         self._height = 0
         self._shown = 0.0
+        self._silent = False
 
     def show(self, state: State) -> None:
         now = time.monotonic()
@@ -55,9 +56,7 @@ class Board:
         lines = [head] + [
             f"  {shorten(line.name, width):<{width}}  {clock(line.seconds):>5}  {line.told}" for line in state.running
         ]
-        self._clear()
-        self.stream.write("".join(f"{line[:columns]}\n" for line in lines))
-        self.stream.flush()
+        self._write("".join(f"{line[:columns]}\n" for line in lines))
         self._height = len(lines)
 
     def ended(self, text: str) -> None:
@@ -65,16 +64,19 @@ class Board:
         self.say(text)
 
     def say(self, text: str) -> None:
-        self._clear()
-        self.stream.write(f"{text}\n")
-        self.stream.flush()
+        self._write(f"{text}\n")
 
     def close(self) -> None:
         """Takes the live block away."""
-        self._clear()
-        self.stream.flush()
+        self._write("")
 
-    def _clear(self) -> None:
-        if self._height:
-            self.stream.write(f"\x1b[{self._height}A\x1b[J")
-            self._height = 0
+    def _write(self, text: str) -> None:
+        """Writes in the place of the live block."""
+        clear = f"\x1b[{self._height}A\x1b[J" if self._height else ""
+        self._height = 0
+        if not self._silent:
+            try:
+                self.stream.write(clear + text)
+                self.stream.flush()
+            except (OSError, ValueError):  # nobody reads it any more, or it is closed: no reason to end the runs
+                self._silent = True
