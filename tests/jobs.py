@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import smartprune
+from smartprune.cli import main
 from smartprune.config import Config, configure
 
 SMALL: dict[str, Any] = {
@@ -49,6 +50,14 @@ def environment() -> dict[str, str]:
 def call(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """A command in a process of its own."""
     return subprocess.run(command(*arguments), cwd=folder, env=environment(), capture_output=True, text=True, timeout=120)
+
+
+def run(*arguments: object) -> int:
+    """The exit code of a command in this process."""
+    try:
+        return main([str(argument) for argument in arguments])
+    except SystemExit as stop:
+        return int(stop.code or 0)
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:

@@ -11,9 +11,9 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 import smartprune
-from jobs import FLAGS, assert_same_run, call, command, environment
+from jobs import FLAGS, assert_same_run, call, command, environment, run
 from smartprune import NPU
-from smartprune.cli import VERBS, main
+from smartprune.cli import VERBS
 from smartprune.compare import protocol
 from smartprune.runpage import run_cycles
 
@@ -32,14 +32,6 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _inside(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(work)
-
-
-def run(*arguments: str) -> int:
-    """The exit code of a command in this process."""
-    try:
-        return main(arguments)
-    except SystemExit as stop:
-        return int(stop.code or 0)
 
 
 def test_results_on_stdout_progress_on_stderr(work: Path) -> None:

@@ -18,9 +18,8 @@ import pytest
 from torch import nn
 
 import smartprune as sp
-from jobs import FLAGS, command, environment, small
+from jobs import FLAGS, command, environment, run, small
 from smartprune import SmartpruneError, engines
-from smartprune.cli import main
 from smartprune.cli.streams import settle, tell
 from smartprune.compare import compare
 from smartprune.engines import Bench, Timing
@@ -37,13 +36,6 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("care") / "run"
     train(small(out, dense_epochs=1, search_epochs=1))
     return out
-
-
-def run(*arguments: str) -> int:
-    try:
-        return main(arguments)
-    except SystemExit as stop:
-        return int(stop.code or 0)
 
 
 def call(*arguments: str, **streams: Any) -> subprocess.CompletedProcess[bytes]:

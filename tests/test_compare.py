@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 
-from jobs import small
+from jobs import run, small
 from smartprune import SmartpruneError
-from smartprune.cli import main
 from smartprune.compare import compare, protocol, read_entry
 from smartprune.compare.chart import Chart, Point, Series, svg, ticks
 from smartprune.compare.page import comparison_page
@@ -48,13 +47,6 @@ def runs(tmp_path: Path) -> Path:
                 shift = 0.1 * (sparsity == 0.9)
                 made(out, value - shift + 0.02 * seed, 0.9 + 0.02 * seed, method=method, sparsity=sparsity, seed=seed)
     return out
-
-
-def run(*arguments: str) -> int:
-    try:
-        return main(arguments)
-    except SystemExit as stop:
-        return int(stop.code or 0)
 
 
 def test_the_table(runs: Path) -> None:

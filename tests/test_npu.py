@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import smartprune as sp
 import zoo
+from jobs import run
 from smartprune import NPU, SmartpruneError
 from smartprune.block import Block
 from smartprune.budget import find_calls
@@ -478,15 +479,6 @@ def test_presets_and_files(tmp_path: Path) -> None:
 
 
 # ---- the command line
-
-
-def run(*arguments: str) -> int:
-    from smartprune.cli import main
-
-    try:
-        return main(arguments)
-    except SystemExit as stop:
-        return int(stop.code or 0)
 
 
 def test_report_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,6 +19,7 @@ from torch.nn.utils import prune
 
 import smartprune as sp
 import zoo
+from jobs import run
 from smartprune import onnxfile
 from smartprune.block import Block
 from smartprune.cli import main
@@ -665,13 +666,6 @@ def test_the_reader_runs_nothing(made: Any, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 # --- the command line
-
-
-def run(*arguments: object) -> int:
-    try:
-        return main([str(argument) for argument in arguments])
-    except SystemExit as stop:
-        return int(stop.code or 0)
 
 
 def test_export_verb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 import smartprune as sp
 import zoo
+from jobs import run
 from smartprune.block import Block
 from smartprune.cli import main
 from smartprune.packfile import VALUES, read_packed
@@ -430,13 +431,6 @@ def test_packing_changes_nothing(tmp_path: Path) -> None:
 
 
 # --- the command line
-
-
-def run(*arguments: object) -> int:
-    try:
-        return main([str(argument) for argument in arguments])
-    except SystemExit as stop:
-        return int(stop.code or 0)
 
 
 @pytest.fixture

@@ -346,7 +346,7 @@ class Blocks:
 
     @property
     def device(self) -> torch.device:
-        return self.weights[0].device
+        return self.weights_at(0).device
 
     @property
     def cost(self) -> Tensor | None:

@@ -30,19 +30,35 @@ class Tick:
     empty: int = 0  # layers that a search left without a block
 
 
+class Screen:
+    """A stream that is written to as long as that can be done: no run ends because nobody reads it any more."""
+
+    def __init__(self, stream: TextIO | None) -> None:
+        self.stream = sys.stderr if stream is None else stream
+        self.silent = False
+
+    def write(self, text: str) -> None:
+        if self.silent:
+            return
+        try:
+            self.stream.write(text)
+            self.stream.flush()
+        except (OSError, ValueError):  # its reader went away, the disk is full, or it is closed
+            self.silent = True
+
+
 class Progress:
     """Shows ticks. Never raises because of what the terminal can or cannot show; once it cannot be written to, it is silent."""
 
     def __init__(self, stream: TextIO | None = None, live: bool | None = None) -> None:
-        self.stream = sys.stderr if stream is None else stream
-        self.live = self.stream.isatty() if live is None else live
-        encoding = getattr(self.stream, "encoding", None) or "ascii"
+        self.screen = Screen(stream)
+        self.live = self.screen.stream.isatty() if live is None else live
+        encoding = getattr(self.screen.stream, "encoding", None) or "ascii"
         self.full, self.empty = ("█", "░") if "utf" in encoding.lower() else ("#", "-")
         self._began: tuple[float, int] | None = None
         self._shown = 0.0
         self._stage = ""
         self._open = False
-        self._silent = False
 
     def __call__(self, tick: Tick) -> None:
         now = time.monotonic()
@@ -50,22 +66,22 @@ class Progress:
             self._began = (now, tick.done)
         ended = tick.step >= tick.steps
         if self.live:
-            self._write(f"\r\x1b[K{self._live_line(tick, now)}", end="\n" if ended else "")
+            self.screen.write(f"\r\x1b[K{self._live_line(tick, now)}" + "\n" * ended)
             self._open = not ended
         elif ended or tick.stage != self._stage or now - self._shown >= QUIET_SECONDS:
-            self._write(self.line(tick, now))
+            self.screen.write(f"{self.line(tick, now)}\n")
             self._shown = now
         self._stage = tick.stage
 
     def say(self, text: str) -> None:
         """A line of its own, below the live line."""
         self.close()
-        self._write(text)
+        self.screen.write(f"{text}\n")
 
     def close(self) -> None:
         """Leaves the live line, so that what comes next starts on a new one."""
         if self._open:
-            self._write("")
+            self.screen.write("\n")
             self._open = False
 
     def line(self, tick: Tick, now: float) -> str:
@@ -100,14 +116,6 @@ class Progress:
             filled = room * tick.step // max(1, tick.steps)
             text = f"{text[:8]}  {self.full * filled}{self.empty * (room - filled)}{text[8:]}"
         return text[:columns]
-
-    def _write(self, text: str, end: str = "\n") -> None:
-        if not self._silent:
-            try:
-                self.stream.write(text + end)
-                self.stream.flush()
-            except (OSError, ValueError):  # nobody reads it any more, or it is closed: no reason to lose a run
-                self._silent = True
 
 
 def clock(seconds: float) -> str:

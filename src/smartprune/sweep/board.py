@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import shutil
-import sys
 import time
 from dataclasses import dataclass
 from typing import TextIO
 
-from ..progress import clock
+from ..progress import Screen, clock
 from ..text import shorten
 
 LIVE_SECONDS = 0.5  # between pictures
@@ -37,11 +36,10 @@ class Board:
     """Shows the state of a sweep. Once it cannot be written to, it is silent."""
 
     def __init__(self, stream: TextIO | None = None, live: bool | None = None) -> None:
-        self.stream = sys.stderr if stream is None else stream
-        self.live = self.stream.isatty() if live is None else live
+        self.screen = Screen(stream)
+        self.live = self.screen.stream.isatty() if live is None else live
         self._height = 0
         self._shown = 0.0
-        self._silent = False
 
     def show(self, state: State) -> None:
         now = time.monotonic()
@@ -74,9 +72,4 @@ class Board:
         """Writes in the place of the live block."""
         clear = f"\x1b[{self._height}A\x1b[J" if self._height else ""
         self._height = 0
-        if not self._silent:
-            try:
-                self.stream.write(clear + text)
-                self.stream.flush()
-            except (OSError, ValueError):  # nobody reads it any more, or it is closed: no reason to end the runs
-                self._silent = True
+        self.screen.write(clear + text)
