@@ -77,7 +77,7 @@ def ours(case: Case, dataflow: str) -> int:
     from torch import nn
 
     from smartprune import NPU
-    from smartprune.block import Block
+    from smartprune.core.block import Block
 
     layer = nn.Conv2d(case.inputs, case.outputs, case.kernel, padding=case.kernel // 2)
     block = Block(case.rows, case.columns)

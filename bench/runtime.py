@@ -34,7 +34,19 @@ import torch
 from torch import Tensor, nn
 
 import smartprune
-from smartprune.engines import CPU, DENSE, DENSE_INT8, OURS, OURS_INT8, Engine, Timing, engines, prepare, times, versions
+from smartprune.experiments.bench.engines import (
+    CPU,
+    DENSE,
+    DENSE_INT8,
+    OURS,
+    OURS_INT8,
+    Engine,
+    Timing,
+    engines,
+    prepare,
+    times,
+    versions,
+)
 from smartprune.models import MODELS
 
 BLOCK = (16, 8)

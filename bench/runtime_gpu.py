@@ -20,10 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from smartprune import hard_topk
-from smartprune.block import Block
+from smartprune.core.block import Block
 from smartprune.models import MODELS
-from smartprune.runtime import gpu
-from smartprune.runtime.lower import NOTHING, Step
+from smartprune.runtime.gpu import layers as gpu
+from smartprune.runtime.lower.steps import NOTHING, Step
 from smartprune.runtime.module import Options
 
 SPARSITIES = (0.5, 0.7, 0.8, 0.9, 0.95, 0.97)

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor, nn
 
 import smartprune
-from smartprune import masking
 from smartprune.models import MODELS
-from smartprune.pruner import Pruner
+from smartprune.pruning import multiply as masking
+from smartprune.pruning.pruner import Pruner
 
 BLOCK, SPARSITY = (16, 8), 0.95
 LONG = 1_000_000  # steps of a search that does not end while it is timed

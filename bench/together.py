@@ -42,8 +42,8 @@ def steps_a_second(model: str, compiled: bool, seconds: float, ready: Barrier) -
     import torch
     from train import make_run
 
-    from smartprune.run import settled
-    from smartprune.step import steps_of_epoch, take_step
+    from smartprune.training.run import settled
+    from smartprune.training.step import steps_of_epoch, take_step
 
     asked = argparse.Namespace(model=model, batch=128, device="cuda", amp="bf16", compile=compiled, pictures=50_000)
     run = make_run("search", asked, "auto")

@@ -183,7 +183,7 @@ def summary(results: list[dict[str, Any]], backend: str) -> str:
 
 def tune(device: str, budget: float) -> None:
     """Tile sizes and warps of the kernels, warm, forward and backward, replayed as a graph."""
-    from smartprune import topk_triton
+    from smartprune.topk import triton as topk_triton
 
     kept = list(topk_triton.TILES)
     for n in (10_000, 100_000, 1_000_000, 10_000_000):

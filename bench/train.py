@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
-from smartprune.config import configure
-from smartprune.run import Run, enter, settled
-from smartprune.step import take_step
 from smartprune.tasks.cifar10 import Cifar10, Split
-from smartprune.train import resolved
+from smartprune.training.config import configure
+from smartprune.training.run import Run, enter, settled
+from smartprune.training.step import take_step
+from smartprune.training.train import resolved
 
 KINDS = ("dense", "search", "frozen")
 LONG = 10_000  # epochs of a search that does not end while it is timed

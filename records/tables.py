@@ -24,8 +24,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from smartprune.compare.record import LARGEST_FILE, NOT_YET, RESULT, check_rows, load_rows, save_record, table_lines
 from smartprune.errors import SmartpruneError
+from smartprune.experiments.compare.record import LARGEST_FILE, NOT_YET, RESULT, check_rows, load_rows, save_record, table_lines
 from smartprune.files import parse_json, read_capped, write_whole
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -1,25 +1,24 @@
 """Exact-budget block pruning for PyTorch."""
 
-import importlib
-import sys
-from types import ModuleType
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .block import Block
-    from .budget import blocks, cycles, macs, params
+    from .artifacts.onnx_export import export_onnx
+    from .artifacts.pack import pack, unpack
+    from .artifacts.receipt import Receipt
+    from .artifacts.verify import verify
+    from .core.block import Block
+    from .core.budget import Budget, blocks, macs, params
     from .errors import SmartpruneError
-    from .methods import METHODS, Acdc, Awg, Gradual, Magnitude, Pas, Pdp, Smart
-    from .npu import NPU
-    from .onnx import export_onnx
-    from .pack import pack, unpack
-    from .plan import Plan, plan
-    from .pruner import Pruner, attach, bake
-    from .receipt import Receipt
-    from .report import report
+    from .hardware.cycles import cycles
+    from .hardware.npu import NPU
+    from .methods import METHODS, Acdc, Awg, Gradual, Magnitude, Method, Pas, Pdp, Smart
+    from .pruning.plan import Plan, plan
+    from .pruning.pruner import Pruner, attach, bake, find_pruner
+    from .reports.table import report
     from .runtime import accelerate
     from .topk import hard_topk, soft_topk
-    from .verify import verify
 
 __version__ = "0.1.0"
 
@@ -29,8 +28,10 @@ __all__ = [
     "Acdc",
     "Awg",
     "Block",
+    "Budget",
     "Gradual",
     "Magnitude",
+    "Method",
     "Pas",
     "Pdp",
     "Plan",
@@ -44,6 +45,7 @@ __all__ = [
     "blocks",
     "cycles",
     "export_onnx",
+    "find_pruner",
     "hard_topk",
     "macs",
     "pack",
@@ -55,47 +57,34 @@ __all__ = [
     "verify",
 ]
 
-# Names are fetched when first used, so that the command line answers before torch is loaded.
-_HOMES = {
-    "block": ["Block"],
-    "budget": ["blocks", "cycles", "macs", "params"],
+# The module of each public name. They are imported on first use, so that the command line starts without loading torch.
+_MODULES = {
+    "artifacts.onnx_export": ["export_onnx"],
+    "artifacts.pack": ["pack", "unpack"],
+    "artifacts.receipt": ["Receipt"],
+    "artifacts.verify": ["verify"],
+    "core.block": ["Block"],
+    "core.budget": ["Budget", "blocks", "macs", "params"],
     "errors": ["SmartpruneError"],
-    "methods": ["METHODS", "Acdc", "Awg", "Gradual", "Magnitude", "Pas", "Pdp", "Smart"],
-    "npu": ["NPU"],
-    "onnx": ["export_onnx"],
-    "pack": ["pack", "unpack"],
-    "plan": ["Plan", "plan"],
-    "pruner": ["Pruner", "attach", "bake"],
-    "receipt": ["Receipt"],
-    "report": ["report"],
+    "hardware.cycles": ["cycles"],
+    "hardware.npu": ["NPU"],
+    "methods": ["METHODS", "Acdc", "Awg", "Gradual", "Magnitude", "Method", "Pas", "Pdp", "Smart"],
+    "pruning.plan": ["Plan", "plan"],
+    "pruning.pruner": ["Pruner", "attach", "bake", "find_pruner"],
+    "reports.table": ["report"],
     "runtime": ["accelerate"],
     "topk": ["hard_topk", "soft_topk"],
-    "verify": ["verify"],
 }
-_HOME = {name: home for home, names in _HOMES.items() for name in names}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
 
-class _Package(ModuleType):
-    """This package. A function named as its module (plan, report, verify) wins over the module, which the import
-    system would put in its place."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name in _HOME:
-            return getattr(importlib.import_module(f"{self.__name__}.{_HOME[name]}"), name)
-        path = f"{self.__name__}.{name}"
-        try:
-            return importlib.import_module(path)
-        except ModuleNotFoundError as error:
-            if error.name != path:
-                raise
-            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}") from None
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if not (isinstance(value, ModuleType) and name in _HOME):
-            super().__setattr__(name, value)
-
-    def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *__all__})
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+    globals()[name] = value
+    return value
 
 
-sys.modules[__name__].__class__ = _Package
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, _global_optimizer_post_hooks
 
 import smartprune as sp
-import trainers
+from helpers import trainers
 from smartprune.integrations import INTEGRATIONS
 from smartprune.integrations.search import Search
-from smartprune.pruner import find_pruner
+from smartprune.pruning.pruner import find_pruner
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),  # the trainers' own: few workers, no accelerator

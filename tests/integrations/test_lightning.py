@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import smartprune as sp
-import trainers
+from helpers import trainers
 
 lightning = pytest.importorskip("lightning.pytorch", reason="lightning is not installed; a small trainer stands in for it")
 from smartprune.integrations.lightning import PruneCallback  # noqa: E402

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import smartprune as sp
-import trainers
+from helpers import trainers
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed; a small trainer stands in for it")
 pytest.importorskip("accelerate", reason="its Trainer needs accelerate")
@@ -22,7 +22,8 @@ SETTINGS: dict[str, Any] = {"block": (4, 4), "sparsity": 0.75, "include": "*", "
 RANK = """
 import sys
 from pathlib import Path
-import torch, trainers
+import torch
+from helpers import trainers
 from smartprune.integrations.transformers import PruneCallback
 
 real = trainers.RealTransformers(Path(sys.argv[1]))
@@ -121,7 +122,7 @@ def test_numbers_reach_the_history(tmp_path: Path) -> None:
 def test_two_processes(tmp_path: Path) -> None:
     """Both ranks have one mask, and a resumed run has the bits of the uninterrupted one."""
     (tmp_path / "rank.py").write_text(RANK)
-    tests, source = Path(trainers.__file__).parent, Path(sp.__file__).parents[1]
+    tests, source = Path(trainers.__file__).parents[1], Path(sp.__file__).parents[1]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "rank.py", "run"]
     found = {**os.environ, "PYTHONPATH": f"{tests}{os.pathsep}{source}", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=tmp_path, env=found, capture_output=True, text=True, timeout=200)

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import test_contract as contract
 
+from methods import test_contract as contract
 from smartprune.methods import METHODS
 
 PAGE = Path(__file__).parents[2] / "docs" / "extend.md"

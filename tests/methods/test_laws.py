@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from test_contract import Job
 from torch import nn
 
 import smartprune as sp
-import zoo
+from helpers import zoo
+from helpers.jobs_of_methods import Job
 from smartprune.methods import METHODS, find_strength
 from smartprune.methods.cap import capped_floor, least
 from smartprune.methods.method import Clock

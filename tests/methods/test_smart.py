@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import smartprune as sp
-import zoo
-from devices import Waits
+from helpers import zoo
+from helpers.devices import Waits
 from smartprune.methods.method import make, settings
 
 

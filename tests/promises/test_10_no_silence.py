@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 import smartprune as sp
-from conftest import Case
+from helpers.cases import Case
 from smartprune.methods.method import Method
 
 
@@ -156,7 +156,7 @@ def test_bad_arguments(options: dict, words: str) -> None:
     with pytest.raises(sp.SmartpruneError, match=words):
         sp.attach(case.model, method, **given)
     assert list(case.model.state_dict()) == keys  # nothing half-attached is left behind
-    assert sp.pruner.find_pruner(case.model) is None
+    assert sp.find_pruner(case.model) is None
 
 
 @pytest.mark.parametrize("method", sp.METHODS)
@@ -394,7 +394,7 @@ def test_optimizers_may_take_turns_but_not_for_ever() -> None:
 
 
 def find(case: Case) -> sp.Pruner:
-    pruner = sp.pruner.find_pruner(case.model)
+    pruner = sp.find_pruner(case.model)
     assert pruner is not None
     return pruner
 

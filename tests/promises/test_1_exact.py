@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import smartprune as sp
-from conftest import Case
+from helpers.cases import Case
 
 
 def blocks_in(weight: torch.Tensor, layer: object) -> int:

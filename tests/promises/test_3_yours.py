@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import smartprune as sp
-from conftest import Case
+from helpers.cases import Case
 from smartprune.methods.method import Method
 
 

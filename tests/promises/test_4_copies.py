@@ -10,8 +10,8 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import smartprune as sp
-from conftest import Case, removed_elements
-from smartprune.masking import Masking
+from helpers.cases import Case, removed_elements
+from smartprune.pruning.multiply import Masking
 
 
 @pytest.mark.parametrize("stage", ["search", "frozen"])
@@ -28,7 +28,7 @@ def test_deepcopy_is_masked_and_independent(case: Case, stage: str) -> None:
     case.train(pruner, optimizer, 2)
     sp.bake(case.model)
     assert torch.equal(twin(case.x), expected)
-    theirs = sp.pruner.find_pruner(twin)
+    theirs = sp.find_pruner(twin)
     assert theirs is not None
     assert theirs is not pruner
     if theirs.phase == "search":
@@ -49,7 +49,7 @@ def test_whole_model_save_and_load(case: Case) -> None:
     case.model.eval()
     loaded.eval()
     assert torch.equal(loaded(case.x), case.model(case.x))
-    sp.pruner.find_pruner(loaded).freeze(force=True)
+    sp.find_pruner(loaded).freeze(force=True)
     sp.bake(loaded)
     assert list(loaded.state_dict()) == list(Case(case.name).model.state_dict())
 
@@ -68,7 +68,7 @@ def test_ema_by_averaging_every_float_tensor(small: Case) -> None:
     ema.eval()
     with torch.no_grad():
         ema(small.x)
-    copy_pruner = sp.pruner.find_pruner(ema)
+    copy_pruner = sp.find_pruner(ema)
     assert torch.equal(copy_pruner.mask, pruner.mask)
     kept = 0
     for weight, gone in zip(copy_pruner.blocks.weights, removed_elements(pruner), strict=True):

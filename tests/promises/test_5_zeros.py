@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import smartprune as sp
-from conftest import Case, removed_elements
-from smartprune.masking import Masking
+from helpers.cases import Case, removed_elements
+from smartprune.pruning.multiply import Masking
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=5e-2),
@@ -146,7 +146,7 @@ def test_ema_of_frozen_and_of_baked_models() -> None:
         for name, value in case.model.state_dict().items():
             if value.is_floating_point():
                 theirs[name].lerp_(value, 0.3)
-    assert revived(sp.pruner.find_pruner(ema).blocks.weights, gone) == 0
+    assert revived(sp.find_pruner(ema).blocks.weights, gone) == 0
     sp.bake(ema)
     sp.bake(case.model)
     theirs = ema.state_dict()

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import smartprune as sp
-from conftest import Case
-from smartprune.pruner import find_pruner
+from helpers.cases import Case
+from smartprune.pruning.pruner import find_pruner
 
 METHODS = [sp.Smart(), sp.Smart(mask_type="stochastic"), sp.Smart(ramp="cubic", clip=1.0), sp.Magnitude()]
 

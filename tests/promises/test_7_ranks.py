@@ -14,8 +14,8 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 import smartprune as sp
-from smartprune.agree import same_everywhere
-from smartprune.budget import Budget
+from smartprune.core.budget import Budget
+from smartprune.pruning.consensus import same_everywhere
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
 STEPS = 7  # four of search, then fine-tuning

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import save_file
 
 import smartprune as sp
-from conftest import Case
-from smartprune.rundir import load_weights
+from helpers.cases import Case
+from smartprune.training.folder import load_weights
 
 
 class Trap:

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import smartprune as sp
+from helpers.zeros import agree, pruned
+from helpers.zoo import conv1d_net, mobilenet_block, plain_cnn, transformer_block, unet
 from smartprune.models import MODELS
 from smartprune.runtime.module import Accelerated
-from zeros import agree, pruned
-from zoo import conv1d_net, mobilenet_block, plain_cnn, transformer_block, unet
 
 SIZES = {"resnet18": 32, "mobilenetv2": 32, "googlenet": 32, "densenet": 32, "bisenetv2": 64, "yolov5m": 64, "resnet50": 64}
 FEW = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from interpreted import INTERPRETED, loaded_loop_bounds, needs_interpreter, needs_triton, run_interpreted  # noqa: F401 (a fixture)
-from interpreted import on_gpu as on_gpu_machine
+from helpers.interpreted import INTERPRETED, loaded_loop_bounds, needs_interpreter, needs_triton, run_interpreted  # noqa: F401 (a fixture)
+from helpers.interpreted import on_gpu as on_gpu_machine
 from smartprune import SmartpruneError
-from smartprune.runtime import gpu
-from smartprune.runtime.gpu import Dense, Kept, Sparse, Tile, on_gpu
-from smartprune.runtime.lower import NOTHING, Activation, Step
+from smartprune.runtime.gpu import layers as gpu
+from smartprune.runtime.gpu.layers import Dense, Kept, Sparse, Tile, on_gpu
+from smartprune.runtime.lower.steps import NOTHING, Activation, Step
 from smartprune.runtime.module import Options
 
 FLOAT = Options("float32", 1, False)

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import smartprune as sp
+from helpers.zeros import agree, pruned
 from smartprune.runtime.module import Accelerated
-from zeros import agree, pruned
 
 
 class Net(nn.Module):

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import smartprune as sp
+from helpers.zeros import agree, pruned
+from smartprune.runtime.cpu.program import Misfit
 from smartprune.runtime.module import MOST_FORMS, MOST_PLANS, Accelerated
-from smartprune.runtime.program import Misfit
-from zeros import agree, pruned
 
 Pair = collections.namedtuple("Pair", "first second")
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import smartprune as sp
+from helpers.zeros import pruned
 from smartprune.models import MODELS
 from smartprune.runtime.module import Accelerated
-from zeros import pruned
 
 FEW = settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 

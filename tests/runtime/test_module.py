@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 import smartprune as sp
+from helpers.zeros import agree, pruned
+from helpers.zoo import plain_cnn
 from smartprune.models import resnet
 from smartprune.runtime.module import Accelerated
-from zeros import agree, pruned
-from zoo import plain_cnn
 
 
 @pytest.fixture

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 import smartprune as sp
-from smartprune.runtime import native
-from smartprune.runtime.entries import cut
-from zeros import agree, pruned
+from helpers.zeros import agree, pruned
+from smartprune.runtime.cpu import native
+from smartprune.runtime.cpu.entries import cut
 
 SOURCE = Path(sp.__file__).parents[1]
 

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import smartprune as sp
-from smartprune.runtime.layered import Replaced
+from helpers.zeros import agree, pruned
+from smartprune.runtime.fallback import Replaced
 from smartprune.runtime.module import Accelerated
-from zeros import agree, pruned
 
 NT = collections.namedtuple("NT", "a b")
 

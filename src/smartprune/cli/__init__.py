@@ -13,15 +13,15 @@ from collections.abc import Callable, Sequence
 from .. import __version__
 from ..errors import SmartpruneError
 from .bench import bench_verb
+from .common import Verbs
 from .compare import compare_verb
 from .evaluate import eval_verb
 from .export import export_verb
-from .look import plan_verb, report_verb, verify_verb
+from .inspect import plan_verb, report_verb, verify_verb
 from .pack import pack_verb, unpack_verb
 from .streams import ready_streams, settle, tell
 from .sweep import sweep_verb
 from .train import train_verb
-from .verb import Verbs
 from .watch import watch_verb
 
 VERBS: tuple[Callable[[Verbs], None], ...] = (

@@ -8,12 +8,12 @@ import math
 import shlex
 from pathlib import Path
 
-from ..config import MOST_THREADS
 from ..errors import SmartpruneError, in_memory
+from ..training.config import MOST_THREADS
+from .common import Verbs, add_verb, arguments, check_outputs, run_files
 from .export import from_run, load_weights, training_inputs
-from .look import find_model, sample
+from .inspect import find_model, sample
 from .streams import tell
-from .verb import Verbs, add_verb, arguments, check_outputs, run_files
 
 
 def bench_verb(verbs: Verbs) -> None:
@@ -46,10 +46,10 @@ def bench_verb(verbs: Verbs) -> None:
 def run_bench(args: argparse.Namespace) -> int:
     import torch
 
-    from ..block import Block
-    from ..engines import CPU, GPU, bench
+    from ..core.block import Block
+    from ..experiments.bench.engines import CPU, GPU, bench
     from ..files import write_whole
-    from ..runpage import write_run_page
+    from ..training.page import write_run_page
 
     folder = Path(args.model)
     inputs: list[torch.Tensor] = []

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 from ..errors import SmartpruneError
 from ..files import check_folder, write_whole
+from .common import Verbs, add_verb, arguments, check_outputs, run_files
 from .streams import tell
-from .verb import Verbs, add_verb, arguments, check_outputs, run_files
 
 if TYPE_CHECKING:
-    from ..compare import Comparison
-    from ..compare.chart import Chart
+    from ..experiments.compare import Comparison
+    from ..experiments.compare.chart import Chart
 
 
 SHARES = {
@@ -47,7 +47,7 @@ def compare_verb(verbs: Verbs) -> None:
 
 
 def run_compare(args: argparse.Namespace) -> int:
-    from ..compare import compare
+    from ..experiments.compare import compare
 
     with arguments(args):
         if args.record and not (args.note or "").strip():
@@ -69,15 +69,15 @@ def run_compare(args: argparse.Namespace) -> int:
     if args.json:
         write_whole(args.json, (json.dumps(found.to_json(), indent=1, allow_nan=False) + "\n").encode())
     if args.plot:
-        from ..compare.chart import save_charts
+        from ..experiments.compare.chart import save_charts
 
         save_charts(charts(found), args.plot)
     if args.html:
-        from ..compare.page import comparison_page
+        from ..experiments.compare.page import comparison_page
 
         write_whole(args.html, comparison_page(found, charts(found)).encode())
     if args.record:
-        from ..compare.record import write_record
+        from ..experiments.compare.record import write_record
 
         commands = [*_noted(found, "commands"), _command(args)]
         write_record(Path(args.record), found, args.note, commands, _noted(found, "sources"))
@@ -89,7 +89,7 @@ def run_compare(args: argparse.Namespace) -> int:
 
 def charts(found: Comparison) -> list[Chart]:
     """A panel per group: the metric in percent over the share removed."""
-    from ..compare.chart import Chart, Point, Series
+    from ..experiments.compare.chart import Chart, Point, Series
 
     out = []
     for (data, model, block, _, metric), rows in found.groups().items():
@@ -111,7 +111,7 @@ def charts(found: Comparison) -> list[Chart]:
 
 def _noted(found: Comparison, what: str) -> list[str]:
     """What the sweeps that made these runs noted: their commands, or their source."""
-    from ..sweep import noted
+    from ..experiments.sweep import noted
 
     folders = dict.fromkeys(entry.folder.parent for entry in found.entries)
     return list(dict.fromkeys(text for folder in folders for text in noted(folder)[what]))

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import SmartpruneError, in_memory
+from .common import Verbs, add_verb, arguments
 from .train import read_settings
-from .verb import Verbs, add_verb, arguments
 
 if TYPE_CHECKING:
-    from ..config import Config
-    from ..judge import Figures
+    from ..training.config import Config
+    from ..training.evaluate import Figures
 
 LARGEST_FILE = 4 << 30
 
@@ -68,10 +68,10 @@ def run_eval(args: argparse.Namespace) -> int:
 
 def _place(args: argparse.Namespace) -> tuple[Path, Config]:
     """The file of the weights, and the settings it was made with."""
-    from .. import rundir
-    from ..config import configure, load
-    from ..packfile import is_packed_file
-    from ..train import resolved
+    from ..artifacts.packfile import is_packed_file
+    from ..training import folder as rundir
+    from ..training.config import configure, load
+    from ..training.train import resolved
 
     given = Path(args.path)
     path = given / (rundir.DENSE if args.dense else rundir.MODEL) if given.is_dir() else given
@@ -104,11 +104,11 @@ def _place(args: argparse.Namespace) -> tuple[Path, Config]:
 def _judged(path: Path, config: Config, split: str) -> dict[str, Any]:
     import torch
 
-    from .. import rundir
-    from ..config import make_task
-    from ..judge import judge
-    from ..run import settled
-    from ..train import network
+    from ..training import folder as rundir
+    from ..training.config import make_task
+    from ..training.evaluate import judge
+    from ..training.run import settled
+    from ..training.train import network
 
     device = torch.device(config.device)
     with settled(config):
@@ -124,8 +124,8 @@ def _judged(path: Path, config: Config, split: str) -> dict[str, Any]:
 
 def _unscored(args: argparse.Namespace) -> bool:
     """Whether a run is to be scored by what its models found; their weights, which are large, may be elsewhere then."""
-    from ..rundir import RESULT
-    from ..train import Result
+    from ..training.folder import RESULT
+    from ..training.train import Result
 
     folder = Path(args.path)
     if not (folder / RESULT).exists() or args.split != "test":
@@ -136,12 +136,12 @@ def _unscored(args: argparse.Namespace) -> bool:
 
 def _score_run(folder: Path, config: Config) -> list[dict[str, Any]]:
     """Scores what the models of a run found, and writes that down in its ``result.json``."""
-    from .. import rundir
-    from ..config import make_task
     from ..files import parse_json, read_capped
-    from ..judge import FOUND
-    from ..runpage import write_run_page
-    from ..train import Result
+    from ..training import folder as rundir
+    from ..training.config import make_task
+    from ..training.evaluate import FOUND
+    from ..training.page import write_run_page
+    from ..training.train import Result
 
     out, task = [], make_task(config.task, config.task_settings)
     with rundir.locked(folder):

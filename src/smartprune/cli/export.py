@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import SmartpruneError, in_memory
-from .look import find_model, sample
-from .verb import Verbs, add_verb, arguments, check_outputs, run_files, show
+from .common import Verbs, add_verb, arguments, check_outputs, run_files, show
+from .inspect import find_model, sample
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from ..config import Config
     from ..tasks.task import Task
+    from ..training.config import Config
 
 BATCHES, SAMPLES = 8, 32  # of the training data, for the range of activations
 
@@ -45,9 +45,9 @@ def export_verb(verbs: Verbs) -> None:
 
 
 def run_export(args: argparse.Namespace) -> int:
-    from ..block import Block
-    from ..onnx import SIDECAR, export_onnx
-    from ..receipt import Receipt
+    from ..artifacts.onnx_export import SIDECAR, export_onnx
+    from ..artifacts.receipt import Receipt
+    from ..core.block import Block
 
     folder = Path(args.model)
     out = Path(args.out or folder / "model.onnx")
@@ -95,9 +95,9 @@ def run_export(args: argparse.Namespace) -> int:
 
 
 def from_run(folder: Path) -> tuple[nn.Module, Any, Any, Task, Config]:
-    from .. import rundir
-    from ..config import load, make_task
-    from ..receipt import Receipt
+    from ..artifacts.receipt import Receipt
+    from ..training import folder as rundir
+    from ..training.config import load, make_task
 
     for name in (rundir.CONFIG, rundir.MODEL):
         if not (folder / name).is_file():
@@ -111,8 +111,8 @@ def from_run(folder: Path) -> tuple[nn.Module, Any, Any, Task, Config]:
 
 
 def load_weights(model: nn.Module, path: str | Path) -> None:
-    from ..pack import load_into
-    from ..source import read_source
+    from ..artifacts.pack import load_into
+    from ..artifacts.source import read_source
 
     source = read_source(path)
     same = source.tensors.keys() == model.state_dict().keys()  # a model may have a part of its own that is called module

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import SmartpruneError
-from .verb import Verbs, add_verb, arguments, check_outputs, run_files, show
+from .common import Verbs, add_verb, arguments, check_outputs, run_files, show
 
 
 def pack_verb(verbs: Verbs) -> None:
@@ -29,9 +29,9 @@ def pack_verb(verbs: Verbs) -> None:
 
 
 def run_pack(args: argparse.Namespace) -> int:
-    from ..block import Block
-    from ..pack import pack
-    from ..receipt import Receipt
+    from ..artifacts.pack import pack
+    from ..artifacts.receipt import Receipt
+    from ..core.block import Block
 
     with arguments(args):
         block = None if args.block is None else Block.of(args.block)
@@ -46,13 +46,13 @@ def run_pack(args: argparse.Namespace) -> int:
 
 
 def _says_block(path: Path) -> bool:
-    from ..packfile import is_packed_file
+    from ..artifacts.packfile import is_packed_file
 
     return path.suffix == ".onnx" or is_packed_file(path)
 
 
 def _default(model: Path) -> Path:
-    from ..pack import SUFFIX
+    from ..artifacts.pack import SUFFIX
 
     return model / f"model{SUFFIX}" if model.is_dir() else model.with_name(model.stem + SUFFIX)
 
@@ -72,9 +72,9 @@ def unpack_verb(verbs: Verbs) -> None:
 
 
 def run_unpack(args: argparse.Namespace) -> int:
+    from ..artifacts.pack import unpack
+    from ..artifacts.packfile import safetensors_bytes
     from ..files import write_whole
-    from ..pack import unpack
-    from ..packfile import safetensors_bytes
 
     out = Path(args.out)
     with arguments(args):

@@ -9,16 +9,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..config import BUDGETS
 from ..errors import SmartpruneError
 from ..files import check_folder, check_name
+from ..training.config import BUDGETS
+from .common import Verbs, add_verb, arguments
 from .streams import tell
 from .train import add_flags, asked, read_settings, stop_signals
-from .verb import Verbs, add_verb, arguments
 
 if TYPE_CHECKING:
-    from ..sweep import Outcome
-    from ..sweep.grid import Grid
+    from ..experiments.sweep import Outcome
+    from ..experiments.sweep.grid import Grid
 
 T = TypeVar("T")
 OF_THE_GRID = ("method", "sparsity", "seed")
@@ -64,10 +64,10 @@ def sweep_verb(verbs: Verbs) -> None:
 
 
 def run_sweep(args: argparse.Namespace) -> int:
-    from ..sweep import Sweep
-    from ..sweep.board import Board
-    from ..sweep.grid import lay_out
-    from ..sweep.recorded import listing, recorded
+    from ..experiments.sweep import Sweep
+    from ..experiments.sweep.board import Board
+    from ..experiments.sweep.grid import lay_out
+    from ..experiments.sweep.recorded import listing, recorded
 
     with arguments(args):
         if args.jobs is not None and args.jobs < 1:
@@ -98,7 +98,7 @@ def run_sweep(args: argparse.Namespace) -> int:
 
 
 def _grids(args: argparse.Namespace) -> list[Grid]:
-    from ..sweep.grid import Grid, read_grids
+    from ..experiments.sweep.grid import Grid, read_grids
 
     given = asked(argparse.Namespace(**{**vars(args), **dict.fromkeys((*OF_THE_GRID, "set", "out"))}))
     own = {name: given.pop(name) for name in (*OF_THE_GRID, "settings") if name in given}  # of the configuration file
@@ -137,7 +137,7 @@ def _grids(args: argparse.Namespace) -> list[Grid]:
 
 def _method(own: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """The method of a configuration file, and those of its settings that are not its defaults."""
-    from ..config import configure, make_method
+    from ..training.config import configure, make_method
 
     found = configure({name: own[name] for name in ("method", "settings") if name in own})
     usual = asdict(make_method(found.method, {}))  # type: ignore[call-overload]
@@ -155,7 +155,7 @@ def _listed(flag: str, text: str, kind: Callable[[str], T]) -> tuple[T, ...]:
 
 
 def _tell(args: argparse.Namespace, outcome: Outcome, cells: int) -> int:
-    from ..compare import compare
+    from ..experiments.compare import compare
 
     if outcome.done:
         try:

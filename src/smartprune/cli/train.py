@@ -13,14 +13,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
-from ..config import BUDGETS, Config, flags
 from ..errors import SmartpruneError
 from ..files import check_folder
+from ..training.config import BUDGETS, Config, flags
+from .common import Verbs, add_verb, arguments
 from .streams import tell
-from .verb import Verbs, add_verb, arguments
 
 if TYPE_CHECKING:
-    from ..train import Result
+    from ..training.train import Result
 
 
 def train_verb(verbs: Verbs) -> None:
@@ -70,8 +70,8 @@ def run_train(args: argparse.Namespace) -> int:
     if args.resume or _restarted(args):
         folder = _folder_to_resume(args, given)
         return _carry_out(args, folder, resuming=True)
-    from ..config import configure
-    from ..train import check
+    from ..training.config import configure
+    from ..training.train import check
 
     with arguments(args):
         config = configure({"out": "", **given})
@@ -84,16 +84,17 @@ def run_train(args: argparse.Namespace) -> int:
 
 def _restarted(args: argparse.Namespace) -> bool:
     """Whether torchrun (--max-restarts) has started this command anew after a failure; the run is in its folder then."""
-    from ..rundir import CONFIG
+    from ..training.folder import CONFIG
 
     again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     return again and bool(args.out) and (Path(args.out) / CONFIG).exists()
 
 
 def _carry_out(args: argparse.Namespace, folder: Path, resuming: bool, config: Config | None = None) -> int:
-    from .. import ranks, rundir
-    from ..progress import Progress
-    from ..train import resume, train
+    from ..training import folder as rundir
+    from ..training import ranks
+    from ..training.progress import Progress
+    from ..training.train import resume, train
 
     if resuming and (folder / rundir.RESULT).exists():
         tell(f"smartprune: the run in {folder} is finished; nothing to resume")
@@ -138,7 +139,7 @@ def stop_signals(say: Callable[[str], None]) -> Iterator[Callable[[], bool]]:
 
 def asked(args: argparse.Namespace) -> dict[str, Any]:
     """The settings that were asked for, from the file and the flags."""
-    from .. import config as configs
+    from ..training import config as configs
 
     out: dict[str, Any] = {}
     if args.config:
@@ -170,9 +171,9 @@ def asked(args: argparse.Namespace) -> dict[str, Any]:
 def read_settings(kind: str, name: object, texts: Iterable[str]) -> dict[str, Any]:
     """``end=1e-4`` as a number, ``ramp=cubic`` as a text, and what could be either, such as ``ramp=none``, as the setting of the
     ``"task"`` or ``"method"`` of that name takes it."""
-    from ..config import takes
     from ..methods import METHODS
     from ..tasks import TASKS
+    from ..training.config import takes
 
     usual = {"task": "digits", "method": "smart"}[kind]
     records: dict[Any, Any] = {"task": dict(TASKS), "method": dict(METHODS)}[kind]
@@ -200,8 +201,8 @@ def _value(text: str) -> Any:
 
 
 def _default_out(config: Config) -> Path:
-    from ..config import make_task
-    from ..sweep.grid import plain_name
+    from ..experiments.sweep.grid import plain_name
+    from ..training.config import make_task
 
     own = make_task(config.task, config.task_settings).recipe.model
     kind, number = config.asked
@@ -224,8 +225,8 @@ def _free(base: Path) -> Path:
 
 def _folder_to_resume(args: argparse.Namespace, given: dict[str, Any]) -> Path:
     """The folder, once what was asked for agrees with the settings in it."""
-    from ..config import configure, load, require_known
-    from ..rundir import CONFIG
+    from ..training.config import configure, load, require_known
+    from ..training.folder import CONFIG
 
     with arguments(args):
         require_known(given)
@@ -265,9 +266,9 @@ def _agrees(kept: Any, value: Any) -> bool:
 
 
 def _print_result(args: argparse.Namespace, folder: Path, result: Result) -> int:
-    from ..progress import clock
-    from ..receipt import Receipt
-    from ..rundir import RECEIPT
+    from ..artifacts.receipt import Receipt
+    from ..training.folder import RECEIPT
+    from ..training.progress import clock
 
     receipt = Receipt.load(folder / RECEIPT)
     if args.json:

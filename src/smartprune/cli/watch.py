@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 
 from ..errors import SmartpruneError
+from .common import Verbs, add_verb, arguments
 from .streams import tell
-from .verb import Verbs, add_verb, arguments
 
 
 def watch_verb(verbs: Verbs) -> None:
@@ -28,8 +28,8 @@ def watch_verb(verbs: Verbs) -> None:
 
 def run_watch(args: argparse.Namespace) -> int:
     from .. import text
-    from ..follow import follow, lines, snapshot
-    from ..report.story import CONFIG
+    from ..reports.runlog import CONFIG
+    from ..training.monitor import follow, lines, snapshot
 
     with arguments(args):
         if not 0.05 <= args.every <= 86_400:

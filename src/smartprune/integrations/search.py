@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from .. import guard, watch
+from ..artifacts.receipt import Receipt
 from ..errors import SmartpruneError
 from ..methods import Smart
 from ..methods.method import Method
-from ..pruner import Pruner, attach, bake, find_pruner
-from ..receipt import Receipt
-from .carrier import Carrier
+from ..pruning import guard, watch
+from ..pruning.pruner import Pruner, attach, bake, find_pruner
+from .state import Carrier
 
 SHARE = 0.3  # of the training is search: between the 0.2 and the 0.4 of the records, which differ by no more than their spread
 OPEN = 2**31  # the length of a search until the trainer knows its own

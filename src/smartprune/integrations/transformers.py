@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from ..errors import SmartpruneError
-from ..pruner import find_pruner
+from ..pruning.pruner import find_pruner
 from .search import Pruning
 
 try:

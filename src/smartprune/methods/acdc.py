@@ -12,8 +12,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ..core.vector import Blocks
 from ..errors import SmartpruneError
-from ..layers import Blocks
 from ..topk import hard_topk
 from .cap import capped_floor, check_cap
 from .method import Change, Clock, State, count, lists_settings

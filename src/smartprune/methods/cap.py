@@ -11,9 +11,9 @@ import math
 import torch
 from torch import Tensor
 
-from ..budget import as_share
+from ..core.budget import as_share
+from ..core.vector import Blocks
 from ..errors import SmartpruneError
-from ..layers import Blocks
 from .method import choose, within
 
 POLICIES = ("strict", "relax", "off")

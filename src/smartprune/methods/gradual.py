@@ -14,8 +14,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..layers import Blocks
-from ..schedule import cubic
+from ..core.schedule import cubic
+from ..core.vector import Blocks
 from ..topk import hard_topk
 from .method import Change, Clock, State, choose, count, lists_settings, within
 

@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..layers import Blocks
+from ..core.vector import Blocks
 from ..topk import hard_topk
 from .method import State, choose, lists_settings
 

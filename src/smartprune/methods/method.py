@@ -11,8 +11,8 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 from torch import Tensor
 
+from ..core.vector import Blocks
 from ..errors import SmartpruneError
-from ..layers import Blocks
 
 State = dict[str, Any]
 

@@ -14,8 +14,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ..core.vector import Blocks
 from ..errors import SmartpruneError
-from ..layers import Blocks
 from .method import State, choose, lists_settings, within
 
 

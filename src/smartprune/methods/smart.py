@@ -17,9 +17,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ..core.schedule import SCHEDULES, cubic
+from ..core.vector import Blocks
 from ..errors import SmartpruneError
-from ..layers import Blocks
-from ..schedule import SCHEDULES, cubic
 from ..topk import hard_topk, soft_topk
 from .method import Change, Clock, State, choose, lists_settings, within
 

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..block import Block
+from ..core.block import Block
+from ..core.kinds import is_masked
+from ..core.layers import candidates, find
+from ..core.occupancy import occupied
 from ..errors import SmartpruneError
-from ..layers import candidates, find
-from ..occupancy import occupied
-from .layered import layered
+from .fallback import layered
 from .module import Accelerated, Options, copied, parameters
-from .tracing import trace
+from .trace.tracer import trace
 
 DTYPES = ("float32", "int8")
 BACKENDS = ("native", "reference")
@@ -63,7 +64,7 @@ def accelerate(
         threads = min(torch.get_num_threads(), MOST_THREADS)
     if type(threads) is not int or not 1 <= threads <= MOST_THREADS:
         raise SmartpruneError(f"accelerate: threads={threads!r} is not a number from 1 to {MOST_THREADS}")
-    if any(hasattr(type(module), "_smartprune_class") for module in model.modules()):
+    if any(is_masked(module) for module in model.modules()):
         raise SmartpruneError("accelerate: the model is still being pruned; call smartprune.bake(model) first")
     wanted = None if block is None else Block.of(block)
     own = copied(model)
@@ -99,7 +100,7 @@ def _cpu(own: nn.Module, inputs: Sequence[tuple[Any, ...]], options: Options, de
 
 
 def _cuda(model: nn.Module, inputs: Sequence[tuple[Any, ...]], options: Options, device: str) -> nn.Module:
-    from .gpu import on_gpu  # not before it is needed: it brings Triton
+    from .gpu.layers import on_gpu  # not before it is needed: it brings Triton
 
     return on_gpu(model, inputs, options, device)
 

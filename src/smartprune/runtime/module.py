@@ -16,13 +16,13 @@ from torch import Tensor, fx, nn
 from torch.nn.utils import prune
 from torch.utils._pytree import TreeSpec
 
+from ..artifacts.source import copy_of
 from ..errors import SmartpruneError
-from ..source import copy_of
-from . import native
-from .compare import Apart, at_random, compare
-from .inputs import Unknown, described, filled, form
-from .plan import Plan
-from .tracing import Opaque, Watch, form_of, trace, version
+from .check import Apart, at_random, compare
+from .cpu import native
+from .partition import Plan
+from .trace.inputs import Unknown, described, filled, form
+from .trace.tracer import Opaque, Watch, form_of, trace, version
 
 CHECKED = 1e-3  # how far the first result of a plan may lie from torch's, as a share of its largest number
 CHECKED_INT8 = 0.5  # int8 has its own error, and random deep networks blow it up; beyond this something is wrong
@@ -266,7 +266,7 @@ class Accelerated(Opaque):
     def _made_own(self) -> nn.Module:
         with self._lock:
             if not self._own:
-                from .layered import layered  # it replaces layers with what is defined here
+                from .fallback import layered  # it replaces layers with what is defined here
 
                 model = self._model[0]
                 shared = {id(p): p for p in model.parameters()}

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from ..errors import SmartpruneError
-from ..ranks import every_batch
 from .pictures import sent
-from .task import Data
+from .task import Data, every_batch
 
 CONTRAST, COLOUR, SQUARE = 0.3, 0.15, 0.25  # of the contrast, of a picture's spread, of its shorter side; at strength 1
 STRONGEST = 3.0  # beyond it contrast would turn round

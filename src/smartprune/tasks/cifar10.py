@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..config import Recipe
-from ..distill import soft_distance
 from ..errors import SmartpruneError
 from ..models import build
+from ..recipe import Recipe
 from .cifar10_files import CLASSES, COLOURS, SIDE, read
+from .distance import soft_distance
 from .task import Data, generator
 
 Batch = tuple[Tensor, Tensor]  # pictures [batch, 3, 32, 32] in channels_last, labels [batch]

@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..config import Recipe
 from ..errors import SmartpruneError
 from ..models import build
+from ..recipe import Recipe
 from . import detection_files as on_disk
 from .boxes import Fit, centres, corners, moved, nms
 from .detection_files import Truth, checked_finds

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..config import Recipe
-from ..distill import soft_distance
 from ..errors import SmartpruneError
 from ..models import build
+from ..recipe import Recipe
+from .distance import soft_distance
 from .task import Data, generator
 
 Batch = tuple[Tensor, Tensor]  # images [batch, 1, 8, 8], labels [batch]

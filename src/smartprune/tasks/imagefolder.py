@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..config import Recipe
-from ..distill import soft_distance
 from ..errors import SmartpruneError
 from ..models import build
+from ..recipe import Recipe
+from .distance import soft_distance
 from .pictures import SUFFIXES, Files, Shelf, cut, decoded, find, normalised, opened, slices
 from .task import Data, generator
 

@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..config import Recipe
 from ..errors import SmartpruneError
 from ..models import build
 from ..models.yolov5m import Detect, Maps, YOLOv5
+from ..recipe import Recipe
 from .detection import Batch, Split, loss, metric, predictions
 from .detection_files import Corners, Picture, Truth, checked_finds
 from .detection_moves import Moves

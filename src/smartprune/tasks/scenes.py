@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..config import Recipe
-from ..distill import soft_distance
 from ..errors import SmartpruneError
 from ..models import build
+from ..recipe import Recipe
 from .digits import MEAN, STD, load
+from .distance import soft_distance
 from .pictures import Shelf
 from .segmentation import Batch, Moves, Split, loss, metric
 from .task import Data

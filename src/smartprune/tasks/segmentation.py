@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..config import Recipe
-from ..distill import soft_distance
 from ..errors import SmartpruneError
 from ..models import build
+from ..recipe import Recipe
 from . import segmentation_files as on_disk
+from .distance import soft_distance
 from .pictures import Files, Shelf, cut, find, normalised, slices
 from .segmentation_files import IGNORE
 from .task import Data, generator

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from ..config import Recipe
+from ..recipe import Recipe
 
 
 class Data(Protocol):
@@ -89,3 +91,12 @@ class Deferred(Task, Protocol):
 def generator(seed: int, epoch: int) -> torch.Generator:
     """Random numbers that depend on the seed and the epoch alone."""
     return torch.Generator().manual_seed((seed << 24) + epoch)
+
+
+def every_batch(data: Data, size: int, seed: int, epoch: int, first: int, every: int) -> Iterator[Any]:
+    """Every so many-th batch of an epoch from number ``first`` on, also of data that knows no ``every``."""
+    if every == 1:
+        return data.batches(size, seed, epoch, first)
+    if "every" in inspect.signature(data.batches).parameters:
+        return data.batches(size, seed, epoch, first, every=every)  # type: ignore[call-arg]
+    return islice(data.batches(size, seed, epoch, first), 0, None, every)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from ..config import Recipe
+from ..recipe import Recipe
 from .detection import Detection
 
 

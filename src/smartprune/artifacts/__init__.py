@@ -1,0 +1,1 @@
+"""Receipts, checks and files of pruned models."""

@@ -1,0 +1,266 @@
+"""ONNX graphs: made by torch's exporter, cleaned, run in onnxruntime and quantized."""
+
+from __future__ import annotations
+
+import ast
+import json
+import logging
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from .. import text
+from ..core.block import Block
+from ..errors import SmartpruneError
+from .onnx_read import BLOCK, QUANTIZED, RECEIPT, OnnxFile, need
+from .receipt import Receipt
+from .source import Cut
+
+SCOPES = "pkg.torch.onnx.name_scopes"  # where torch's exporter notes the module of a node
+
+
+def export_graph(model: nn.Module, inputs: tuple[Tensor, ...], outputs: int, fold: bool, dynamic_batch: bool) -> Any:
+    need("onnxscript")  # torch's exporter is written in it
+    if dynamic_batch and inputs[0].shape[0] == 1:  # the exporter takes an axis of one entry for a constant
+        inputs = tuple(torch.cat([x, x]) for x in inputs)
+    shapes = tuple({0: torch.export.Dim("batch")} for _ in inputs) if dynamic_batch else None
+    try:
+        with _quiet():
+            program = torch.onnx.export(
+                model,
+                inputs,
+                dynamo=True,
+                dynamic_shapes=shapes,
+                input_names=["input", *(f"input{i}" for i in range(2, len(inputs) + 1))],
+                output_names=["output", *(f"output{i}" for i in range(2, outputs + 1))],
+                optimize=fold,
+                verbose=False,
+            )
+    except Exception as error:  # the exporter has many ways to fail, each with its own type
+        raise SmartpruneError(f"export_onnx: torch could not export the model ({_cause(error)})") from error
+    assert program is not None
+    return program.model_proto
+
+
+def _cause(error: BaseException) -> str:
+    """What went wrong in the end: exporters wrap an error in others that say less, in colours and with lists of their steps."""
+    seen = [error]
+    while (inner := seen[-1].__cause__) is not None and inner not in seen:
+        seen.append(inner)
+    lines = [line for line in str(seen[-1]).strip().splitlines() if line.strip()] or [""]
+    return text.printable(f"{type(seen[-1]).__name__}: {lines[0].strip()[:300]}")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the warnings that exporters and quantizers give on every model; what they print is no result of ours."""
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir", "root")]
+    loggers.append(logging.getLogger("torch.onnx._internal.exporter._registration"))
+    levels = [logger.level for logger in loggers]
+    with warnings.catch_warnings(), redirect_stdout(sys.stderr):
+        warnings.simplefilter("ignore")
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)
+
+
+def clean(graph: Any, cuts: Sequence[Cut]) -> list[str]:
+    """Drops what only the exporter cares about (paths of source files among it), and gives weights their own names back
+    where it stores them turned, under another name that they have, or once for several that are equal. Returns the weights
+    that are not in the graph."""
+    arrays = {tensor.name: need("onnx").numpy_helper.to_array(tensor) for tensor in graph.graph.initializer}
+    free = [name for name in arrays if name not in {cut.weight for cut in cuts}]
+    missing = []
+    for cut in cuts:
+        if cut.weight in arrays:
+            continue
+        same = (name for name in free if _equal(arrays[name], cut))
+        if name := next(same, None):
+            _rename(graph, name, cut.weight)
+            free.remove(name)
+            arrays[cut.weight] = arrays.pop(name)
+        else:
+            missing.append(cut)
+    found = _split(graph, arrays, cuts, missing)
+    graph.doc_string = ""
+    del graph.metadata_props[:]
+    for part in (graph.graph, *graph.graph.node, *graph.graph.value_info, *graph.graph.initializer):
+        part.doc_string = ""
+        del part.metadata_props[:]
+    return [cut.weight for cut in missing if cut.weight not in found]
+
+
+def _equal(array: Any, cut: Cut) -> bool:
+    given = cut.tensor.numpy()
+    return any(np.array_equal(array, form) for form in (given, given.T))
+
+
+def _split(graph: Any, arrays: Mapping[str, Any], cuts: Sequence[Cut], missing: Sequence[Cut]) -> set[str]:
+    """Gives equal weights that the exporter merged, such as small ones whose blocks are all gone, a tensor each again. Returns
+    those that got one.
+
+    A node says which module it comes from, but after folding that may be the normalization: the nodes that are left go to
+    the weights that are left, in order, which changes nothing that is computed, for the values are equal.
+    """
+    done: set[str] = set()
+    for name in [cut.weight for cut in cuts if cut.weight in arrays]:
+        group = [cut for cut in missing if cut.weight not in done and _equal(arrays[name], cut)]
+        if not group:
+            continue
+        group.insert(0, next(cut for cut in cuts if cut.weight == name))
+        users = [(node, i) for node in graph.graph.node for i, entry in enumerate(node.input) if entry == name]
+        owner: dict[int, Cut] = {}
+        for place, (node, i) in enumerate(users):
+            scopes = _scopes(node)
+            named = [cut for cut in group if cut.weight.rpartition(".")[0] in scopes and _fits(node, i, arrays[name], cut)]
+            if named:
+                owner[place] = max(named, key=lambda cut: len(cut.weight))  # the innermost
+        for cut in group:
+            left = (place for place, (node, i) in enumerate(users) if place not in owner and _fits(node, i, arrays[name], cut))
+            if cut not in owner.values() and (first := next(left, None)) is not None:
+                owner[first] = cut
+        for place, cut in owner.items():
+            if cut.weight != name:
+                node, i = users[place]
+                node.input[i] = cut.weight
+                if cut.weight not in done:
+                    copied = graph.graph.initializer.add()
+                    copied.CopyFrom(next(tensor for tensor in graph.graph.initializer if tensor.name == name))
+                    copied.name = cut.weight
+                done.add(cut.weight)
+    return done
+
+
+def _scopes(node: Any) -> list[str]:
+    """The modules that a node comes from, by name, as torch's exporter writes them."""
+    said = next((entry.value for entry in node.metadata_props if entry.key == SCOPES), "[]")
+    try:
+        found = ast.literal_eval(said)
+    except (ValueError, SyntaxError):
+        return []
+    return [name for name in found[1:-1] if isinstance(name, str)] if isinstance(found, list) else []
+
+
+def _fits(node: Any, index: int, array: Any, cut: Cut) -> bool:
+    """Whether a node that reads ``array`` can be the one of this weight, by the axes that it expects."""
+    turned = index == 1 and (
+        node.op_type == "MatMul" or (node.op_type == "Gemm" and not any(a.name == "transB" and a.i for a in node.attribute))
+    )
+    shape = tuple(cut.tensor.shape)
+    return tuple(array.shape) == (shape[::-1] if turned else shape)
+
+
+def _rename(graph: Any, old: str, new: str) -> None:
+    for tensor in graph.graph.initializer:
+        if tensor.name == old:
+            tensor.name = new
+    for node in graph.graph.node:
+        for i, name in enumerate(node.input):
+            if name == old:
+                node.input[i] = new
+
+
+def describe(graph: Any, block: Block, receipt: Receipt | None) -> None:
+    said = {BLOCK: str(block)}
+    if receipt is not None:
+        said[RECEIPT] = json.dumps(receipt.to_json(), sort_keys=True)
+    need("onnx").helper.set_model_props(graph, said)
+    graph.producer_name, graph.producer_version = "smartprune", ""
+
+
+def serialized(graph: Any) -> bytes:
+    try:
+        need("onnx").checker.check_model(graph, full_check=True)
+        data: bytes = graph.SerializeToString(deterministic=True)
+    except Exception as error:
+        raise SmartpruneError(f"export_onnx: the graph is not sound ({str(error)[:300]})") from error
+    return data
+
+
+def session_of(data: bytes) -> Any:
+    runtime = need("onnxruntime")
+    options = runtime.SessionOptions()
+    options.log_severity_level = 3
+    options.intra_op_num_threads = torch.get_num_threads()
+    try:
+        return runtime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # its error types are not public
+        raise SmartpruneError(f"export_onnx: onnxruntime cannot run the graph ({str(error)[:300]})") from error
+
+
+def outputs_of(session: Any, batch: tuple[Tensor, ...]) -> list[Tensor]:
+    try:
+        found = session.run(None, _feed(session, batch))
+    except Exception as error:
+        shapes = ", ".join(text.sizes(x.shape) for x in batch)
+        raise SmartpruneError(f"export_onnx: the graph failed on inputs of {shapes} ({str(error)[:300]})") from error
+    return [torch.from_numpy(np.asarray(out)) for out in found]
+
+
+def _feed(session: Any, batch: tuple[Tensor, ...]) -> dict[str, Any]:
+    names = [entry.name for entry in session.get_inputs()]
+    if len(names) != len(batch):
+        raise SmartpruneError(f"export_onnx: {len(batch)} inputs were given, and the graph uses {len(names)}: {', '.join(names)}")
+    return {name: x.numpy() for name, x in zip(names, batch, strict=True)}
+
+
+def quantized(data: bytes, batches: Sequence[tuple[Tensor, ...]]) -> tuple[bytes, list[str]]:
+    """The same graph with int8 weights and activations between QuantizeLinear and DequantizeLinear nodes; and those that stay
+    in float, the grouped transposed convolutions with a bias, for which onnxruntime has scales of one group only."""
+    quantization = need("onnxruntime.quantization")
+    session = session_of(data)
+    nodes = need("onnx").load_model_from_string(data).graph.node
+    transposed = [node for node in nodes if node.op_type == "ConvTranspose" and len(node.input) > 2]
+    left = [node.name for node in transposed if any(a.name == "group" and a.i > 1 for a in node.attribute)]
+    feeds = iter([_feed(session, batch) for batch in batches])
+    reader = type("Reader", (quantization.CalibrationDataReader,), {"get_next": lambda self: next(feeds, None)})
+    with tempfile.TemporaryDirectory() as folder, _quiet():
+        before, after = Path(folder) / "float.onnx", Path(folder) / "int8.onnx"
+        before.write_bytes(data)
+        try:
+            quantization.quantize_static(
+                str(before),
+                str(after),
+                reader(),
+                quant_format=quantization.QuantFormat.QDQ,
+                per_channel=True,
+                activation_type=quantization.QuantType.QInt8,
+                weight_type=quantization.QuantType.QInt8,
+                nodes_to_exclude=left,
+                extra_options={"WeightSymmetric": True},
+            )
+        except Exception as error:
+            raise SmartpruneError(f"export_onnx: onnxruntime could not quantize the graph ({str(error)[:300]})") from error
+        return after.read_bytes(), left
+
+
+def check_half_steps(graph: Any, before: OnnxFile) -> None:
+    """Every int8 weight must lie within half a step of the float one, and zero must stand for zero."""
+    numpy_helper = need("onnx").numpy_helper
+    stored = {tensor.name: tensor for tensor in graph.graph.initializer}
+    floats = {weight.initializer: weight for weight in before.weights.values()}
+    for node in graph.graph.node:
+        name = node.input[0].removesuffix(QUANTIZED) if node.op_type == "DequantizeLinear" else None
+        if name not in floats or node.input[0] not in stored:
+            continue
+        numbers, scale, point = (numpy_helper.to_array(stored[entry]) for entry in node.input[:3])
+        axis = next((a.i for a in node.attribute if a.name == "axis"), 1)
+        shape = [1] * numbers.ndim
+        if scale.size > 1:
+            shape[axis] = -1
+        step = scale.astype(np.float64).reshape(shape)
+        off = np.abs(numbers * step - floats[name].array.numpy())
+        if point.any() or (off > step * (0.5 + 1e-3)).any():
+            raise SmartpruneError(f"export_onnx: {name} is not within half a step of its float values after quantization")

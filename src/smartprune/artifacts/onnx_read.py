@@ -1,0 +1,298 @@
+"""ONNX files: the weights of anybody's graph, by the nodes that use them, read without trust and without running anything."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections import ChainMap, Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..core.block import Block
+from ..core.layout import Layout
+from ..errors import SmartpruneError
+from ..files import parse_json, read_capped
+from .receipt import Receipt
+
+MOST_BYTES = 1 << 31  # what one protobuf message can hold
+MOST_STEPS = 8  # nodes between a weight and the layer that uses it
+BLOCK, RECEIPT = "smartprune.block", "smartprune.receipt"  # entries of the model's metadata
+QUANTIZED = "_quantized"  # what onnxruntime's quantizer puts behind the name of a weight
+STORED = {"value": "t", "sparse_value": "sparse_tensor"}  # where a Constant node holds its tensor
+WEIGHT = {"Conv": 1, "ConvTranspose": 1, "Gemm": 1, "MatMul": 1, "QLinearConv": 3, "QLinearMatMul": 3}  # input of the weight
+WEIGHT |= {"ConvInteger": 1, "MatMulInteger": 1}
+WEIGHT |= {"FusedConv": 1, "FusedGemm": 1, "FusedMatMul": 1, "QGemm": 3}  # what onnxruntime's optimizer makes of them
+SCALERS = ("QuantizeLinear", "DequantizeLinear")  # whose other inputs, scales and zero points, nobody learned
+ZERO_POINT = {"QLinearConv": 5, "QLinearMatMul": 5, "QGemm": 5, "ConvInteger": 3, "MatMulInteger": 3}
+
+
+def need(package: str) -> Any:
+    """An optional package, or an error that says how to get it."""
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise SmartpruneError(
+            f"{package} is needed for ONNX and cannot be imported ({error}); install it with: pip install 'smartprune[onnx]'"
+        ) from None
+
+
+@dataclass(frozen=True, eq=False)
+class OnnxWeight:
+    """One weight of a graph: ``array`` and ``layout`` as stored under ``initializer``, less its zero point.
+
+    ``name`` is the initializer's name, or what it was before quantization. ``matrix`` marks those whose axes are (in, out).
+    """
+
+    name: str
+    initializer: str
+    array: Tensor = field(repr=False)
+    layout: Layout
+    matrix: bool
+
+    @property
+    def tensor(self) -> Tensor:
+        """As torch stores it: a matrix is (out, in)."""
+        return self.array.t() if self.matrix else self.array
+
+
+@dataclass(frozen=True, eq=False)
+class OnnxFile:
+    """What an ONNX file holds, as far as zeros go."""
+
+    where: str
+    weights: Mapping[str, OnnxWeight] = field(repr=False)
+    others: Mapping[str, Tensor] = field(repr=False)
+    block: Block | None = None
+    receipt: Receipt | None = field(default=None, repr=False)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {**{name: weight.tensor for name, weight in self.weights.items()}, **self.others}
+
+    def layouts(self) -> dict[str, Layout]:
+        """Of the tensors as :meth:`tensors` gives them."""
+        return {
+            name: Layout(w.layout.name, w.layout.kind, tuple(w.tensor.shape), w.layout.parts, w.layout.transposed and not w.matrix)
+            for name, w in self.weights.items()
+        }
+
+
+def read_onnx(path: Path) -> OnnxFile:
+    """Reads an ONNX file of any origin."""
+    return parse_onnx(read_capped(path, MOST_BYTES), str(path))
+
+
+def parse_onnx(data: bytes, where: str) -> OnnxFile:
+    onnx = need("onnx")
+    try:
+        model = onnx.load_model_from_string(data)
+    except Exception as error:  # protobuf has several, and they depend on its version
+        raise SmartpruneError(f"{where}: not a readable ONNX file ({type(error).__name__}); it may be damaged or cut off") from None
+    weights: dict[str, OnnxWeight] = {}
+    used: set[str] = set()
+    seen: set[int] = set()
+    times: Counter[str] = Counter()  # branches of one node may each have a weight of the same name
+    graphs = list(_graphs(onnx, model.graph, where))
+    for graph in graphs:
+        used |= {name for node in graph.nodes if node.op_type in SCALERS for name in node.input[1:]}
+        for weight in (found for node in graph.nodes for found in graph.weights(node)):
+            if (message := id(graph.message(weight.initializer))) in seen:
+                continue
+            seen.add(message)
+            used.add(weight.initializer)
+            name = weight.name
+            while name in weights:
+                times[weight.name] += 1
+                name = f"{weight.name}#{times[weight.name] + 1}"
+            weights[name] = replace(weight, name=name)
+    rest = {name: graph for graph in graphs for name in graph.initializers.maps[0] if name not in used and name not in weights}
+    others = {name: graph.tensor(name) for name, graph in rest.items()}
+    if not weights:
+        raise SmartpruneError(f"{where}: no Conv, ConvTranspose, Gemm or MatMul node has a stored weight; is it the model?")
+    said = {entry.key: entry.value for entry in model.metadata_props}
+    receipt = None
+    if RECEIPT in said:
+        receipt = Receipt.from_json(parse_json(said[RECEIPT], f"{where}: {RECEIPT}"), f"{where}: {RECEIPT}")
+    try:
+        block = Block.of(said[BLOCK][:100]) if BLOCK in said else None
+    except SmartpruneError as error:
+        raise SmartpruneError(f"{where}: {BLOCK}: {error}") from None
+    return OnnxFile(where, weights, others, block, receipt)
+
+
+def _graphs(onnx: Any, graph: Any, where: str, outer: _Graph | None = None) -> Iterator[_Graph]:
+    """A graph and all that its nodes hold; the format itself limits how deep they lie."""
+    own = _Graph(onnx, graph, where, outer)
+    yield own
+    for attribute in (attribute for node in graph.node for attribute in node.attribute):
+        for inner in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs):
+            yield from _graphs(onnx, inner, where, own)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A stored tensor on its way to the node that uses it."""
+
+    initializer: str
+    array: Tensor
+    turned: bool = False  # the node sees its two axes swapped
+
+
+class _Graph:
+    """Looks up where the inputs of nodes come from: the graph itself, and the one that it is a branch or a loop of."""
+
+    def __init__(self, onnx: Any, graph: Any, where: str, outer: _Graph | None) -> None:
+        self.onnx = onnx
+        self.where = where
+        self.nodes = graph.node
+        stored = {tensor.name: tensor for tensor in graph.initializer}
+        stored |= {tensor.values.name: tensor for tensor in graph.sparse_initializer}
+        if len(stored) < len(graph.initializer) + len(graph.sparse_initializer):
+            raise SmartpruneError(f"{where}: two tensors of a graph have one name, and readers differ in which they take")
+        made = {name: node for node in graph.node for name in node.output}
+        self.initializers: ChainMap[str, Any] = ChainMap(stored, *(outer.initializers.maps if outer else ()))
+        self.makers: ChainMap[str, Any] = ChainMap(made, *(outer.makers.maps if outer else ()))
+        self.root: _Graph = outer.root if outer else self
+        self.ready: dict[int, Tensor] = {}  # of the whole file, by what holds it
+        self.claimed = 0  # bytes of tensors that store their nonzero numbers only, so that a small file may claim anything
+
+    def weights(self, node: Any) -> Iterable[OnnxWeight]:
+        kind = node.op_type
+        index = WEIGHT.get(kind)
+        if index is None or node.domain not in ("", "ai.onnx", "com.microsoft") or len(node.input) <= index:
+            return
+        convolution, turned = "Conv" in kind, bool(_attribute(node, "transB", 0))
+        found, matrix = self.find(node.input[index]), not convolution and not turned
+        if found is None and kind == "MatMul":  # weight x input: its axes are (out, in)
+            found, matrix = self.find(node.input[0]), False
+        if found is None or found.array.dim() < 2 or (not convolution and found.array.dim() != 2):
+            return
+        point = ZERO_POINT.get(kind, len(node.input))
+        if len(node.input) > point and node.input[point]:
+            axis = 0 if convolution or turned else 1
+            found = replace(found, array=self.centred(found.array, self.find(node.input[point]), axis))
+        matrix ^= found.turned
+        groups = _attribute(node, "group", 1) if convolution else 1
+        name = found.initializer.removesuffix(QUANTIZED)
+        layout = Layout(name.removesuffix(".weight"), kind, tuple(found.array.shape), groups, kind == "ConvTranspose" or matrix)
+        yield OnnxWeight(name, found.initializer, found.array, layout, matrix)
+
+    def find(self, name: str) -> _Found | None:
+        """The stored tensor behind a name, through nodes that only rename, turn or scale it."""
+        turned = False
+        scales: list[tuple[_Found | None, int]] = []
+        for _ in range(MOST_STEPS):
+            if self.message(name) is not None:
+                array = self.tensor(name)
+                if turned and array.dim() != 2:  # all its axes in reverse, which is no layout of a weight
+                    return None
+                for scale in scales:
+                    array = self.centred(array, *scale)
+                return _Found(name, array, turned)
+            node = self.makers.get(name)
+            if node is None or not node.input:
+                return None
+            if node.op_type == "Transpose" and not scales and list(_attribute(node, "perm", [1, 0])) == [1, 0]:
+                turned = not turned
+            elif node.op_type == "DequantizeLinear":
+                axis = _attribute(node, "axis", 1)
+                point = self.find_plain(node.input[2]) if len(node.input) > 2 and node.input[2] else None
+                scales.append((point, axis))
+            elif node.op_type == "QuantizeLinear":  # before a DequantizeLinear: the stored numbers are not quantized
+                scales.clear()
+            elif node.op_type not in ("Identity", "Cast"):
+                return None
+            name = node.input[0]
+        return None
+
+    def message(self, name: str) -> Any:
+        """What holds the tensor of that name: one of the graph, or a Constant node; None where nothing does."""
+        if name in self.initializers:
+            return self.initializers[name]
+        node = self.makers.get(name)
+        return node if node is not None and node.op_type == "Constant" and any(a.name in STORED for a in node.attribute) else None
+
+    def find_plain(self, name: str) -> _Found | None:
+        return None if self.message(name) is None else _Found(name, self.tensor(name))
+
+    def centred(self, array: Tensor, point: _Found | None, axis: int) -> Tensor:
+        """Quantized numbers less their zero point, so that what stands for zero is zero."""
+        if point is None or not bool(point.array.any()):
+            return array
+        shift = point.array.to(torch.float32).reshape(-1)
+        if shift.numel() > 1:
+            if not -array.dim() <= axis < array.dim() or shift.numel() != array.shape[axis]:
+                raise SmartpruneError(f"{self.where}: the zero point {point.initializer} does not fit the weight it belongs to")
+            shape = [1] * array.dim()
+            shape[axis] = -1
+            shift = shift.reshape(shape)
+        return array.to(torch.float32) - shift
+
+    def tensor(self, name: str) -> Tensor:
+        message, ready = self.message(name), self.root.ready
+        if id(message) not in ready:
+            inside = () if name in self.initializers else message.attribute
+            stored = next((getattr(a, STORED[a.name]) for a in inside if a.name in STORED), message)
+            ready[id(message)] = self.decode(stored, name)
+        return ready[id(message)]
+
+    def decode(self, stored: Any, name: str) -> Tensor:
+        """A stored tensor, if its bytes are there and as many as its shape says."""
+        if isinstance(stored, self.onnx.SparseTensorProto):
+            return self.filled(stored, name)
+        if stored.data_location == self.onnx.TensorProto.EXTERNAL or stored.external_data:
+            raise SmartpruneError(
+                f"{self.where}: the data of {name} is in another file, which is not followed; save the model in one file"
+            )
+        shape = list(stored.dims)
+        if any(n < 0 for n in shape) or len(shape) > 16 or math.prod(shape) > MOST_BYTES:
+            raise SmartpruneError(f"{self.where}: {name} has the shape {str(shape)[:80]}, which no weight has")
+        try:
+            array = np.asarray(self.onnx.numpy_helper.to_array(stored))
+        except Exception as error:  # unknown types, too few bytes, and whatever else the library meets
+            raise SmartpruneError(f"{self.where}: {name} cannot be read ({str(error)[:100]})") from None
+        if list(array.shape) != shape:
+            raise SmartpruneError(f"{self.where}: {name} has the shape {list(array.shape)}, and is said to have {shape}")
+        if array.dtype.kind in "SUO":
+            array = np.zeros(0, dtype=np.float32)  # texts are no weights
+        elif array.dtype.isbuiltin != 1:  # bfloat16, 8-bit floats and 4-bit integers of ml_dtypes
+            array = array.astype(np.int8 if "int" in array.dtype.name else np.float32)
+        elif array.dtype.kind == "u" and array.dtype.itemsize > 1:
+            array = array.astype(np.int64)
+        return torch.from_numpy(np.array(array))
+
+    def filled(self, stored: Any, name: str) -> Tensor:
+        """A tensor that stores its nonzero numbers and where they are: as one number each, or one per axis."""
+        shape = list(stored.dims)
+        values, index = self.decode(stored.values, name), self.decode(stored.indices, f"the indices of {name}")
+        if any(n < 0 for n in shape) or len(shape) > 16:
+            raise SmartpruneError(f"{self.where}: {name} has the shape {str(shape)[:80]}, which no weight has")
+        self.root.claimed += math.prod(shape) * values.element_size()
+        if self.root.claimed > MOST_BYTES:
+            raise SmartpruneError(
+                f"{self.where}: {name} has the shape {str(shape)[:80]}, and the tensors that store their nonzero numbers only "
+                f"would be more than {MOST_BYTES:,} bytes together, which no file holds"
+            )
+        sizes, index = (shape, index) if index.dim() != 1 else ([math.prod(shape)], index[:, None])
+        fits = values.dim() == 1 and index.shape == (len(values), len(sizes)) and index.dtype == torch.int64
+        if not fits or bool(((index < 0) | (index >= torch.tensor(sizes, device="cpu"))).any()):
+            raise SmartpruneError(f"{self.where}: {name} has indices that do not fit its shape {shape}")
+        strides = [math.prod(sizes[axis:]) for axis in range(1, len(sizes) + 1)]
+        places = index @ torch.tensor(strides, dtype=torch.int64, device="cpu")
+        if len(places.unique()) < len(places):
+            raise SmartpruneError(f"{self.where}: {name} has two numbers for one place")
+        out = values.new_zeros(math.prod(shape))
+        out[places] = values
+        return out.reshape(shape)
+
+
+def _attribute(node: Any, name: str, default: Any) -> Any:
+    for attribute in node.attribute:
+        if attribute.name == name:
+            return list(attribute.ints) if isinstance(default, list) else int(attribute.i)
+    return default

@@ -1,0 +1,392 @@
+"""Sources: the stored weights of anybody's model, from memory or from a file that nobody vouches for."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import textwrap
+import zipfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from .. import text
+from ..core.block import Block, Grid
+from ..core.layers import Skipped, candidates, find, plain_name
+from ..core.layout import Layout
+from ..core.occupancy import nonzero
+from ..errors import SmartpruneError
+from ..files import as_path, check_readable
+from .counts import Row
+from .onnx_read import read_onnx
+from .packfile import check_header, is_packed, read_packed
+from .receipt import Receipt
+
+Model = nn.Module | Mapping[str, Tensor] | str | os.PathLike[str]
+
+RUN_MODEL, RUN_RECEIPT = "model.safetensors", "receipt.json"
+NESTED = ("model", "state_dict", "model_state_dict")
+SPREAD = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+SHOWN = 3  # names in a message
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One stored weight and the grid that cuts it."""
+
+    name: str
+    weight: str  # the key of the tensor
+    kind: str
+    grid: Grid
+    transposed: bool
+    tensor: Tensor = field(repr=False)
+    assumed: bool = False  # nothing says which axis is which and whether there are groups, and it would matter
+
+
+@dataclass(frozen=True)
+class Source:
+    """Stored tensors by name, and what is known about them."""
+
+    where: str
+    tensors: Mapping[str, Tensor] = field(repr=False)
+    model: nn.Module | None = field(default=None, repr=False)
+    receipt: Receipt | None = field(default=None, repr=False)
+    layouts: Mapping[str, Layout] = field(default_factory=dict, repr=False)  # by weight, where the file says them
+    block: Block | None = None  # where the file says that too
+    complete: bool = False  # whether no other tensor of the file is the weight of a layer
+    rounded: bool = False  # whether values were scaled or rounded on the way, so that a kept block may have become zero
+
+    def get(self, name: str) -> Tensor | None:
+        """A tensor by name, also where a wrapper put a prefix before all names."""
+        if name in self.tensors:
+            return self.tensors[name]
+        return self.unwrapped.get(plain_name(name))
+
+    @cached_property
+    def unwrapped(self) -> dict[str, Tensor]:
+        """The tensors without the prefixes of wrappers."""
+        return {plain_name(name): tensor for name, tensor in self.tensors.items()}
+
+    @property
+    def params(self) -> int:
+        """Numbers that the model learned: parameters, or in a file all but the running statistics."""
+        return sum(tensor.numel() for tensor in self._learned().values())
+
+    @property
+    def zeros(self) -> int:
+        """How many of them are zero."""
+        return sum(tensor.numel() - int(nonzero(tensor).sum()) for tensor in self._learned().values())
+
+    def _learned(self) -> dict[str, Tensor]:
+        out, seen = {}, set()
+        names = None if self.model is None else {name for name, _ in _parameters(self.model)}
+        for name, tensor in self.tensors.items():
+            at = place(tensor)
+            if tensor.layout is torch.strided and at not in seen and (_learnable(name, tensor) if names is None else name in names):
+                seen.add(at)
+                out[name] = tensor
+        return out
+
+    def cuts(self, block: Block) -> tuple[tuple[Cut, ...], tuple[Skipped, ...]]:
+        """Every weight that can be cut into blocks, and those that cannot, with the reason.
+
+        A model says which axes are which, and so does a packed file. Other files do not: what the receipt lists is cut as it
+        says, any other weight as that of a plain convolution or linear layer, and marked as ``assumed``.
+        """
+        if self.model is not None:
+            if next(candidates(self.model), None) is None:
+                return (), ()
+            layers, skipped = find(self.model, block, include="*")
+            return tuple(Cut(x.name, x.weight, x.kind, x.grid, x.transposed, self.tensors[x.weight]) for x in layers), skipped
+        known: dict[str, Row | Layout] = {plain_name(name): layout for name, layout in self.layouts.items()}
+        if self.receipt is not None:
+            known |= {plain_name(row.weight): row for row in self.receipt.layers}
+        cuts: list[Cut] = []
+        left = [
+            Skipped(key.removesuffix(".weight"), "sparse", tuple(tensor.shape), f"{tensor.layout} weights are not dense")
+            for key, tensor in self.tensors.items()
+            if tensor.layout is not torch.strided
+        ]
+        for key, tensor in self._learned().items():
+            if tensor.dim() < 2:
+                continue
+            name, shape = key.removesuffix(".weight"), tuple(tensor.shape)
+            layout = known.get(plain_name(key))
+            if layout is None and self.complete:
+                left.append(Skipped(name, "tensor", shape, "not the weight of a convolution or linear layer"))
+                continue
+            unknown = layout is None or layout.shape != shape
+            if layout is None or unknown:
+                layout = Layout(name, "matrix" if tensor.dim() == 2 else "kernel", shape)
+            try:
+                if tensor.numel() == 0:
+                    raise SmartpruneError("no weights")
+                several = tensor.dim() > 2 or key.endswith("in_proj_weight")  # any other matrix is that of a linear layer
+                assumed = unknown and several and block != Block(1, 1)
+                cuts.append(Cut(layout.name, key, layout.kind, layout.cut(block), layout.transposed, tensor, assumed))
+            except SmartpruneError as error:
+                left.append(Skipped(layout.name, layout.kind, shape, str(error)))
+        return tuple(cuts), tuple(left)
+
+
+def read_source(model: Model, network: nn.Module | None = None) -> Source:
+    """The stored weights of a model, a state dict, a file or a run folder. Nothing is unpickled but plain tensors.
+
+    ``network`` is the model that they belong to: it says which layers are transposed or grouped.
+    """
+    source = _stored_weights(model)
+    check_not_masked(source.tensors, source.where)
+    return source if network is None else _belonging(source, network)
+
+
+def given(stored: Model | None, model: Model | None, where: str) -> tuple[Model, nn.Module | None]:
+    """What to look at, and the network that it belongs to; a network alone is what to look at."""
+    if stored is None and model is None:
+        raise SmartpruneError(f"{where}: give a torch.nn.Module, a state dict, or the path of a file or of a run folder")
+    if stored is None or model is None:
+        return (model if stored is None else stored), None  # type: ignore[return-value]
+    if not isinstance(model, nn.Module):
+        raise SmartpruneError(f"{where}: model= is a {type(model).__name__}; give the torch.nn.Module that the weights belong to")
+    return stored, model
+
+
+def about_axes(assumed: Sequence[str], width: int, cure: str = "give the model, by model= or --model NAME") -> list[str]:
+    """Lines that say whose axes were taken for granted; none where nothing was."""
+    if not assumed:
+        return []
+    names = ", ".join(map(text.printable, assumed[:SHOWN])) + (", ..." if len(assumed) > SHOWN else "")
+    many = "1 weight" if len(assumed) == 1 else f"{len(assumed)} weights"
+    told = (
+        f"axes of {many} taken as (out, in, ...), without groups, for nothing here says which layers are transposed or "
+        f"grouped: {names}. To be sure, {cure}"
+    )
+    return ["", *textwrap.wrap(told, width, break_on_hyphens=False)]
+
+
+def _stored_weights(model: Model) -> Source:
+    if isinstance(model, nn.Module):
+        return Source(type(model).__name__, dict(_stored(model)), model)
+    if isinstance(model, Mapping):
+        return Source("the state dict", _tensors(model, "the state dict"))
+    if not isinstance(model, (str, os.PathLike)):
+        raise SmartpruneError(
+            f"model is a {type(model).__name__}; give a torch.nn.Module, a state dict, or the path of a file or of a run folder"
+        )
+    path = as_path(model, "model")
+    if path.is_dir():
+        if not (path / RUN_MODEL).is_file():
+            raise SmartpruneError(f"{path}: a run folder holds {RUN_MODEL}, and this folder does not; give a file")
+        receipt = path / RUN_RECEIPT
+        if receipt.is_symlink() and not receipt.exists():
+            raise SmartpruneError(f"{receipt}: is a link to {os.readlink(receipt)}, which is not there; mend or remove it")
+        source = replace(_read(path / RUN_MODEL), where=str(path))
+        return replace(source, receipt=Receipt.load(receipt)) if receipt.exists() else source
+    return _read(path)
+
+
+def files_of(model: Model) -> dict[str, Path]:
+    """The files that are read for a path, by what they are; none for what is in memory."""
+    if not isinstance(model, (str, os.PathLike)):
+        return {}
+    path = Path(model)
+    return {"the model": path / RUN_MODEL, "the receipt": path / RUN_RECEIPT} if path.is_dir() else {"the model": path}
+
+
+def copy_of(model: nn.Module, where: str) -> nn.Module:
+    """A copy on the CPU, in eval mode and without gradients, that shares nothing with the model; without what compiles it or
+    spreads it over devices."""
+    while isinstance(model, SPREAD) or "_orig_mod" in model._modules:
+        model = model.get_submodule("module" if isinstance(model, SPREAD) else "_orig_mod")
+    try:
+        held = (value for module in model.modules() for value in vars(module).values())
+        made = {id(x): x.detach().clone() for x in held if isinstance(x, Tensor) and not x.is_leaf}  # which torch does not copy
+        return copy.deepcopy(model, made).cpu().eval().requires_grad_(False)
+    except Exception as error:  # scripted and exported models, lazy ones, those on the meta device, and whoever forbids copies
+        raise SmartpruneError(
+            f"{where}: the model cannot be copied ({type(error).__name__}: {_first_line(error)}); give an ordinary "
+            "torch.nn.Module that holds its weights"
+        ) from error
+
+
+def check_not_masked(names: Iterable[str], where: str) -> None:
+    """Refuses what torch.nn.utils.prune leaves: a weight in two parts, neither of which is the weight."""
+    known = dict.fromkeys(names)
+    for name in known:
+        stem = name.removesuffix("_orig")
+        if stem != name and f"{stem}_mask" in known and stem not in known:
+            attribute = stem.rpartition(".")[2]
+            raise SmartpruneError(
+                f"{where}: {stem} is masked by torch.nn.utils.prune, which stores it as {attribute}_orig and {attribute}_mask; "
+                f"make that permanent first, in every such layer: torch.nn.utils.prune.remove(module, {attribute!r})"
+            )
+
+
+def _belonging(source: Source, network: nn.Module) -> Source:
+    """The source with the axes that its network says."""
+    check_not_masked((name for name, _ in _stored(network)), type(network).__name__)
+    parameters = list(network.named_parameters(remove_duplicate=False))
+    found = {id(weight): tensor for name, weight in parameters if (tensor := source.get(name)) is not None}
+    own = {name: tensor for name, _ in network.named_buffers() if (tensor := source.get(name)) is not None}
+    for name, weight in parameters:
+        if isinstance(weight, nn.UninitializedParameter):
+            raise SmartpruneError(f"model: {name} has no shape yet (a lazy layer); run one forward pass first")
+        tensor = found.get(id(weight))  # a tied weight may be stored under one of its names only
+        if tensor is None and weight.dim() < 2:  # such as a normalization that was folded away
+            continue
+        if tensor is None or tensor.shape != weight.shape:
+            given = "nothing" if tensor is None else text.sizes(tensor.shape)
+            raise SmartpruneError(
+                f"{source.where} does not belong to the model: {name} is {text.sizes(weight.shape)} in the model and {given} "
+                "there; give the model that it was made from"
+            )
+        own[name] = tensor
+    for name, tensor in source.unwrapped.items():
+        if name not in own and tensor.dim() > 1 and _learnable(name, tensor) and not source.rounded:  # a graph has constants
+            raise SmartpruneError(
+                f"{source.where} does not belong to the model: {name} ({text.sizes(tensor.shape)}) is not in the model; give the "
+                "model that it was made from"
+            )
+        stem = name.rpartition("#")[0]
+        if name in source.layouts and name not in own and stem in own and not torch.equal(tensor.float(), own[stem].float()):
+            raise SmartpruneError(
+                f"{source.where} does not belong to the model: it has several weights of the name {stem}, in branches; "
+                "look at it without the model"
+            )
+    return replace(source, tensors=own, model=network, layouts={})
+
+
+def _read(path: Path) -> Source:
+    if not path.is_file():
+        raise SmartpruneError(f"{path}: there is no such file")
+    reader = READERS.get(path.suffix.lower())
+    if reader is None and _looks_like_safetensors(path):  # a packed file may have any name
+        reader = _read_safetensors
+    if reader is None:
+        raise SmartpruneError(f"{path}: files that end in {path.suffix!r} are not known; known are: {', '.join(READERS)}")
+    return reader(path)
+
+
+def _looks_like_safetensors(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(9)[8:] == b"{"
+
+
+def _read_safetensors(path: Path) -> Source:
+    check_readable(path)
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            packed = is_packed(file.metadata())
+            tensors = {} if packed else {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+    except Exception as error:
+        raise SmartpruneError(f"{path}: not a readable safetensors file ({_first_line(error)})") from None
+    if packed:
+        found = read_packed(path)
+        tensors = _tensors(found.dense(), str(path))
+        return Source(str(path), tensors, receipt=found.receipt, layouts=found.layouts, block=found.block, complete=True)
+    check_header(path)
+    return Source(str(path), _tensors(tensors, str(path)))
+
+
+def _read_onnx(path: Path) -> Source:
+    found = read_onnx(path)
+    tensors = _tensors(found.tensors(), str(path))
+    return Source(str(path), tensors, None, found.receipt, found.layouts(), found.block, complete=True, rounded=True)
+
+
+def _read_checkpoint(path: Path) -> Source:
+    return Source(str(path), _tensors(_load_checkpoint(path), str(path)))
+
+
+def _load_checkpoint(path: Path) -> Mapping[str, object]:
+    try:
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as archive:
+                if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
+                    raise SmartpruneError("its entries are compressed, and torch compresses none")
+                if sum(entry.file_size for entry in archive.infolist()) > path.stat().st_size:
+                    raise SmartpruneError("its entries claim more bytes than the file has: several of them share a place")
+        data = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        raise SmartpruneError(
+            f"{path}: holds more than plain tensors, or is damaged; code in files is never run. "
+            "Save model.state_dict() instead of the model"
+        ) from None
+    except Exception as error:
+        raise SmartpruneError(f"{path}: not a readable torch checkpoint ({_first_line(error)})") from None
+    for key in NESTED:
+        if isinstance(data, Mapping) and isinstance(data.get(key), Mapping):
+            data = data[key]
+    if not isinstance(data, Mapping):
+        raise SmartpruneError(f"{path}: holds a {type(data).__name__}; save model.state_dict(), a dictionary of tensors")
+    return data
+
+
+# One line per kind of file: its ending, and a function that reads it.
+READERS: dict[str, Callable[[Path], Source]] = {
+    ".safetensors": _read_safetensors,
+    ".pt": _read_checkpoint,
+    ".pth": _read_checkpoint,
+    ".ckpt": _read_checkpoint,
+    ".bin": _read_checkpoint,
+    ".onnx": _read_onnx,
+}
+
+
+def _tensors(data: Mapping[str, object], where: str) -> dict[str, Tensor]:
+    """The tensors among the values; a tensor that is larger than what is stored for it is refused."""
+    out = {}
+    for key, tensor in data.items():
+        if not isinstance(key, str) or not isinstance(tensor, Tensor):
+            continue
+        if tensor.layout is torch.strided and not tensor.is_meta and not _is_backed(tensor):
+            raise SmartpruneError(f"{where}: {key} claims {tensor.numel():,} numbers and stores fewer; the file is not sound")
+        out[key] = tensor
+    if not out:
+        raise SmartpruneError(f"{where}: holds no tensors by name; give a state dict or a file that holds one")
+    return out
+
+
+def _is_backed(tensor: Tensor) -> bool:
+    try:
+        return tensor.numel() * tensor.element_size() <= tensor.untyped_storage().nbytes()
+    except (NotImplementedError, RuntimeError):  # tensor subclasses without a storage of their own
+        return True
+
+
+def _stored(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Parameters and buffers as they are stored: a masked layer's own weight, not the masked one."""
+    buffers = [(name, tensor) for name, tensor in model.named_buffers(remove_duplicate=False)]
+    return _parameters(model) + [(name, tensor) for name, tensor in buffers if isinstance(tensor, Tensor)]
+
+
+def _parameters(model: nn.Module) -> list[tuple[str, Tensor]]:
+    return [
+        (f"{module_name}.{name}" if module_name else name, weight.detach())
+        for module_name, module in model.named_modules()
+        for name, weight in module._parameters.items()
+        if weight is not None and not isinstance(weight, nn.UninitializedParameter)
+    ]
+
+
+def _learnable(name: str, tensor: Tensor) -> bool:
+    if name.rpartition(".")[2] in STATISTICS or tensor.is_complex():
+        return False
+    return tensor.is_floating_point() or tensor.is_quantized or tensor.dtype in (torch.int8, torch.uint8)
+
+
+def place(tensor: Tensor) -> tuple[object, ...]:
+    """The same for two names of one tensor."""
+    if tensor.layout is not torch.strided or tensor.is_meta or tensor.numel() == 0:
+        return (id(tensor),)
+    return (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

@@ -1,0 +1,307 @@
+"""Verification: counts the zero blocks of a stored model again, and holds a receipt against them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .. import text
+from ..core.block import Block
+from ..core.occupancy import finite, map_hash, nonzero, occupied
+from ..errors import SmartpruneError
+from .counts import Row
+from .receipt import Receipt
+from .source import Model, Source, about_axes, given, read_source
+
+WIDTH = 80
+SHOWN = 5  # wrong blocks that a message names
+USUAL = tuple(map(Block.of, ("32x32", "16x16", "16x8", "8x16", "8x8", "8x4", "4x8", "4x4", "16x1", "1x16", "channel", "1x1")))
+WORTH = 0.01  # fewer zeros than this share of the weights are no sparsity
+SAME = 0.9999  # a shape explains the zeros if it explains this share of what the best one does; at a high sparsity many
+# blocks next to each other are removed, so shapes that are too large explain a good deal as well
+
+
+@dataclass(frozen=True)
+class LayerCheck:
+    """One weight as found. ``wrong`` are the blocks that the receipt removes and that are not zero."""
+
+    name: str
+    weight: str
+    shape: tuple[int, ...]
+    blocks: int
+    zero: int
+    wrong: tuple[int, ...] = ()
+
+    @property
+    def sparsity(self) -> float:
+        return self.zero / self.blocks
+
+    def to_json(self) -> dict[str, object]:
+        return {key: list(v) if isinstance(v, tuple) else v for key, v in vars(self).items()}
+
+
+@dataclass(frozen=True)
+class Tried:
+    """One block shape: how many of its blocks are zero, and how many of all zero weights lie ``inside`` them."""
+
+    block: Block
+    blocks: int
+    zero: int
+    weights: int
+    zeros: int
+    inside: int
+
+    @property
+    def covered(self) -> float:
+        """Share of all zero weights that the zero blocks explain."""
+        return self.inside / self.zeros if self.zeros else 0.0
+
+    @property
+    def meant(self) -> bool:
+        """Whether the zeros lie in such blocks by intent: chance leaves far more of them outside."""
+        if self.inside == 0 or self.inside < WORTH * self.weights:
+            return False
+        chance = (self.zeros / self.weights) ** (self.weights / self.blocks - 1)
+        return self.block == Block(1, 1) or 1 - self.covered <= 0.1 * (1 - chance)
+
+    def to_json(self) -> dict[str, object]:
+        return {**vars(self), "block": str(self.block)}
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What :func:`verify` found. ``problems`` lists every difference from the receipt; ``ok`` is that there is none."""
+
+    where: str
+    block: Block | None
+    layers: tuple[LayerCheck, ...]
+    problems: tuple[str, ...]
+    receipt: Receipt | None = None
+    mask_hash: str | None = None
+    tried: tuple[Tried, ...] = ()
+    assumed: tuple[str, ...] = ()  # weights whose axes are taken as (out, in, ...), without groups, for nothing says it
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+    @property
+    def blocks(self) -> int:
+        return sum(layer.blocks for layer in self.layers)
+
+    @property
+    def zero(self) -> int:
+        return sum(layer.zero for layer in self.layers)
+
+    def to_json(self) -> dict[str, object]:
+        """Plain data: numbers, strings, lists and dictionaries."""
+        return {
+            "where": self.where,
+            "ok": self.ok,
+            "block": None if self.block is None else str(self.block),
+            "blocks": self.blocks,
+            "zero": self.zero,
+            "against_receipt": self.receipt is not None,
+            "mask_hash": self.mask_hash,
+            "problems": list(self.problems),
+            "layers": [layer.to_json() for layer in self.layers],
+            "tried": [tried.to_json() for tried in self.tried],
+            "axes_assumed": list(self.assumed),
+        }
+
+    def __str__(self) -> str:
+        lines = [self.where]
+        if self.tried:
+            rows = [
+                (
+                    str(t.block),
+                    f"{t.zero:,}",
+                    f"{t.blocks:,}",
+                    text.percent(t.zero, t.blocks),
+                    f"{100 * t.covered:.1f}%",
+                )
+                for t in self.tried
+            ]
+            lines += [
+                "",
+                *text.table(("block", "zero", "blocks", "sparsity", "of all zeros"), rows, "<>>>>", WIDTH),
+                "",
+            ]
+            lines.append("sparse in no block shape" if self.block is None else f"sparse in blocks of {self.block}")
+        if self.layers and self.block is not None:
+            checks = [
+                (x.name, text.sizes(x.shape), f"{x.zero:,}", f"{x.blocks:,}", text.percent(x.zero, x.blocks)) for x in self.layers
+            ]
+            header = ("layer", "weight", "zero", f"blocks of {self.block}", "sparsity")
+            total = ("all", "", f"{self.zero:,}", f"{self.blocks:,}", text.percent(self.zero, self.blocks))
+            lines += ["", *text.table(header, [*checks, total], "<<>>>", WIDTH, (0, 1))]
+        lines += about_axes(self.assumed, WIDTH)
+        lines.append("")
+        if self.problems:
+            count = len(self.problems)
+            lines += [f"NOT ok, {count} problem{'' if count == 1 else 's'}:", *(f"- {p}" for p in self.problems)]
+        elif self.receipt is not None:
+            lines.append(f"ok: as the receipt says, {self.receipt.mask_hash}")
+        else:
+            lines.append("nothing wrong found; no receipt to compare with")
+        return "\n".join(lines)
+
+
+def verify(
+    stored: Model | None = None,
+    /,
+    block: Block | str | Sequence[int | None] | None = None,
+    receipt: Receipt | Mapping[str, object] | str | os.PathLike[str] | None = None,
+    *,
+    model: Model | None = None,
+) -> Verification:
+    """Counts zero blocks in what is really stored, and lists every difference from the receipt, if there is one.
+
+    ``stored`` is a model, a state dict, a ``.safetensors`` file, a packed file, an ONNX file, a torch checkpoint or a run
+    folder; a receipt that comes with it is read too. Without one, ``block`` says what to count (a packed file says it
+    itself); without either, the usual shapes are tried. A model that is still masked is judged by its own weights, not by
+    the masked ones. In an ONNX file, where weights were scaled or rounded, kept blocks may have become zero.
+
+    A state dict, a checkpoint and a plain ``.safetensors`` file do not say which layers are transposed or grouped. Where no
+    receipt does, their axes are taken as (out, in, ...), without groups, and the result names those weights (``assumed``).
+    ``model`` says it: the torch.nn.Module that they belong to. ``verify(model=...)`` alone is the same as ``verify(...)``.
+
+    >>> w = torch.zeros(4, 4)
+    >>> w[:2, :2] = 1
+    >>> found = verify({"fc.weight": w}, block=(2, 2))
+    >>> found.ok, found.zero, found.blocks
+    (True, 3, 4)
+    """
+    wanted = None if block is None else Block.of(block)
+    source = read_source(*given(stored, model, "verify"))
+    if receipt is None:
+        receipt = source.receipt
+    elif isinstance(receipt, (str, os.PathLike)):
+        receipt = Receipt.load(receipt)
+    elif isinstance(receipt, Mapping):
+        receipt = Receipt.from_json(dict(receipt))
+    elif not isinstance(receipt, Receipt):
+        raise SmartpruneError(f"verify: receipt is a {type(receipt).__name__}; give a Receipt, its JSON data or its path")
+    if receipt is not None:
+        return _against(source, receipt, wanted)
+    wanted = source.block if wanted is None else wanted
+    if wanted is not None:
+        layers, problems, assumed = _count(source, wanted)
+        return Verification(source.where, wanted, layers, problems, assumed=assumed)
+    tried = tuple(_try(source, shape) for shape in USUAL)
+    found = _best(tried)
+    layers, problems, _ = _count(source, found or Block(1, 1))
+    assumed = tuple(cut.weight for cut in source.cuts(Block(2, 2))[0] if cut.assumed)  # it mattered to the shapes that were tried
+    return Verification(source.where, found, layers, problems, tried=tried, assumed=assumed)
+
+
+def _against(source: Source, receipt: Receipt, wanted: Block | None) -> Verification:
+    problems: list[str] = []
+    if wanted is not None and wanted != receipt.block:
+        problems.append(f"block {wanted} was asked for, the receipt is about blocks of {receipt.block}")
+    if receipt.asked is not None and not receipt.met:
+        problems.append(
+            f"the receipt itself says that {receipt.asked.used:,} {receipt.asked.kind} were kept where "
+            f"{receipt.asked.limit:,} were asked for"
+        )
+    problems += _other_axes(source, receipt)
+    checks: list[LayerCheck] = []
+    maps: list[tuple[str, tuple[int, ...], Tensor]] = []
+    for row in receipt.layers:
+        tensor = source.get(row.weight)
+        if tensor is None:
+            problems.append(f"{row.weight}: is in the receipt and not in {source.where}")
+        elif tuple(tensor.shape) != row.shape:
+            problems.append(f"{row.weight}: has shape {text.sizes(tensor.shape)}, the receipt says {text.sizes(row.shape)}")
+        else:
+            bits, check = _check(row, tensor, receipt.block, problems, source.rounded)
+            maps.append((row.weight, row.grid, bits))
+            checks.append(check)
+    digest = map_hash(receipt.block, maps) if len(maps) == len(receipt.layers) else None
+    fewer = source.rounded and sum(check.blocks - check.zero for check in checks) < sum(row.occupied for row in receipt.layers)
+    if digest is not None and digest != receipt.mask_hash and not fewer:
+        problems.append(f"the hash is {digest}, the receipt says {receipt.mask_hash}")
+    return Verification(source.where, receipt.block, tuple(checks), tuple(problems), receipt, digest)
+
+
+def _other_axes(source: Source, receipt: Receipt) -> list[str]:
+    """Where the receipt reads the axes of a weight in another way than the model does."""
+    if source.model is None:
+        return []
+    own = {cut.weight: (cut.grid.axes[0].parts, cut.transposed) for cut in source.cuts(receipt.block)[0]}
+    rows = [(row.weight, (row.parts, row.transposed), own.get(row.weight)) for row in receipt.layers]
+    return [
+        f"{name}: the receipt says groups={said[0]}, transposed={said[1]}, the model groups={found[0]}, transposed={found[1]}"
+        for name, said, found in rows
+        if found is not None and found != said
+    ]
+
+
+def _check(row: Row, tensor: Tensor, block: Block, problems: list[str], rounded: bool) -> tuple[Tensor, LayerCheck]:
+    grid = row.cut(block)
+    try:
+        bits = occupied(grid, tensor)
+    except SmartpruneError as error:
+        raise SmartpruneError(f"{row.weight}: {error}") from None
+    _finite(row.weight, tensor, problems)
+    kept = row.mask()
+    wrong = (bits & ~kept).nonzero().reshape(-1)
+    for index in wrong[:SHOWN].tolist():
+        at = tuple(int(i) for i in torch.unravel_index(torch.tensor(index, device="cpu"), grid.shape))
+        problems.append(f"{row.weight}: block {index} at {at} of the grid {text.sizes(grid.shape)} is removed, but not zero")
+    if len(wrong) > SHOWN:
+        problems.append(f"{row.weight}: {len(wrong) - SHOWN:,} more removed blocks are not zero")
+    found = int((bits & kept).sum())
+    if found != row.occupied and not (rounded and found < row.occupied):
+        problems.append(f"{row.weight}: {found:,} kept blocks are not zero, the receipt says {row.occupied:,}")
+    zero = grid.n - int(bits.sum())
+    return bits, LayerCheck(row.name, row.weight, row.shape, grid.n, zero, tuple(wrong.tolist()))
+
+
+def _count(source: Source, block: Block) -> tuple[tuple[LayerCheck, ...], tuple[str, ...], tuple[str, ...]]:
+    problems: list[str] = []
+    checks = []
+    cuts, skipped = source.cuts(block)
+    if not cuts:
+        reasons = "; ".join(f"{s.name}: {s.reason}" for s in skipped) or "no tensor has two axes or more"
+        raise SmartpruneError(f"{source.where}: no weight can be cut into blocks of {block} ({reasons})")
+    for cut in cuts:
+        try:
+            zero = cut.grid.n - int(occupied(cut.grid, cut.tensor).sum())
+        except SmartpruneError as error:
+            raise SmartpruneError(f"{cut.weight}: {error}") from None
+        _finite(cut.weight, cut.tensor, problems)
+        checks.append(LayerCheck(cut.name, cut.weight, cut.grid.weight_shape, cut.grid.n, zero))
+    return tuple(checks), tuple(problems), tuple(cut.weight for cut in cuts if cut.assumed)
+
+
+def _finite(name: str, tensor: Tensor, problems: list[str]) -> None:
+    if not finite(tensor):
+        problems.append(f"{name}: holds NaN or infinity")
+
+
+def _try(source: Source, block: Block) -> Tried:
+    blocks = zero = zeros = inside = weights = 0
+    for cut in source.cuts(block)[0]:
+        used = nonzero(cut.tensor)
+        bits = cut.grid.sum(used).bool().cpu()
+        blocks += cut.grid.n
+        zero += cut.grid.n - int(bits.sum())
+        weights += used.numel()
+        zeros += used.numel() - int(used.sum())
+        inside += int(cut.grid.sizes()[~bits].sum())
+    return Tried(block, blocks, zero, weights, zeros, inside)
+
+
+def _best(tried: Sequence[Tried]) -> Block | None:
+    """The largest of the shapes that explain the zeros; single weights only where no larger shape does."""
+    meant = [t for t in tried if t.meant]
+    larger = [t for t in meant if t.block != Block(1, 1)] or meant
+    if not larger:
+        return None
+    most = max(t.inside for t in larger)
+    return min((t for t in larger if t.inside >= SAME * most), key=lambda t: t.blocks).block

@@ -1,0 +1,1 @@
+"""Blocks, layers, budgets and masks: the vocabulary that every other package uses."""

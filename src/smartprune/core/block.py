@@ -1,0 +1,222 @@
+"""Blocks: how a weight is cut into boxes. Ragged edges, groups and swapped axes live here and nowhere else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..errors import SmartpruneError
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class Block:
+    """An axis-aligned box of a weight, sizes in the order (output channels, input channels, *kernel).
+
+    ``None`` takes a whole axis. Kernel sizes that are not given repeat the last kernel size that is, or 1:
+
+    >>> Block(16, 8) == Block.of("16x8") == Block.of((16, 8, 1, 1))
+    True
+    >>> Block.of("channel")        # a whole output channel
+    Block(1, None, None)
+    >>> Block(2, 2).grid((4, 6)).shape
+    (2, 3)
+    """
+
+    sizes: tuple[int | None, ...]
+
+    def __init__(self, *sizes: int | None) -> None:
+        sizes = tuple(int(size) if isinstance(size, np.integer) else size for size in sizes)
+        good = all(size is None or (type(size) is int and size > 0) for size in sizes)
+        if not good or len(sizes) < 2:
+            raise SmartpruneError(
+                f"block {sizes} must have at least two sizes (output channels, input channels, then the kernel), each "
+                "a positive int or None for the whole axis; write (16, 8) for 16 output x 8 input channels"
+            )
+        kernel = sizes[2:]
+        if len(set(kernel)) == 1:  # (16, 8, 1, 1) and (16, 8) are one block, as are (1, None, None) and its longer forms
+            sizes = sizes[:2] if kernel[0] == 1 else sizes[:3]
+        object.__setattr__(self, "sizes", sizes)
+
+    @staticmethod
+    def of(value: Block | str | Sequence[int | None]) -> Block:
+        """Reads ``(16, 8)``, ``"16x8"``, ``"16x8x1x1"``, ``"1x*x*x*"`` or ``"channel"``."""
+        if isinstance(value, Block):
+            return value
+        if isinstance(value, str):
+            if value == "channel":
+                return Block(1, None, None)
+            try:
+                return Block(*(None if part in ("none", "*") else int(part) for part in value.lower().split("x")))
+            except ValueError:
+                raise SmartpruneError(
+                    f"block={value!r} cannot be read; write sizes joined by 'x' such as '16x8' or '16x8x1x1' "
+                    "('*' takes a whole axis), or 'channel'"
+                ) from None
+        if isinstance(value, Sequence) or (isinstance(value, np.ndarray) and value.ndim == 1):
+            return Block(*value)
+        raise SmartpruneError(f"block={value!r} is a {type(value).__name__}; write a tuple such as (16, 8)")
+
+    def __repr__(self) -> str:
+        return f"Block({', '.join(map(str, self.sizes))})"
+
+    def __str__(self) -> str:
+        """The form that :meth:`of` reads: ``16x8x1x1``."""
+        return "x".join("*" if size is None else str(size) for size in self.fit(max(4, len(self.sizes))))
+
+    def fit(self, axes: int) -> tuple[int | None, ...]:
+        """One size per weight axis, in the order (out, in, *kernel)."""
+        sizes = self.sizes
+        fill = sizes[-1] if len(sizes) > 2 else 1
+        if any(size not in (1, None) for size in sizes[axes:]):
+            raise SmartpruneError(
+                f"block {self} has kernel sizes, which a weight of {axes} axes cannot take; they must be 1 or None for it"
+            )
+        return (sizes + (fill,) * (axes - len(sizes)))[:axes]
+
+    def grid(self, shape: Sequence[int], groups: int = 1, transposed: bool = False) -> Grid:
+        """The grid of a weight of this shape.
+
+        A transposed convolution stores (in, out / groups, *kernel), so its first two sizes swap. Groups divide the
+        first stored axis, and blocks never cross a group's border.
+        """
+        sizes = list(self.fit(len(shape)))
+        if transposed:
+            sizes[0], sizes[1] = sizes[1], sizes[0]
+        if groups < 1 or shape[0] % groups:
+            raise SmartpruneError(f"a weight of shape {tuple(shape)} cannot be divided into {groups} groups")
+        axes = []
+        for i, (length, size) in enumerate(zip(shape, sizes, strict=True)):
+            parts = groups if i == 0 else 1
+            part = length // parts
+            axes.append(Axis(parts, part, part if size is None else min(size, part)))
+        return Grid(tuple(axes))
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis of a weight: ``parts`` stretches of ``length`` entries, each cut into steps of ``step``, the last
+    ragged."""
+
+    parts: int
+    length: int
+    step: int
+
+    @property
+    def size(self) -> int:
+        return self.parts * self.length
+
+    @property
+    def per_part(self) -> int:
+        return -(-self.length // self.step)
+
+    @property
+    def count(self) -> int:
+        return self.parts * self.per_part
+
+    def index(self) -> list[int]:
+        """For every entry along the axis, the number of its step."""
+        return [p * self.per_part + i // self.step for p in range(self.parts) for i in range(self.length)]
+
+    def lengths(self) -> list[int]:
+        """For every step, how many entries it holds."""
+        full, rest = divmod(self.length, self.step)
+        return ([self.step] * full + ([rest] if rest else [])) * self.parts
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The blocks of one weight. ``shape`` counts them per axis; the flat order is row-major over ``shape``.
+
+    >>> w = torch.arange(12.).reshape(3, 4)
+    >>> grid = Block(2, 2).grid((3, 4))
+    >>> grid.shape, grid.n, grid.sizes().tolist()
+    ((2, 2), 4, [4, 4, 2, 2])
+    >>> grid.sum(w).tolist()
+    [10.0, 18.0, 17.0, 21.0]
+    >>> grid.expand(torch.tensor([1., 0., 0., 1.])).tolist()
+    [[1.0, 1.0, 0.0, 0.0], [1.0, 1.0, 0.0, 0.0], [0.0, 0.0, 1.0, 1.0]]
+    """
+
+    axes: tuple[Axis, ...]
+
+    @cached_property
+    def weight_shape(self) -> tuple[int, ...]:
+        return tuple(axis.size for axis in self.axes)
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(axis.count for axis in self.axes)
+
+    @cached_property
+    def n(self) -> int:
+        return math.prod(self.shape)
+
+    @cached_property
+    def block_elements(self) -> int:
+        """Elements of the largest block; a block that is larger than the weight is cut down to it."""
+        return math.prod(axis.step for axis in self.axes)
+
+    @property
+    def ragged(self) -> bool:
+        return any(axis.length % axis.step for axis in self.axes)
+
+    def sizes(self) -> Tensor:
+        """How many real elements each block holds, int64 [n]."""
+        out = torch.ones((), dtype=torch.int64, device="cpu")
+        for axis in self.axes:
+            out = out[..., None] * torch.tensor(axis.lengths(), device="cpu")
+        return out.reshape(-1)
+
+    def sum(self, weight: Tensor) -> Tensor:
+        """Sum of a weight-shaped tensor over each block, [n]."""
+        self._check(weight)
+        out = weight
+        for i in range(len(self.axes) - 1, -1, -1):
+            axis = self.axes[i]
+            if axis.step == 1:
+                continue
+            out = out.unflatten(i, (axis.parts, axis.length))
+            short = axis.per_part * axis.step - axis.length
+            if short:
+                out = torch.cat([out, out.new_zeros(*out.shape[: i + 1], short, *out.shape[i + 2 :])], dim=i + 1)
+            out = out.unflatten(i + 1, (axis.per_part, axis.step)).sum(i + 2).flatten(i, i + 1)
+        return out.reshape(-1)
+
+    def mean(self, weight: Tensor) -> Tensor:
+        """Mean over each block's real elements, [n]; so partial blocks compare fairly with full ones."""
+        return self.sum(weight) / self.sizes().to(weight.device, weight.dtype)
+
+    def expand(self, mask: Tensor) -> Tensor:
+        """A value per block, [n], spread over the weight's shape."""
+        return self.expand_tail(mask, first=0)
+
+    def expand_tail(self, mask: Tensor, first: int = 1) -> Tensor:
+        """Spreads a value per block, [n], along the axes from ``first`` on; the axes before stay counted in blocks."""
+        if mask.numel() != self.n:
+            raise SmartpruneError(f"a mask of {mask.numel()} entries was given for a grid of {self.n} blocks")
+        out = mask.reshape(self.shape)
+        for i in range(first, len(self.axes)):
+            out = spread(out, i, self.axes[i])
+        return out
+
+    def _check(self, weight: Tensor) -> None:
+        if tuple(weight.shape) != self.weight_shape:
+            raise SmartpruneError(f"a tensor of shape {tuple(weight.shape)} was given for a grid of {self.weight_shape}")
+
+
+def spread(values: Tensor, dim: int, axis: Axis) -> Tensor:
+    """Repeats each step's value over the entries of that step along ``dim``."""
+    if axis.step == 1:
+        return values
+    out = values.unsqueeze(dim + 1).expand(*values.shape[: dim + 1], axis.step, *values.shape[dim + 1 :])
+    out = out.flatten(dim, dim + 1)
+    if axis.length % axis.step == 0:
+        return out
+    cropped: Tensor = out.unflatten(dim, (axis.parts, axis.per_part * axis.step)).narrow(dim + 1, 0, axis.length)
+    return cropped.flatten(dim, dim + 1)

@@ -1,0 +1,243 @@
+"""Hard selection: exactly the best blocks, or as many as a cost pays for; and the checks shared with soft_topk."""
+
+import math
+import numbers
+from fractions import Fraction
+from heapq import heapify, heappop, heappush
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import SmartpruneError
+
+TAU_RANGE = (1e-30, 1e30)
+FACTS = {
+    1: "scores hold NaN or infinity; scores must be finite: lower their learning rate or clip their gradient",
+    2: f"tau is outside [{TAU_RANGE[0]:g}, {TAU_RANGE[1]:g}] or NaN; give a positive temperature",
+    4: "k is outside [0, sum(cost)] or NaN; give the number (or the cost) to keep",
+    8: "cost holds a negative number, NaN or infinity; costs must be finite and >= 0: correct the cost of those blocks",
+}
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def kind_of(value: Tensor) -> str:
+    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)} on {value.device}"
+
+
+def check_vectors(where: str, scores: Tensor, cost: Tensor | None) -> None:
+    for name, value in (("scores", scores), ("cost", cost)):
+        if not isinstance(value, Tensor) and (name == "scores" or value is not None):
+            raise SmartpruneError(f"{where}: {name} is a {type(value).__name__}; give a tensor, torch.as_tensor({name})")
+    if scores.dim() != 1 or scores.dtype not in DTYPES or scores.numel() == 0:
+        raise SmartpruneError(
+            f"{where}: scores are {kind_of(scores)}; they must be one non-empty vector of float64, float32, bfloat16 or "
+            "float16: flatten the scores of all layers into it"
+        )
+    if cost is not None and (cost.shape != scores.shape or cost.device != scores.device or cost.is_complex()):
+        raise SmartpruneError(
+            f"{where}: cost is {kind_of(cost)}; it must be real, {list(scores.shape)} and on {scores.device}, one cost per score"
+        )
+
+
+def as_fraction(value: Any) -> Fraction:
+    """A number as it was meant: 0.97 is 97/100, not its binary neighbour, and 1 / 3 a third.
+
+    >>> as_fraction(0.97), as_fraction(1 / 3)
+    (Fraction(97, 100), Fraction(1, 3))
+    """
+    exact = value if isinstance(value, Fraction) else Fraction(str(value))
+    near = exact.limit_denominator(10**9)
+    return near if float(near) == float(value) else exact
+
+
+def hard_topk(
+    scores: Tensor,
+    k: float,
+    cost: Tensor | None = None,
+    floor: float | Tensor | None = None,
+    layer: Tensor | None = None,
+) -> Tensor:
+    """Mask [N] of the blocks with the highest scores: exactly k of them, or as many as the cost k pays for.
+
+    Equal scores go to the lower index. With cost the total never exceeds k, and every block left out costs more than
+    what is left of k. floor keeps blocks in every layer (layer [N] says where a block lives) before the ranking is
+    global: a share in [0, 1], rounded up per layer in exact arithmetic, or an integer tensor [L] of counts. Integer
+    costs, and costs with a short binary fraction, are added exactly; others in float64.
+
+    >>> scores = torch.tensor([5.0, 4.0, 3.0, 3.0])
+    >>> hard_topk(scores, 3)
+    tensor([ True,  True,  True, False])
+    >>> hard_topk(scores, 2, layer=torch.tensor([0, 0, 1, 1]), floor=0.5)
+    tensor([ True, False,  True, False])
+    >>> hard_topk(scores, 6, cost=torch.tensor([4, 3, 2, 1]))
+    tensor([ True, False,  True, False])
+    """
+    check_vectors("hard_topk", scores, cost)
+    scores, n = scores.detach(), scores.numel()
+    if not bool(torch.isfinite(scores).all()):
+        raise SmartpruneError(f"hard_topk: {FACTS[1]}")
+    limit = k.item() if isinstance(k, Tensor) and k.numel() == 1 else k
+    if isinstance(limit, bool) or not isinstance(limit, numbers.Real) or math.isnan(limit):
+        raise SmartpruneError(f"hard_topk: k={k!r} is not a number; give the number (or the cost) of blocks to keep")
+    forced = forced_blocks(scores, floor, layer)
+    if cost is None:
+        if not math.isfinite(limit) or limit != int(limit) or not 0 <= limit <= n:
+            raise SmartpruneError(f"hard_topk: k={limit!r} is not an integer in [0, {n}]; give the number to keep")
+        least = int(forced.sum())
+        if least > limit:
+            raise SmartpruneError(
+                f"hard_topk: floor={_shown(floor)} keeps {least} blocks but k={limit!r}; lower floor or keep at least {least}"
+            )
+        return forced | _best(scores.masked_fill(forced, -math.inf), int(limit) - least)
+    if not bool(torch.isfinite(cost).all()) or float(cost.min()) < 0:
+        raise SmartpruneError(f"hard_topk: {FACTS[8]}")
+    if limit < 0:
+        raise SmartpruneError(f"hard_topk: k={limit!r} is negative; give the cost that may be spent")
+    price, room, unit = _exact(cost, limit)
+    spent = price[forced].sum().item()
+    if spent > room and layer is not None:
+        forced = _cheaper(forced, scores, price, room, layer.to(scores.device))
+        spent = price[forced].sum().item()
+    if spent > room:
+        raise SmartpruneError(
+            f"hard_topk: floor={_shown(floor)} costs {spent / unit:g} but k={limit!r}; "
+            f"lower floor or spend at least {spent / unit:g}"
+        )
+    room -= spent
+    order = scores.masked_fill(forced, math.inf).sort(descending=True, stable=True).indices[int(forced.sum()) :]
+    mask = forced.clone()
+    # A block that does not fit now never fits later; every round drops at least one distinct cost.
+    while True:
+        order = order[price[order] <= room]
+        if order.numel() == 0:
+            return mask
+        running = _running(price[order])
+        taken = int((running <= room).sum())
+        mask[order[:taken]] = True
+        room -= running[taken - 1].item()
+        order = order[taken:]
+
+
+def _running(prices: Tensor) -> Tensor:
+    """Their running sum; a GPU adds floats in another order every time, and refuses where determinism is asked for."""
+    if prices.is_floating_point():
+        return prices.cpu().cumsum(0).to(prices.device)
+    return prices.cumsum(0)
+
+
+def _best(scores: Tensor, k: int) -> Tensor:
+    if k == 0:
+        return torch.zeros_like(scores, dtype=torch.bool)
+    last = scores.topk(k).values[-1]
+    mask = scores > last
+    tied = (scores == last).nonzero().squeeze(1)
+    mask[tied[: k - int(mask.sum())]] = True
+    return mask
+
+
+def forced_blocks(scores: Tensor, floor: float | Tensor | None, layer: Tensor | None) -> Tensor:
+    """The blocks that a floor keeps whatever the limit: the best of every layer."""
+    forced = torch.zeros_like(scores, dtype=torch.bool)
+    if floor is None:
+        return forced
+    if not isinstance(layer, Tensor) or layer.shape != scores.shape or layer.is_floating_point() or int(layer.min()) < 0:
+        given = "missing" if layer is None else kind_of(layer) if isinstance(layer, Tensor) else f"a {type(layer).__name__}"
+        raise SmartpruneError(
+            f"hard_topk: floor={_shown(floor)} but layer is {given}; floor needs layer, {list(scores.shape)} integers "
+            ">= 0 saying which layer each block belongs to"
+        )
+    layer = layer.to(scores.device, torch.long)
+    sizes = torch.bincount(layer)
+    if isinstance(floor, Tensor):
+        if floor.is_floating_point() or floor.dim() != 1 or floor.numel() < sizes.numel() or bool((floor < 0).any()):
+            raise SmartpruneError(
+                f"hard_topk: floor is {kind_of(floor)}; it must be one count >= 0 for each of the {sizes.numel()} layers"
+            )
+        least = floor.to(scores.device, torch.long)[: sizes.numel()]
+        if bool((least > sizes).any()):
+            worst = int((least - sizes).argmax())
+            raise SmartpruneError(
+                f"hard_topk: floor asks for {int(least[worst])} blocks of layer {worst}, which has "
+                f"{int(sizes[worst])}; lower it to at most that"
+            )
+    else:
+        if isinstance(floor, bool) or not isinstance(floor, numbers.Real) or not 0 <= floor <= 1:
+            raise SmartpruneError(f"hard_topk: floor={floor!r} is outside [0, 1]; give a share such as 0.02")
+        share = as_fraction(floor)  # 0.02 * 150 is more than 3 in binary
+        counts = [math.ceil(share * size) for size in sizes.tolist()]
+        least = torch.tensor(counts, dtype=torch.long, device=scores.device)
+    order = scores.sort(descending=True, stable=True).indices
+    order = order[layer[order].sort(stable=True).indices]
+    first = sizes.cumsum(0) - sizes
+    home = layer[order]
+    rank = torch.arange(order.numel(), device=scores.device) - first[home]
+    forced[order] = rank < least[home]
+    return forced
+
+
+def _cheaper(forced: Tensor, scores: Tensor, price: Tensor, room: float, layer: Tensor) -> Tensor:
+    """As many blocks of every layer, of which some give way to cheaper ones until all fit, or until none is left to exchange: every
+    time where the least of the scores is lost for what is saved."""
+    out, spent = forced.clone(), price[forced].sum().item()
+    values, prices, held = scores.double().tolist(), price.tolist(), forced.tolist()
+    # by layer, kept or not, and price: blocks in the order in which they would go, or come
+    stacks: dict[int, tuple[dict[float, list[tuple[float, int]]], ...]] = {h: ({}, {}) for h in layer[forced].unique().tolist()}
+    for i, home in enumerate(layer.tolist()):
+        if home in stacks:
+            stacks[home][held[i]].setdefault(prices[i], []).append((values[i] if held[i] else -values[i], -i))
+    for sides in stacks.values():
+        for side in sides:
+            for stack in side.values():
+                heapify(stack)
+    offers = [offer for home in stacks if (offer := _exchange(home, *stacks[home])) is not None]
+    heapify(offers)
+    while spent > room and offers:
+        _, a, b, home = heappop(offers)
+        outside, inside = stacks[home]
+        heappop(inside[prices[a]])
+        heappop(outside[prices[b]])
+        heappush(inside.setdefault(prices[b], []), (values[b], -b))
+        heappush(outside.setdefault(prices[a], []), (-values[a], -a))
+        out[a], out[b] = False, True
+        spent += prices[b] - prices[a]
+        if (offer := _exchange(home, outside, inside)) is not None:
+            heappush(offers, offer)
+    return out
+
+
+def _exchange(
+    home: int, outside: dict[float, list[tuple[float, int]]], inside: dict[float, list[tuple[float, int]]]
+) -> tuple[float, int, int, int] | None:
+    """The best exchange in one layer: what is lost for what is saved, the block that goes, the one that comes, the layer."""
+    pairs = ((d, c) for d, going in inside.items() if going for c, coming in outside.items() if coming and c < d)
+    found = ((inside[d][0], outside[c][0], d - c) for d, c in pairs)
+    return min((((a[0] + b[0]) / saved, -a[1], -b[1], home) for a, b, saved in found), default=None)
+
+
+def _shown(floor: float | Tensor | None) -> str:
+    return str(floor.tolist()) if isinstance(floor, Tensor) else repr(floor)
+
+
+def _exact(cost: Tensor, limit: float) -> tuple[Tensor, float, float]:
+    """Costs and limit in a common unit of 2^-bits where that makes them integers that add without rounding."""
+    if float(cost.double().sum()) >= 2.0**62 and not cost.is_floating_point():
+        raise SmartpruneError(
+            f"hard_topk: the costs add up to {float(cost.double().sum()):.3g}, more than 2**62; use a larger unit"
+        )
+    if not cost.is_floating_point():
+        price, top = cost.long(), int(cost.sum())
+        return price, min(math.floor(limit) if math.isfinite(limit) else top, top), 1.0
+    wide = cost.double()
+    # a limit that is the sum of all costs, added in their own precision, pays for all of them
+    slack = min(torch.finfo(cost.dtype).eps, 2.0**-23) * (2 + cost.numel().bit_length())
+    limit = math.inf if limit >= float(wide.sum()) * (1 - slack) else limit
+    for bits in (0, 8, 16, 24, 32):
+        scaled = wide * 2.0**bits
+        if float(scaled.sum()) >= 2.0**62:
+            break
+        if bool((scaled == scaled.round()).all()):
+            price = scaled.long()
+            top = int(price.sum())
+            return price, min(math.floor(Fraction(limit) * 2**bits) if math.isfinite(limit) else top, top), 2.0**bits
+    return wide, limit, 1.0

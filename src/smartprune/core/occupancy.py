@@ -1,0 +1,92 @@
+"""Occupancy: which blocks of a weight hold anything but zeros, as bits and as a hash."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..errors import SmartpruneError
+from .block import Block, Grid
+
+
+def nonzero(weight: Tensor) -> Tensor:
+    """Where a stored tensor is not zero, as booleans; NaN counts as not zero, -0.0 as zero."""
+    if weight.is_meta:
+        raise SmartpruneError("the weight is on the meta device and has no values; load the model first")
+    if weight.layout is not torch.strided:  # making it dense could take any amount of memory
+        raise SmartpruneError(f"{weight.layout} weights are not dense")
+    return readable(weight) != 0
+
+
+def readable(weight: Tensor) -> Tensor:
+    """The same numbers in a form that torch compares: no quantized ones, and no 8-bit floats, which not every device knows."""
+    weight = weight.detach()
+    if weight.is_quantized:
+        weight = weight.dequantize()
+    try:
+        return weight.float() if weight.is_floating_point() and weight.element_size() == 1 else weight
+    except NotImplementedError:  # two 4-bit floats to a byte
+        raise SmartpruneError(f"torch cannot read {weight.dtype} weights; convert them first") from None
+
+
+def finite(weight: Tensor) -> bool:
+    """Whether a dense tensor is free of NaN and infinity.
+
+    >>> finite(torch.zeros(2, dtype=torch.float8_e5m2)), finite(torch.tensor([1.0, torch.nan]))
+    (True, False)
+    """
+    if weight.layout is not torch.strided or not weight.is_floating_point():
+        return True
+    return bool(readable(weight).isfinite().all())
+
+
+def occupied(grid: Grid, weight: Tensor) -> Tensor:
+    """For every block whether it holds anything but zeros, bool [n] on the CPU.
+
+    >>> occupied(Block(2, 2).grid((2, 4)), torch.tensor([[0., 0., 0., 3.], [0., 0., 0., 0.]])).tolist()
+    [False, True]
+    """
+    return grid.sum(nonzero(weight)).bool().cpu()
+
+
+def pack_bits(bits: Tensor) -> str:
+    """Booleans [n] as base64 text, eight to a byte, the first in the lowest bit."""
+    packed = np.packbits(bits.cpu().numpy(), bitorder="little").tobytes()
+    return base64.b64encode(packed).decode("ascii")
+
+
+def unpack_bits(text: str, n: int) -> Tensor:
+    """The booleans that :func:`pack_bits` wrote; anything that is not exactly ``n`` of them is refused."""
+    try:
+        data = base64.b64decode(text.encode("ascii"), validate=True)
+    except (binascii.Error, UnicodeEncodeError):
+        raise SmartpruneError("it is not base64") from None
+    if len(data) != -(-n // 8):
+        raise SmartpruneError(f"it has {len(data)} bytes, and {n} blocks take {-(-n // 8)}")
+    bits = np.unpackbits(np.frombuffer(data, dtype=np.uint8), bitorder="little")
+    if bits[n:].any():
+        raise SmartpruneError("bits behind the last block are set")
+    return torch.from_numpy(bits[:n].astype(bool))
+
+
+def map_hash(block: Block, maps: Iterable[tuple[str, Sequence[int], Tensor]]) -> str:
+    """Hash of which blocks are occupied, over (weight name, grid shape, bool [n]) in order.
+
+    SHA-256 of the line ``block 16x8x1x1``, then for every layer of the line ``layer 4x8x3x3 "conv1.weight"`` (the name
+    as a JSON text in ASCII) and of its bits, eight to a byte, the first in the lowest bit. Lines end with a line feed.
+
+    >>> map_hash(Block(16, 8), [("conv1.weight", (1, 2, 1, 1), torch.tensor([True, False]))])[:19]
+    'sha256:524932b8f4ff'
+    """
+    digest = hashlib.sha256(f"block {block}\n".encode())
+    for name, shape, bits in maps:
+        digest.update(f"layer {'x'.join(map(str, shape))} {json.dumps(name)}\n".encode())
+        digest.update(np.packbits(bits.cpu().numpy(), bitorder="little").tobytes())
+    return f"sha256:{digest.hexdigest()}"

@@ -1,0 +1,1 @@
+"""Inference time of pruned models in several engines."""

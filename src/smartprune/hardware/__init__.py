@@ -1,0 +1,1 @@
+"""What blocks cost on an NPU."""

@@ -1,0 +1,93 @@
+"""Plain keys in the state dict of a model while it is attached, so that checkpoints of a trainer are those of the model."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import SmartpruneError
+from ..pruning.pruner import Pruner
+
+LABEL = "smartprune: "  # how the key begins that says what a state dict is
+
+
+class Carrier:
+    """Keeps the keys of a model's state dict plain while it is attached. Scores are part of the pruner's state.
+
+    Weights of a search that is not over are no pruned model. Their state dict has one key more, which says so where a plain
+    model refuses it. A model that carries its pruner has its state there.
+    """
+
+    def __init__(self, pruner: Pruner, carry: bool, flexible: bool) -> None:
+        self.pruner, self.carry, self.flexible = pruner, carry, flexible
+        self.owed = False  # whether weights were loaded to which the state of the pruner is missing
+        self._found: dict[str, Any] | None = None
+        model = pruner.model
+        self._handles = [
+            model.register_state_dict_post_hook(self),
+            model.register_load_state_dict_pre_hook(self._before_load),
+            model.register_load_state_dict_post_hook(self._after_load),
+        ]
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """A search whose length is a share of the training keeps the length it started with."""
+        if self.flexible and isinstance(state.get("steps"), int):
+            self.pruner.steps = state["steps"]
+        self.pruner.load_state_dict(state)
+        self.owed = False
+
+    def _names(self, model: nn.Module) -> dict[str, Tensor]:
+        scores = {id(parameter) for parameter in self.pruner.parameters()}
+        return {name: parameter for name, parameter in model.named_parameters() if id(parameter) in scores}
+
+    def __call__(self, model: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
+        if self.pruner.phase == "baked":
+            return
+        for name in self._names(model):
+            state_dict.pop(prefix + name, None)
+        if self.pruner.phase == "search" or self.carry:
+            state_dict[prefix + self._label()] = _packed(self.pruner.state_dict() if self.carry else {})
+
+    def _label(self) -> str:
+        if self.pruner.phase != "search":
+            return f"{LABEL}resumes the fine-tuning of pruned weights, whose removed blocks are zero; a plain model needs it not"
+        return (
+            f"{LABEL}saved at step {self.pruner.count} of the search, when no block was removed yet; resume the training with it, "
+            "or load a checkpoint that was saved after the search"
+        )
+
+    def _before_load(self, model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        if self.pruner.phase == "baked":
+            return
+        labels = [key for key in state_dict if key.startswith(prefix + LABEL)]
+        states = [_unpacked(state_dict.pop(key)) for key in labels]
+        self._found = next((state for state in states if state), None)
+        for name, parameter in self._names(model).items():
+            state_dict.setdefault(prefix + name, parameter.detach().clone())
+        self.owed = True
+
+    def _after_load(self, model: nn.Module, incompatible: Any) -> None:
+        if self._found is not None:
+            found, self._found = self._found, None
+            self.restore(found)
+
+
+def _packed(state: dict[str, Any]) -> Tensor:
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+
+
+def _unpacked(packed: Tensor) -> dict[str, Any]:
+    try:
+        state = torch.load(io.BytesIO(packed.cpu().numpy().tobytes()), map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise SmartpruneError(f"load_state_dict(): the state of the pruner in the checkpoint is damaged ({error})") from None
+    return state if isinstance(state, dict) else {}

@@ -1,0 +1,1 @@
+"""Attaching masks to a model, following its training, and hardening the mask."""

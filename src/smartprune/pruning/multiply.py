@@ -1,0 +1,335 @@
+"""Masks on weights: every layer's ``weight * mask`` in one differentiable step.
+
+The multiply expands the mask along a weight's inner axes only (one value per column of a row of blocks) and broadcasts
+it over the rows of a block, so it runs near the speed of a plain elementwise product; its backward gives the weights'
+gradient and the per-block sums that the scores need (paper, equation 6, in the form of Algorithm 1). On CUDA kernels
+(``masking_triton.py``) do the same.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core.block import Grid, spread
+from ..core.sharding import is_sharded, part
+from ..core.sharding import rows as own_rows
+from ..errors import SmartpruneError
+
+CHUNK = 1 << 22  # elements: layers are multiplied in runs of about this size, so that gradients become ready in pieces
+BACKEND = os.environ.get("SMARTPRUNE_MASKING", "auto")  # auto (fused kernels on CUDA), torch or triton
+
+
+class Rows:
+    """One weight seen as rows of blocks in the order in which it lies in memory."""
+
+    def __init__(self, grid: Grid, order: tuple[int, ...]) -> None:
+        self.grid = Grid(tuple(grid.axes[i] for i in order))
+        self.stored = grid.shape
+        self.order = order
+        self.back = tuple(order.index(i) for i in range(len(order)))
+        first = self.grid.axes[0]
+        self.parts, self.length, self.step, self.count = first.parts, first.length, first.step, first.per_part
+        self.width = math.prod(axis.size for axis in self.grid.axes[1:])
+        self.full = self.length // self.step
+
+    @staticmethod
+    def order_of(weight: Tensor) -> tuple[int, ...]:
+        """The axes from the slowest to the fastest in memory; plain order unless that is another dense layout."""
+        axes = tuple(range(weight.dim()))
+        if weight.is_contiguous():
+            return axes
+        stride = weight.stride()
+        order = tuple(sorted(axes, key=lambda i: -stride[i]))
+        return order if order[0] == 0 and weight.permute(order).is_contiguous() else axes
+
+    def view(self, tensor: Tensor) -> Tensor:
+        """[parts, length, width], without a copy where the tensor lies in this order."""
+        return tensor.permute(self.order).reshape(self.parts, self.length, self.width)
+
+    def columns(self, mask: Tensor) -> Tensor:
+        """The mask of this layer, [n], as one value per row of blocks and column: [parts, count, width]."""
+        out = mask.reshape(self.stored).permute(self.order)
+        for i in range(1, len(self.grid.axes)):
+            out = spread(out, i, self.grid.axes[i])
+        return out.reshape(self.parts, self.count, self.width)
+
+    def multiply(self, tensor: Tensor, columns: Tensor, out: Tensor) -> None:
+        """``out = tensor * columns``, row by row of blocks; all [parts, length, width] but columns."""
+        edge = self.full * self.step
+        if self.full:
+            split = (self.full, self.step)
+            torch.mul(
+                tensor[:, :edge].unflatten(1, split),
+                columns[:, : self.full, None],
+                out=out[:, :edge].unflatten(1, split),
+            )
+        if edge < self.length:
+            torch.mul(tensor[:, edge:], columns[:, self.full :], out=out[:, edge:])
+
+    def inner(self, a: Tensor, b: Tensor) -> Tensor:
+        """Sum of ``a * b`` over every block, [n]; a and b are [parts, length, width]."""
+        dtype = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)
+        product = a.to(dtype) * b.to(dtype)
+        edge = self.full * self.step
+        sums = product[:, :edge].unflatten(1, (self.full, self.step)).sum(2)
+        if edge < self.length:
+            sums = torch.cat([sums, product[:, edge:].sum(1, keepdim=True)], 1)
+        out = sums.reshape(self.grid.axes[0].count, *(axis.size for axis in self.grid.axes[1:]))
+        tail = Grid((type(self.grid.axes[0])(1, out.shape[0], 1), *self.grid.axes[1:]))
+        return tail.sum(out).reshape(self.grid.shape).permute(self.back).reshape(-1)
+
+
+class Masking:
+    """The masked multiply of a list of weights."""
+
+    def __init__(self, grids: Sequence[Grid]) -> None:
+        self.grids = list(grids)
+        self.starts = [0]
+        for grid in self.grids:
+            self.starts.append(self.starts[-1] + grid.n)
+        self.chunks = self._chunks()
+        self._rows: dict[tuple[int, tuple[int, ...]], Rows] = {}
+        self.fused: dict[Any, Any] = {}  # what masking_triton.py has prepared
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "fused": {}}
+
+    def _chunks(self) -> list[tuple[int, int]]:
+        out, first, size = [], 0, 0
+        for i, grid in enumerate(self.grids):
+            size += math.prod(grid.weight_shape)
+            if size >= CHUNK or i == len(self.grids) - 1:
+                out.append((first, i + 1))
+                first, size = i + 1, 0
+        return out
+
+    def rows(self, i: int, weight: Tensor) -> Rows:
+        order = Rows.order_of(weight)
+        rows = self._rows.get((i, order))
+        if rows is None:
+            rows = self._rows[i, order] = Rows(self.grids[i], order)
+        return rows
+
+    def piece(self, mask: Tensor, i: int) -> Tensor:
+        return mask[self.starts[i] : self.starts[i + 1]]
+
+    def apply(
+        self,
+        mask: Tensor,
+        weights: Sequence[Tensor],
+        through: bool = False,
+        dtypes: Sequence[torch.dtype | None] | None = None,
+    ) -> list[Tensor]:
+        """``weight * mask`` for every weight, differentiable in both; mask: [n].
+
+        With ``through``, a weight's gradient is that of the product, unmasked (straight-through). ``dtypes`` are those
+        of the products where they differ from the weights': the product is rounded once.
+        """
+        fused = _fused(mask, weights)
+        pieces = mask.split([self.starts[last] - self.starts[first] for first, last in self.chunks]) if fused else ()
+        out: list[Tensor] = []
+        for k, (first, last) in enumerate(self.chunks):
+            some, kinds = weights[first:last], None if dtypes is None else dtypes[first:last]
+            runs = fused.runs(self, range(first, last), some, kinds, first) if fused else None
+            if runs is not None:
+                out += fused.Fused.apply(pieces[k], runs, first, through, False, len(some), *some)
+            else:
+                piece = mask[self.starts[first] : self.starts[last]]
+                out += _cast(_Multiply.apply(piece, self, first, through, *some), kinds)  # type: ignore[no-untyped-call]
+        return out
+
+    def one(self, mask: Tensor, i: int, weight: Tensor, through: bool, held: bool) -> Tensor:
+        """:meth:`apply`, or :meth:`hold`, for the weight number i alone: where no two weights are whole at the same time."""
+        piece = self.piece(mask, i)
+        made = _Hold.apply(piece, self, i, 1, weight) if held else _Multiply.apply(piece, self, i, through, weight)  # type: ignore[no-untyped-call]
+        out: Tensor = made[0]
+        return out
+
+    def hold(
+        self,
+        mask: Tensor,
+        weights: Sequence[Tensor],
+        idle: Sequence[Tensor] = (),
+        dtypes: Sequence[torch.dtype | None] | None = None,
+    ) -> list[Tensor]:
+        """Weights whose removed blocks are zero already: passed on as they are, with gradients for kept blocks only.
+
+        ``idle`` tensors get a gradient of zero: DDP wants one for every parameter. ``dtypes`` as in :meth:`apply`.
+        """
+        fused = _fused(mask, weights)
+        out: list[Tensor] = []
+        for first, last in self.chunks:
+            piece = mask[self.starts[first] : self.starts[last]]
+            some, kinds = weights[first:last], None if dtypes is None else dtypes[first:last]
+            more = idle if first == 0 else ()
+            runs = fused.runs(self, range(first, last), some, kinds, first) if fused else None
+            if runs is not None:
+                out += fused.Fused.apply(piece, runs, first, False, True, len(some), *some, *more)
+            else:
+                held = _Hold.apply(piece, self, first, last - first, *some, *more)  # type: ignore[no-untyped-call]
+                out += _cast(held, kinds)
+        return out
+
+    @torch.no_grad()
+    def multiply_(self, mask: Tensor, weights: Sequence[Tensor], layers: Sequence[int] | None = None) -> None:
+        """``weight *= mask`` in place; the weights are those of ``layers``, or all. mask: [n] in any case."""
+        layers = range(len(weights)) if layers is None else layers
+        fused = _fused(mask, weights)
+        runs = fused.runs(self, layers, weights, None, 0) if fused and not is_sharded(weights[0]) else None
+        if runs is not None:
+            fused.multiply_(runs, mask, weights)
+            return
+        for i, weight in zip(layers, weights, strict=True):
+            self.multiply_one_(self.piece(mask, i), i, weight)
+
+    @torch.no_grad()
+    def multiply_one_(self, piece: Tensor, i: int, weight: Tensor) -> None:
+        """``weight *= piece`` in place, for the weight number i; piece: the mask of its blocks."""
+        piece = piece.to(weight.device)
+        if is_sharded(weight):
+            part(weight).mul_(self.grids[i].expand(piece)[own_rows(weight)])
+            return
+        rows = self.rows(i, weight)
+        view = rows.view(weight.detach())
+        if view.data_ptr() == weight.data_ptr():
+            rows.multiply(view, rows.columns(piece), view)
+        else:
+            weight.mul_(self.grids[i].expand(piece))
+
+    def block_inner(self, a: Sequence[Tensor | None], b: Sequence[Tensor]) -> Tensor:
+        """Sum of ``a * b`` over every block of every weight, [n]; None counts as zero."""
+        parts = []
+        for i, (x, y) in enumerate(zip(a, b, strict=True)):
+            if x is None:
+                parts.append(torch.zeros(self.grids[i].n, device=y.device))
+            else:
+                rows = self.rows(i, y)
+                parts.append(rows.inner(rows.view(x), rows.view(y)).to(torch.float32))
+        return torch.cat(parts)
+
+
+class _Multiply(torch.autograd.Function):
+    """weight * mask for a run of layers. What backward needs is kept on ctx, not in saved tensors, so that backward may
+    pass more than once (reentrant activation checkpointing does, once per segment)."""
+
+    @staticmethod
+    def forward(ctx: Any, mask: Tensor, masking: Masking, first: int, through: bool, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.masking, ctx.first, ctx.through = masking, first, through
+        ctx.weights = [weight.detach() for weight in weights]
+        ctx.versions = [weight._version for weight in weights]
+        ctx.columns = []
+        out = []
+        for j, weight in enumerate(weights):
+            rows = masking.rows(first + j, weight)
+            start = masking.starts[first + j] - masking.starts[first]
+            columns = rows.columns(mask[start : start + rows.grid.n])
+            out.append(_masked_like(rows, rows.view(weight), columns, weight))
+            ctx.columns.append(columns if ctx.needs_input_grad[4 + j] and not through else None)
+        return tuple(out)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        masking: Masking = ctx.masking
+        sums: list[Tensor] = []
+        out: list[Tensor | None] = []
+        for j, (grad, weight) in enumerate(zip(grads, ctx.weights, strict=True)):
+            i = ctx.first + j
+            if weight._version != ctx.versions[j]:
+                raise SmartpruneError(
+                    f"weight {i} of the pruned layers was changed in place between forward and backward, so its "
+                    "gradient would be wrong; call backward() before optimizer.step(), pruner.step() and pruner.freeze()"
+                )
+            if grad is None:
+                out.append(None)
+                if ctx.needs_input_grad[0]:
+                    sums.append(torch.zeros(masking.grids[i].n, device=weight.device))
+                continue
+            rows = masking.rows(i, weight)
+            view = rows.view(grad)
+            if ctx.needs_input_grad[0]:
+                sums.append(rows.inner(view, rows.view(weight)).to(torch.float32))
+            if not ctx.needs_input_grad[4 + j]:
+                out.append(None)
+            elif ctx.through:
+                out.append(grad)
+            else:
+                out.append(_masked_like(rows, view, ctx.columns[j], weight))
+        return (torch.cat(sums) if sums else None, None, None, None, *out)
+
+
+class _Hold(torch.autograd.Function):
+    """Passes weights on unchanged; gradients of removed blocks are zero."""
+
+    @staticmethod
+    def forward(ctx: Any, mask: Tensor, masking: Masking, first: int, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.masking, ctx.first, ctx.mask = masking, first, mask
+        ctx.like = [tensor.detach() for tensor in tensors[:count]]
+        ctx.idle = [tensor.detach() for tensor in tensors[count:]]
+        return tuple(tensor.view_as(tensor) for tensor in tensors[:count])
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        out: list[Tensor | None] = []
+        for j, grad in enumerate(grads):
+            if grad is None or not ctx.needs_input_grad[4 + j]:
+                out.append(None)
+                continue
+            rows = ctx.masking.rows(ctx.first + j, ctx.like[j])
+            start = ctx.masking.starts[ctx.first + j] - ctx.masking.starts[ctx.first]
+            columns = rows.columns(ctx.mask[start : start + rows.grid.n])
+            out.append(_masked_like(rows, rows.view(grad), columns, ctx.like[j]))
+        return (None, None, None, None, *out, *(torch.zeros_like(tensor) for tensor in ctx.idle))
+
+
+def _masked_like(rows: Rows, view: Tensor, columns: Tensor, like: Tensor) -> Tensor:
+    """``view * columns`` as a tensor that lies in memory as ``like`` does."""
+    out = torch.empty_like(like)
+    target = rows.view(out)
+    if target.data_ptr() != out.data_ptr():  # an unusual layout: no view of it in rows
+        out = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+        target = rows.view(out)
+    rows.multiply(view, columns, target)
+    return out
+
+
+def _cast(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype | None] | None) -> Sequence[Tensor]:
+    if dtypes is None:
+        return tensors
+    return [tensor.to(dtype or tensor.dtype) for tensor, dtype in zip(tensors, dtypes, strict=True)]
+
+
+def kernels(mask: Tensor) -> Any:
+    """The module with the fused kernels where they serve this mask, else None; on the CPU only interpreted."""
+    if BACKEND not in ("auto", "torch", "triton"):
+        raise SmartpruneError(f"masking: SMARTPRUNE_MASKING={BACKEND!r} is unknown; use auto, torch or triton")
+    if BACKEND == "torch" or not (mask.is_cuda or BACKEND == "triton"):
+        return None
+    if mask.dtype not in (torch.float32, torch.bool) or not mask.is_contiguous():
+        return None
+    module = _kernels()
+    return module if module is not None and (mask.is_cuda or module.INTERPRETED) else None
+
+
+def _fused(mask: Tensor, weights: Sequence[Tensor]) -> Any:
+    return kernels(mask) if weights and mask.device == weights[0].device else None
+
+
+@lru_cache(maxsize=1)
+def _kernels() -> Any:
+    if importlib.util.find_spec("triton") is None:
+        return None
+    from . import multiply_triton as masking_triton
+
+    return masking_triton

@@ -1,0 +1,66 @@
+"""Telemetry: what a search is doing, measured on the device at every step and read only when somebody asks."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from . import multiply as masking
+
+UNDECIDED = 0.01  # a mask between this and one minus this is undecided
+
+
+class Telemetry:
+    """The last step's measurements, kept on the device; ``read`` is the only function that waits for it."""
+
+    def __init__(self, starts: list[int], keep: float) -> None:
+        self.starts = starts
+        self.keep = max(keep, 1.0)
+        self.values: Tensor | None = None
+        self.side: Tensor | None = None  # bool [n]: on which side of one half each block is
+
+    def to(self, device: torch.device) -> None:
+        self.values = None if self.values is None else self.values.to(device)
+        self.side = None if self.side is None else self.side.to(device)
+
+    def load(self, side: Tensor | None, values: Tensor | None, device: torch.device) -> None:
+        """Takes over what another one measured last."""
+        self.side = None if side is None else side.to(device, copy=True)
+        self.values = None if values is None else values.to(device, copy=True)
+
+    def measure(self, mask: Tensor) -> None:
+        """Undecided blocks, blocks that changed sides since the last step, distance to the hard mask, kept by layer."""
+        mask = mask.detach()
+        before = None if self.side is None else self.side.to(mask.device)
+        kernels = masking.kernels(mask)
+        if kernels is not None and mask.dtype == torch.float32:
+            self.values, self.side = kernels.measure(mask, before, UNDECIDED, 2 * self.keep)
+            return
+        self.side = mask > 0.5
+        away = torch.minimum(mask, 1 - mask)  # distance to the side the block is on
+        undecided = (away > UNDECIDED).sum()
+        changed = torch.zeros_like(undecided) if before is None else (self.side ^ before).sum()
+        self.values = torch.stack([undecided.to(away.dtype), changed.to(away.dtype), away.sum() / (2 * self.keep)])
+
+    def read(self) -> dict[str, object]:
+        """The last measurement as plain numbers."""
+        if self.values is None or self.side is None:
+            return {"undecided": 0, "changed": 0, "gap": 0.0, "kept": []}
+        values = self.values if self.values.dim() == 1 else self.values.double().sum(0)  # a kernel leaves partial sums
+        undecided, changed, gap = values.tolist()
+        total = [0, *self.side.to("cpu", torch.int64).cumsum(0).tolist()]
+        kept = [total[stop] - total[start] for start, stop in pairwise(self.starts)]
+        return {"undecided": int(undecided), "changed": int(changed), "gap": gap, "kept": kept}
+
+
+def theorem_3_7(scores: Tensor, theta: float, tau: float, step: int) -> dict[str, float | bool]:
+    """The paper's condition for convergence, ``tau(s) <= min((m_i - theta)^2, |m_i - theta| / s)`` for every block i.
+
+    Paper: it bounds the trajectory and not just the schedule, and is out of reach in practice (a block at the threshold would
+    need tau = 0); so this is a diagnostic: the largest temperature that would satisfy it now, and whether tau does.
+    """
+    nearest = float((scores.detach().double() - theta).abs().min())
+    bound = min(nearest**2, nearest / max(step, 1))
+    return {"nearest": nearest, "bound": bound, "holds": tau <= bound}

@@ -1,0 +1,1 @@
+"""A recorded graph as steps of the runtime."""

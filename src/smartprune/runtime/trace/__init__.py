@@ -1,0 +1,1 @@
+"""What a model computes, recorded as a graph."""

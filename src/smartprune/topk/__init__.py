@@ -1,0 +1,267 @@
+"""Soft and hard top-k over one vector of block scores, with an exact sum.
+
+Three solvers share one backward formula: a chunked one for the CPU (`topk_cpu.py`), a fused kernel for CUDA
+(`topk_triton.py`), and plain tensor operations (`topk_torch.py`), used on CUDA where Triton is missing or
+SMARTPRUNE_TOPK=torch. All keep the threshold as pivot + delta: the pivot is representable in the dtype of the scores
+and subtracted first, because a threshold alone loses its fraction as soon as |score| is much larger than tau.
+"""
+
+import importlib.util
+import math
+import numbers
+import os
+from functools import lru_cache
+from types import ModuleType
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from ..core.hard import FACTS, TAU_RANGE, check_vectors, hard_topk, kind_of
+from ..errors import SmartpruneError
+from . import cpu as topk_cpu
+from . import eager as topk_torch
+from .eager import check_device, flags, scalar
+
+__all__ = ["check_device", "hard_topk", "soft_topk"]
+
+BACKEND = os.environ.get("SMARTPRUNE_TOPK", "auto")  # auto, triton or torch; the CPU solver serves auto only
+
+
+def soft_topk(
+    scores: Tensor, k: float | Tensor, tau: float | Tensor, cost: Tensor | None = None, *, warm: Tensor | None = None
+) -> Tensor:
+    """Mask in [0, 1] with a given sum: mask = sigmoid((scores - theta) / tau), sum(cost * mask) = k, to about 5e-7 of k for
+    float32 scores and to rounding for float64.
+
+    scores [N] may be float64, float32, bfloat16 or float16; the mask is float64 for float64 scores and float32
+    otherwise, also under autocast. cost [N] >= 0 defaults to ones and gets no gradient. k and tau are numbers or
+    0-dim tensors; tensors on a CUDA device are read there, without waiting. The gradient is Proposition 3.2,
+    dx = v / tau * (g - cost * sum(v g) / sum(cost v)) with v = sigmoid'(z), and zero where every block is decided
+    (sum(cost v) <= 1e-20 sum(cost)). warm, a float64 tensor [2] holding (pivot, delta) with theta = pivot + delta,
+    is where the search starts (NaN: nowhere) and receives the solution. warm [2, 2] is read in row 0 and written in
+    row 1: calls with the same inputs then start at the same place and give the same bits.
+
+    >>> scores = torch.tensor([0.1, 0.4, 0.2, 0.3], requires_grad=True)
+    >>> mask = soft_topk(scores, 2, tau=0.1)
+    >>> mask.detach()  # two of four; theta = 0.25 by symmetry
+    tensor([0.1824, 0.8176, 0.3775, 0.6225])
+    >>> mask[1].backward()
+    >>> scores.grad.sum().abs() < 1e-6  # what one block gains the others lose
+    tensor(True)
+    """
+    if torch.compiler.is_compiling():
+        return _compiled(scores, k, tau, cost, warm)
+    k, tau = _check(scores, k, tau, cost, warm)
+    if scores.requires_grad and torch.is_grad_enabled():
+        mask: Tensor = _SoftTopk.apply(scores, k, tau, cost, warm)  # type: ignore[no-untyped-call]
+        return mask
+    return _forward(scores, k, tau, cost, warm, False)[0]
+
+
+class _SoftTopk(torch.autograd.Function):
+    # What backward needs lives in plain attributes: reentrant checkpointing passes here once per segment.
+    @staticmethod
+    def forward(
+        ctx: Any, scores: Tensor, k: float | Tensor, tau: float | Tensor, cost: Tensor | None, warm: Tensor | None
+    ) -> Tensor:
+        mask, ctx.kept = _forward(scores, k, tau, cost, warm, True)
+        ctx.scores, ctx.version = scores, scores._version
+        used = ctx.kept[2]
+        ctx.cost = cost if cost is not None and used is not None and used.data_ptr() == cost.data_ptr() else None  # no copy of it
+        ctx.cost_version = 0 if ctx.cost is None else ctx.cost._version
+        return mask
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # create_graph
+            return _Once.apply(ctx, grad, ctx.scores), None, None, None, None  # type: ignore[no-untyped-call]
+        return _gradient(ctx, grad), None, None, None, None
+
+
+class _Once(torch.autograd.Function):
+    """The gradient as something that depends on scores, so that a second derivative raises and is not taken for zero."""
+
+    @staticmethod
+    def forward(ctx: Any, first: Any, grad: Tensor, scores: Tensor) -> Tensor:
+        return _gradient(first, grad.detach())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> NoReturn:
+        raise SmartpruneError(
+            "soft_topk: its gradient can be taken once, and this asks for the gradient of that; leave the mask out of what is "
+            "differentiated twice (detach it, or take gradients with respect to inputs)"
+        )
+
+
+_Kept = tuple[ModuleType, Tensor, Tensor | None, Any]  # solver, scores and costs as it used them, its state
+
+
+def _gradient(ctx: Any, grad: Tensor) -> Tensor:
+    solver, x, c, state = ctx.kept
+    scores: Tensor = ctx.scores
+    if x is scores and ctx.version != scores._version:  # a copy cannot be modified in place
+        raise SmartpruneError(
+            "soft_topk: scores were modified in place between forward and backward; backward must see them "
+            "unchanged: call optimizer.step() after backward()"
+        )
+    if ctx.cost is not None and ctx.cost_version != ctx.cost._version:
+        raise SmartpruneError(
+            "soft_topk: cost was modified in place between forward and backward; backward must see it unchanged: give a copy"
+        )
+    out: Tensor = solver.backward(x, grad if grad.is_contiguous() else grad.contiguous(), c, state)
+    return _finite(out.to(scores.dtype))
+
+
+def _finite(grad: Tensor) -> Tensor:
+    """A gradient that is too large for float16 becomes its largest number; NaN stays."""
+    return grad.nan_to_num_(math.nan) if grad.dtype is torch.float16 else grad
+
+
+def _forward(
+    scores: Tensor, k: float | Tensor, tau: float | Tensor, cost: Tensor | None, warm: Tensor | None, keep: bool
+) -> tuple[Tensor, _Kept]:
+    solver, x, c = _prepare(scores, cost)
+    if solver.__name__ == _TRITON:
+        mask, state = solver.forward(x, k, tau, c, warm, keep)
+    else:
+        mask, c, state = solver.forward(x, k, tau, c, warm)
+    return mask, (solver, x, c, state)
+
+
+def _prepare(scores: Tensor, cost: Tensor | None) -> tuple[ModuleType, Tensor, Tensor | None]:
+    """The solver, and scores and costs as it takes them."""
+    if BACKEND == "auto" and scores.is_cpu:
+        solver: ModuleType = topk_cpu
+    elif BACKEND == "triton" or (BACKEND == "auto" and scores.is_cuda and _has_triton()):
+        solver = _triton()
+    elif BACKEND in ("auto", "torch"):
+        solver = topk_torch
+    else:
+        raise SmartpruneError(f"soft_topk: SMARTPRUNE_TOPK={BACKEND!r} is unknown; use auto, torch or triton")
+    x = scores
+    dtype = torch.float64 if x.dtype is torch.float64 else torch.float32
+    if solver.__name__ == _TRITON:
+        if cost is not None and cost.dtype is not dtype:
+            cost = cost.to(dtype)
+    elif x.dtype is not dtype:
+        x = x.to(dtype)
+    if not x.is_contiguous():
+        x = x.contiguous()
+    if cost is not None:
+        cost = cost.detach() if cost.requires_grad else cost
+        cost = cost if cost.is_contiguous() else cost.contiguous()
+    return solver, x, cost
+
+
+_TRITON = f"{__package__}.triton"
+
+
+@lru_cache(maxsize=1)
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+@lru_cache(maxsize=1)
+def _triton() -> ModuleType:
+    return importlib.import_module(_TRITON)
+
+
+# Under torch.compile: one opaque node, no graph break, and nothing to recompile while tau cools in a tensor.
+
+
+def _compiled(scores: Tensor, k: float | Tensor, tau: float | Tensor, cost: Tensor | None, warm: Tensor | None) -> Tensor:
+    start, last = topk_cpu.rows(warm)
+    if start is None:
+        start = scores.new_full((2,), math.nan, dtype=torch.float64)
+    mask: Tensor
+    mask, end, _ = _node(scores, scalar(k, scores.device), scalar(tau, scores.device), cost, start)
+    if last is not None:
+        last.copy_(end.detach())
+    return mask
+
+
+@torch.library.custom_op("smartprune::soft_topk", mutates_args=())
+def _node(scores: Tensor, k: Tensor, tau: Tensor, cost: Tensor | None, warm: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    end = warm.clone()
+    mask, (_, _, _, state) = _forward(scores, *_check(scores, k, tau, cost, end), cost, end, True)
+    return mask, end, state if isinstance(state, Tensor) else torch.tensor((*state, 0.0), dtype=torch.float64, device="cpu")
+
+
+@torch.library.custom_op("smartprune::soft_topk_backward", mutates_args=())
+def _node_backward(scores: Tensor, grad: Tensor, cost: Tensor | None, state: Tensor) -> Tensor:
+    solver, x, c = _prepare(scores, cost)
+    known = tuple(state[:3].tolist()) if solver is topk_cpu else state
+    out: Tensor = solver.backward(x, grad.contiguous(), None if c is None else c.to(grad.dtype), known)
+    return _finite(out.to(scores.dtype))
+
+
+@_node.register_fake
+def _(scores: Tensor, k: Tensor, tau: Tensor, cost: Tensor | None, warm: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    dtype = torch.float64 if scores.dtype == torch.float64 else torch.float32
+    mask = torch.empty(scores.shape, dtype=dtype, device=scores.device)
+    return mask, torch.empty_like(warm), warm.new_empty(4)
+
+
+@_node_backward.register_fake
+def _(scores: Tensor, grad: Tensor, cost: Tensor | None, state: Tensor) -> Tensor:
+    return torch.empty(scores.shape, dtype=scores.dtype, device=scores.device)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    ctx.save_for_backward(inputs[0], inputs[3], output[2])
+
+
+def _node_gradient(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor, None, None, None, None]:
+    scores, cost, state = ctx.saved_tensors
+    return _node_backward(scores, grad, cost, state), None, None, None, None
+
+
+_node.register_autograd(_node_gradient, setup_context=_keep)
+
+
+# Checks.
+
+
+def _check(
+    scores: Tensor, k: float | Tensor, tau: float | Tensor, cost: Tensor | None, warm: Tensor | None
+) -> tuple[float | Tensor, float | Tensor]:
+    """Everything that can be known without reading CUDA memory; k and tau as float unless they live there."""
+    check_vectors("soft_topk", scores, cost)
+    device = scores.device
+    if warm is not None and not (
+        warm.dtype is torch.float64
+        and warm.shape in ((2,), (2, 2))
+        and warm.device == device
+        and warm.is_contiguous()
+        and not warm.requires_grad
+    ):
+        raise SmartpruneError(
+            f"soft_topk: warm is {kind_of(warm)}; it must be float64 [2] on {device}, or [2, 2], contiguous and without "
+            "gradient: make it with torch.full((2,), math.nan, dtype=torch.float64)"
+        )
+    if type(k) is not float:
+        k = _number("k", k, device)
+    if type(tau) is not float:
+        tau = _number("tau", tau, device)
+    if type(tau) is float and not TAU_RANGE[0] <= tau <= TAU_RANGE[1]:
+        raise SmartpruneError(f"soft_topk: tau={tau!r}: {FACTS[2]}")
+    if type(k) is float and not (0 <= k <= scores.numel() if cost is None else 0 <= k < math.inf):
+        topk_cpu.refuse_k(k, scores.numel() if cost is None else None)
+    if flags:
+        flag = flags.get(scores.get_device())
+        if flag is not None and flag[1][0]:
+            check_device(device)
+    return k, tau
+
+
+def _number(name: str, value: float | Tensor, device: torch.device) -> float | Tensor:
+    if isinstance(value, Tensor):
+        if value.dim() != 0:
+            raise SmartpruneError(f"soft_topk: {name} is {kind_of(value)}; give a number or a 0-dim tensor")
+        if value.device == device and device.type != "cpu":
+            return value.detach() if value.requires_grad else value
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise SmartpruneError(f"soft_topk: {name}={value!r} is not a number; give a number or a 0-dim tensor")
+    return float(value)

@@ -1,0 +1,904 @@
+"""ONNX: files of ours are sound, and files of anybody are read."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import json
+import math
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import prune
+
+import smartprune as sp
+from helpers import zoo
+from helpers.baked import baked
+from helpers.jobs import run
+from smartprune.artifacts import onnx_read as onnxfile
+from smartprune.artifacts.onnx_read import read_onnx
+from smartprune.artifacts.source import read_source
+from smartprune.cli import main
+from smartprune.core.block import Block
+from smartprune.pruning.receipt import make_receipt
+
+onnx = pytest.importorskip("onnx", reason="onnx is not installed")
+runtime = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
+pytest.importorskip("onnxscript", reason="onnxscript is not installed")
+
+from onnx import TensorProto, helper, numpy_helper  # noqa: E402
+
+PAGE = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
+
+
+def ran(path: Path, x: Tensor) -> Tensor:
+    session = runtime.InferenceSession(path.read_bytes(), providers=["CPUExecutionProvider"])
+    return torch.from_numpy(session.run(None, {session.get_inputs()[0].name: x.numpy()})[0])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("onnx")
+
+
+@pytest.fixture(scope="module")
+def made(folder: Path) -> dict[str, tuple[nn.Module, sp.Receipt, Any, Path]]:
+    """Three models, exported once: batch normalization, groups, transposed convolutions, matrices."""
+    out = {}
+    for name in ("mobilenet_block", "transformer_block", "unet"):
+        torch.manual_seed(0)
+        model, receipt = baked(name)
+        with torch.no_grad():
+            for module in model.modules():
+                if isinstance(module, nn.BatchNorm2d):  # as if trained
+                    for tensor in (module.weight, module.bias, module.running_mean):
+                        tensor.normal_()
+                    module.running_var.uniform_(0.5, 2)
+        path = folder / f"{name}.onnx"
+        model.train()
+        out[name] = (model, receipt, sp.export_onnx(model, path, zoo.SMALL[name]()[1], receipt=receipt), path)
+    return out
+
+
+# --- what is written
+
+
+@pytest.mark.parametrize("name", ["mobilenet_block", "transformer_block", "unet"])
+def test_the_file_is_the_model(name: str, made: Any) -> None:
+    model, receipt, done, path = made[name]
+    assert model.training  # as it was
+    graph = onnx.load(path)
+    onnx.checker.check_model(graph, full_check=True)
+    assert not any(node.op_type == "BatchNormalization" for node in graph.graph.node)
+    assert done.batchnorms == 0
+    plain = copy.deepcopy(model).eval()
+    for batch in (1, 2, 7):
+        x = torch.randn(batch, 3, 8, 8)
+        with torch.no_grad():
+            wanted = plain(x)
+        assert (ran(path, x) - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+    assert 0 <= done.difference <= 1e-5 * done.scale
+    found = sp.verify(path)
+    assert found.ok, str(found)
+    assert found.mask_hash == receipt.mask_hash
+    assert found.zero == receipt.blocks.removed
+    assert done.blocks.removed == sp.verify(model, block=(4, 4)).zero
+    assert json.loads(json.dumps(done.to_json()))["blocks"]["removed"] == done.blocks.removed
+    assert "each removed block was found zero" in str(done)
+
+
+def test_no_paths_of_this_machine(made: Any) -> None:
+    for _, _, _, path in made.values():
+        data = path.read_bytes()
+        assert b"/zoo.py" not in data
+        assert b"stack_trace" not in data
+        assert str(Path.cwd()).encode() not in data
+
+
+def test_the_mask_file(made: Any) -> None:
+    """The documented reader against a slow loop over the numbers of the ONNX file."""
+    scope: dict[str, Any] = {}
+    exec(next(text for text in re.findall(r"```python\n(.*?)```", PAGE, re.S) if "def read_mask" in text), scope)
+    for name, (_, _, done, path) in made.items():
+        arrays = {tensor.name: numpy_helper.to_array(tensor) for tensor in onnx.load(path).graph.initializer}
+        mask = scope["read_mask"](done.mask_path)
+        entries = {entry["name"]: entry for entry in json.loads(Path(done.mask_path).read_text())["weights"]}
+        assert len(mask) == 6, name
+        for weight, present in mask.items():
+            array, entry = arrays[weight], entries[weight]
+            assert list(array.shape) == entry["shape"]
+            assert entry["present"] == present.sum()
+            part = array.shape[0] // entry["groups"]
+            per = math.ceil(part / 4)
+            expected = np.zeros(present.shape, dtype=bool)
+            for index, value in np.ndenumerate(array):
+                group, inner = divmod(index[0], part)
+                expected[(group * per + inner // 4, index[1] // 4, *index[2:])] |= value != 0
+            assert np.array_equal(present, expected), (name, weight)
+    turned, matrix, grouped = (
+        _entry(made, *where)
+        for where in (("unet", "up1.weight"), ("transformer_block", "mlp.0.weight"), ("mobilenet_block", "grouped.weight"))
+    )
+    assert (turned["node"], turned["transposed"]) == ("ConvTranspose", True)
+    assert (matrix["node"], matrix["transposed"], matrix["shape"]) == ("MatMul", True, [16, 36])
+    assert (grouped["node"], grouped["transposed"], grouped["groups"]) == ("Conv", False, 2)
+    fields = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", PAGE.split("# The mask file")[1].split("An entry:")[1], re.M)
+    assert sorted(re.findall(r"\w+", " ".join(fields))) == sorted(turned)
+
+
+def _entry(made: Any, name: str, weight: str) -> dict[str, Any]:
+    weights = json.loads(Path(made[name][2].mask_path).read_text())["weights"]
+    return next(entry for entry in weights if entry["name"] == weight)
+
+
+def test_int8(made: Any, folder: Path) -> None:
+    model, receipt, _, _ = made["unet"]
+    path = folder / "int8.onnx"
+    torch.manual_seed(1)
+    batches = [torch.randn(8, 3, 8, 8) for _ in range(4)]
+    done = sp.export_onnx(model, path, batches[0], receipt=receipt, int8=True, calibration=batches)
+    stored = {tensor.name: numpy_helper.to_array(tensor) for tensor in onnx.load(path).graph.initializer}
+    for row in receipt.layers:
+        weight = stored[f"{row.weight}_quantized"]
+        assert weight.dtype == np.int8
+        assert not stored[f"{row.weight}_zero_point"].any()
+        removed = ~row.cut(receipt.block).expand(row.mask()).numpy()
+        assert removed.any()
+        assert not weight[removed].any()  # exactly zero, number by number
+    found = sp.verify(path)
+    assert found.ok, str(found)
+    assert found.zero >= receipt.blocks.removed
+    with torch.no_grad():
+        wanted = copy.deepcopy(model).eval()(batches[0])
+    error = float((ran(path, batches[0]) - wanted).square().mean().sqrt() / wanted.square().mean().sqrt())
+    assert 0 < error < 0.1
+    assert done.int8_error is not None
+    assert abs(error - done.int8_error) < 0.03
+    assert "int8     outputs differ from float by" in str(done)
+    assert path.stat().st_size < 0.7 * made["unet"][3].stat().st_size
+
+
+class Chance(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.compiler.is_exporting():
+            return self.conv(x) * 1.01  # the graph is not what the model computes
+        return self.conv(x)
+
+
+def test_misuse(folder: Path, tmp_path: Path) -> None:
+    model, receipt = baked()
+    x, path = torch.randn(2, 3, 8, 8), tmp_path / "no.onnx"
+    with pytest.raises(sp.SmartpruneError, match="give block="):
+        sp.export_onnx(model, path, x)
+    with pytest.raises(sp.SmartpruneError, match=r"model is a str; give a torch\.nn\.Module"):
+        sp.export_onnx("model.safetensors", path, x, (4, 4))  # type: ignore[arg-type]
+    with pytest.raises(sp.SmartpruneError, match=r"receipt is a str; give a Receipt, such as Receipt\.load"):
+        sp.export_onnx(model, path, x, receipt="receipt.json")  # type: ignore[arg-type]
+    with pytest.raises(sp.SmartpruneError, match="int8 needs calibration="):
+        sp.export_onnx(model, path, x, (4, 4), int8=True)
+    with pytest.raises(sp.SmartpruneError, match="calibration= is for int8"):
+        sp.export_onnx(model, path, x, (4, 4), calibration=[x])
+    for wrong in (x[:, :, 1:], x.double(), x.long()):
+        with pytest.raises(sp.SmartpruneError, match=r"holds samples of 3x[78]x8 \w+, and the example's are 3x8x8 float32"):
+            sp.export_onnx(model, path, x, (4, 4), int8=True, calibration=[x, wrong])
+    with pytest.raises(sp.SmartpruneError, match="calibration= holds NaN or infinity"):
+        sp.export_onnx(model, path, x, (4, 4), int8=True, calibration=[x, x * torch.nan])
+    with pytest.raises(sp.SmartpruneError, match="an example is a tensor with a batch axis"):
+        sp.export_onnx(model, path, torch.tensor(1.0), (4, 4))
+    with pytest.raises(sp.SmartpruneError, match=r"the model failed on inputs of 2x4x8x8"):
+        sp.export_onnx(model, path, torch.randn(2, 4, 8, 8), (4, 4))
+    with pytest.raises(sp.SmartpruneError, match="no weight that can be cut"):
+        sp.export_onnx(nn.BatchNorm2d(3), path, x, (4, 4))
+    with pytest.raises(sp.SmartpruneError, match="differ from the model's by"):
+        sp.export_onnx(Chance(), path, x, (4, 4))
+    with pytest.raises(sp.SmartpruneError, match=r"no must end in \.onnx"):
+        sp.export_onnx(model, tmp_path / "no", x, (4, 4))
+    with pytest.raises(sp.SmartpruneError, match=r"does not compute in bfloat16.*model\.float"):
+        sp.export_onnx(copy.deepcopy(model).bfloat16(), path, x, (4, 4))
+    with pytest.raises(sp.SmartpruneError, match=r"is not what its receipt says: 3\.weight"):
+        sp.export_onnx(zoo.plain_cnn()[0], path, x, receipt=receipt)
+    masked, _ = zoo.plain_cnn()
+    sp.attach(masked, sp.Smart(), block=(4, 4), sparsity=0.5, steps=3)
+    with pytest.raises(sp.SmartpruneError, match=r"still being pruned; call smartprune\.bake"):
+        sp.export_onnx(masked, path, x, (4, 4))
+    assert list(tmp_path.iterdir()) == []  # no file that is not what it should be
+
+
+def test_missing_packages_are_named(made: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "onnx", None)
+    with pytest.raises(sp.SmartpruneError, match=r"onnx is needed .* pip install 'smartprune\[onnx\]'"):
+        sp.verify(made["unet"][3])
+    with pytest.raises(sp.SmartpruneError, match=r"smartprune\[onnx\]"):
+        sp.export_onnx(baked()[0], tmp_path / "x.onnx", torch.randn(2, 3, 8, 8), (4, 4))
+
+
+def test_the_same_model_gives_the_same_file(made: Any, tmp_path: Path) -> None:
+    model, receipt, done, path = made["mobilenet_block"]
+    torch.manual_seed(0)
+    again = sp.export_onnx(model, tmp_path / "again.onnx", zoo.mobilenet_block()[1], receipt=receipt)
+    assert (tmp_path / "again.onnx").read_bytes() == path.read_bytes()
+    assert Path(again.mask_path).read_bytes() == Path(done.mask_path).read_bytes()
+
+
+class Two(nn.Module):
+    """Two inputs, one of them integers; two outputs; one batch size only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(10, 16)
+        self.inner = nn.Linear(16, 24, bias=False)
+        self.outer = nn.Linear(24, 8)
+
+    def forward(self, x: Tensor, kind: Tensor) -> dict[str, Tensor]:
+        y = torch.relu(self.inner(x.reshape(2, 3, 16) + self.table(kind)))
+        return {"a": self.outer(y), "b": y.mean(-1)}
+
+
+def test_several_inputs_and_outputs_and_a_fixed_batch(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Two()
+    with torch.no_grad():
+        model.inner.weight[:8] = 0
+    given = (torch.randn(2, 3, 16), torch.randint(0, 10, (2, 3)))
+    with pytest.raises(sp.SmartpruneError, match="give dynamic_batch=False"):
+        sp.export_onnx(model, tmp_path / "m.onnx", given, (8, 8))
+    done = sp.export_onnx(model, tmp_path / "m.onnx", given, (8, 8), dynamic_batch=False)
+    assert (done.blocks.removed, done.blocks.total) == (2, 2 * 3 + 3 * 1)
+    graph = onnx.load(tmp_path / "m.onnx").graph
+    assert [entry.name for entry in graph.input] == ["input", "input2"]
+    assert [entry.name for entry in graph.output] == ["output", "output2"]
+    found = sp.verify(tmp_path / "m.onnx")
+    assert found.block == Block(8, 8)  # the file says so
+    assert [(layer.name, layer.zero) for layer in found.layers] == [("inner", 2), ("outer", 0)]  # and no table
+
+
+class Helped(nn.Module):
+    """A head that only helps in training, as segmentation networks have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head, self.aid = nn.Conv2d(3, 16, 3), nn.Conv2d(16, 8, 1), nn.Conv2d(16, 8, 1)
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        y = torch.relu(self.body(x))
+        return (self.head(y), self.aid(y)) if self.training else self.head(y)
+
+
+def test_what_the_graph_does_not_use(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Helped()
+    plan = sp.plan(model, (4, 4), 0.5, include="*")
+    mask = (torch.arange(plan.n) % 2).bool()
+    with torch.no_grad():
+        for layer in plan.layers:
+            model.get_parameter(layer.weight).mul_(layer.grid.expand(mask[layer.start : layer.stop].float()))
+    receipt = make_receipt(plan, model.state_dict(), mask, "every other one")
+    done = sp.export_onnx(model, tmp_path / "m.onnx", torch.randn(2, 3, 8, 8), receipt=receipt)
+    assert done.missing == ("aid.weight",)
+    assert "1 weight is used by no node, such as one for training alone, and not in the file: aid.weight" in str(done)
+    found = sp.verify(tmp_path / "m.onnx")
+    assert found.ok  # and not held against a receipt that speaks of more
+    assert found.receipt is None
+    assert [layer.name for layer in found.layers] == ["body", "head"]
+
+
+class Standardized(nn.Conv2d):
+    def forward(self, x: Tensor) -> Tensor:
+        return self._conv_forward(x, self.weight - self.weight.mean((1, 2, 3), keepdim=True), self.bias)
+
+
+def test_zeros_that_no_node_computes_with_are_not_counted(tmp_path: Path) -> None:
+    model = nn.Sequential(Standardized(8, 8, 1), nn.ReLU(), nn.Conv2d(8, 8, 1), nn.Flatten(), nn.Linear(32, 4))
+    with torch.no_grad():
+        model[0].weight[:4] = 0
+        model[2].weight[:4, :4] = 0
+    path = tmp_path / "a.onnx"
+    found = sp.export_onnx(model, path, torch.randn(2, 8, 2, 2), (4, 4), fold=False)
+    checked = sp.verify(path, (4, 4))
+    assert found.blocks.removed == 1 == checked.zero
+    assert (found.blocks.total, found.layers) == (12, 2) == (checked.blocks, len(checked.layers))
+    assert found.remade == ("0.weight",)
+    assert found.missing == ()
+    assert "not counted: 0.weight" in str(found)
+
+
+@pytest.mark.parametrize("fold", [True, False])
+def test_folding(fold: bool, tmp_path: Path) -> None:
+    """A factor of zero makes kept blocks vanish, which is said and is no fault; without folding nothing does."""
+    torch.manual_seed(0)
+    model, receipt = baked()
+    with torch.no_grad():
+        model[4].weight[:4] = 0  # the factors of the four channels of the first row of blocks
+    done = sp.export_onnx(model, tmp_path / "m.onnx", zoo.plain_cnn()[1], receipt=receipt, fold=fold)
+    rows = receipt.layers[0].mask().reshape(receipt.layers[0].grid)
+    assert done.vanished == (int(rows[0].sum()) if fold else 0)
+    assert (done.batchnorms > 0) == (not fold) == ("batch normalizations are left in the graph" in str(done))
+    assert ("became zero by folding" in str(done)) == fold
+    found = sp.verify(tmp_path / "m.onnx")
+    assert found.ok, str(found)
+    assert (found.mask_hash == receipt.mask_hash) == (not fold)
+
+
+# --- files of other origins
+
+
+def zeros_in(shape: tuple[int, ...], block: Block, groups: int = 1, transposed: bool = False) -> np.ndarray:
+    grid = block.grid(shape, groups, transposed)
+    values = torch.randn(shape) + 3
+    return torch.where(grid.expand(torch.rand(grid.n) < 0.4), values, 0.0).numpy()
+
+
+def graph(nodes: list[Any], arrays: dict[str, np.ndarray], **more: Any) -> Any:
+    """A model of nodes and stored arrays; nothing needs to fit together, for nothing is run."""
+    tensors = [numpy_helper.from_array(array, name) for name, array in arrays.items()]
+    info = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in ("x", "y")]
+    return helper.make_model(helper.make_graph(nodes, "g", info[:1], info[1:], tensors), **more)
+
+
+def written(model: Any, path: Path) -> Path:
+    path.write_bytes(model.SerializeToString())
+    return path
+
+
+BLOCK = Block(8, 4)
+
+
+def sparse_tensor(array: np.ndarray, by_axis: bool) -> Any:
+    """Its nonzero numbers and their places, one number each or one per axis."""
+    places = np.argwhere(array) if by_axis else np.flatnonzero(array)
+    values = numpy_helper.from_array(array[array != 0], "w")
+    return helper.make_sparse_tensor(values, numpy_helper.from_array(places.astype(np.int64), "places"), array.shape)
+
+
+def origins() -> dict[str, tuple[list[Any], dict[str, np.ndarray], int]]:
+    """Nodes, arrays, and how many zero blocks of 8 output x 4 input channels a slow count finds."""
+    torch.manual_seed(3)
+    out: dict[str, tuple[list[Any], dict[str, np.ndarray], int]] = {}
+
+    def zero(weight: np.ndarray, groups: int = 1, swapped: bool = False) -> int:
+        weight = weight.reshape(groups, -1, *weight.shape[1:])
+        weight = weight.swapaxes(1, 2) if swapped else weight  # (group, out, in, *kernel)
+        count = 0
+        for g in range(groups):
+            for o in range(0, weight.shape[1], 8):
+                for i in range(0, weight.shape[2], 4):
+                    box = weight[g, o : o + 8, i : i + 4]
+                    count += int((~box.reshape(*box.shape[:2], -1).any((0, 1))).sum())
+        return count
+
+    w = zeros_in((24, 10, 3, 3), BLOCK)
+    out["conv"] = [helper.make_node("Conv", ["x", "w", "b"], ["y"])], {"w": w, "b": np.ones(24, np.float32)}, zero(w)
+    w = zeros_in((24, 6, 3, 3), BLOCK, 2)
+    out["fused conv"] = [helper.make_node("FusedConv", ["x", "w"], ["y"], group=2, domain="com.microsoft")], {"w": w}, zero(w, 2)
+    w = zeros_in((24, 6, 3), BLOCK, 2)
+    out["grouped"] = [helper.make_node("Conv", ["x", "w"], ["y"], group=2)], {"w": w}, zero(w, 2)
+    w = zeros_in((24, 20, 2, 2), BLOCK, 3, True)
+    out["transposed"] = [helper.make_node("ConvTranspose", ["x", "w"], ["y"], group=3)], {"w": w}, zero(w, 3, True)
+    w = zeros_in((40, 20), BLOCK)
+    out["gemm"] = [helper.make_node("Gemm", ["x", "w"], ["y"], transB=1)], {"w": w}, zero(w)
+    out["gemm in out"] = [helper.make_node("Gemm", ["x", "w"], ["y"])], {"w": w.T.copy()}, zero(w)
+    out["matmul"] = [helper.make_node("MatMul", ["x", "w"], ["y"])], {"w": w.T.copy()}, zero(w)
+    out["matmul from the left"] = [helper.make_node("MatMul", ["w", "x"], ["y"])], {"w": w}, zero(w)
+    turn = helper.make_node("Transpose", ["w"], ["t"], perm=[1, 0])
+    out["turned"] = [turn, helper.make_node("MatMul", ["x", "t"], ["y"])], {"w": w}, zero(w)
+    rename = helper.make_node("Identity", ["w"], ["t"])
+    out["renamed"] = [rename, helper.make_node("Gemm", ["x", "t"], ["y"], transB=1)], {"w": w}, zero(w)
+    constant = helper.make_node("Constant", [], ["w"], value=numpy_helper.from_array(w))
+    out["constant"] = [constant, helper.make_node("Gemm", ["x", "w"], ["y"], transB=1)], {}, zero(w)
+    sparse = helper.make_node("Constant", [], ["w"], sparse_value=sparse_tensor(w, by_axis=True))
+    out["sparse constant"] = [sparse, helper.make_node("Gemm", ["x", "w"], ["y"], transB=1)], {}, zero(w)
+    turn, matmul = helper.make_node("Transpose", ["w"], ["t"], perm=[1, 0]), helper.make_node("MatMul", ["x", "t"], ["y"])
+    out["turned constant"] = [constant, turn, matmul], {}, zero(w)
+    q = np.round(w * 9).astype(np.int8)
+    stored = {"w": q.astype(np.uint8) + np.uint8(128), "z": np.full((), 128, np.uint8), "s": np.float32(0.1).reshape(())}
+    constants = [helper.make_node("Constant", [], [key], value=numpy_helper.from_array(stored[key])) for key in stored]
+    scale = helper.make_node("DequantizeLinear", ["w", "s", "z"], ["t"])
+    out["scaled constant"] = [*constants, scale, helper.make_node("Gemm", ["x", "t"], ["y"], transB=1)], {}, zero(q)
+    cast = helper.make_node("Cast", ["w"], ["t"], to=TensorProto.FLOAT)
+    out["cast"] = [cast, helper.make_node("MatMul", ["x", "t"], ["y"])], {"w": w.T.astype(np.float16)}, zero(w)
+    own = {"domain": "com.microsoft"}
+    out["fused gemm"] = [helper.make_node("FusedGemm", ["x", "w"], ["y"], transB=1, **own)], {"w": w}, zero(w)
+    out["fused matmul"] = [helper.make_node("FusedMatMul", ["x", "w"], ["y"], transB=1, **own)], {"w": w}, zero(w)
+    q = np.round(w * 9).astype(np.int8)
+    qgemm = helper.make_node("QGemm", ["x", "s", "z", "w", "s", "wz"], ["y"], transB=1, **own)
+    points = np.arange(40, dtype=np.uint8)[:, None]
+    small = {"s": np.float32(0.1).reshape(()), "z": np.zeros((), np.uint8), "wz": points.reshape(-1)}
+    out["qgemm"] = [qgemm], {"w": (q.astype(np.int16) + points).astype(np.uint8), **small}, zero(q)
+    half = w.astype(np.float16)
+    out["half"] = [helper.make_node("Gemm", ["x", "w"], ["y"], transB=1)], {"w": half}, zero(half)
+    q = np.round(w * 9).astype(np.int8)
+    conv = helper.make_node("Gemm", ["x", "t"], ["y"], transB=1)
+    scale = {"s": np.full(40, 0.1, np.float32)}
+    centre = helper.make_node("DequantizeLinear", ["w_quantized", "s", "z"], ["t"], axis=0)
+    out["int8"] = [centre, conv], {"w_quantized": q, **scale, "z": np.zeros(40, np.int8)}, zero(q)
+    point = np.arange(40, dtype=np.uint8)[:, None]
+    shifted = {"w_quantized": (q.astype(np.int16) + point).astype(np.uint8), **scale, "z": point.reshape(-1)}
+    out["int8 around another zero"] = [centre, conv], shifted, zero(q)
+    fake = helper.make_node("QuantizeLinear", ["w", "s", "z"], ["w_quantized"], axis=0)
+    out["trained for int8"] = [fake, centre, conv], {"w": w, **scale, "z": np.zeros(40, np.int8)}, zero(w)
+    w = zeros_in((24, 10, 3, 3), BLOCK)
+    q = np.round(w * 9).astype(np.int8)
+    one = {"s": np.float32(0.1).reshape(()), "z": np.zeros((), np.int8)}
+    qlinear = helper.make_node("QLinearConv", ["x", "s", "z", "w", "s", "wz", "s", "z"], ["y"])
+    out["qlinear"] = [qlinear], {"w": q, **one, "wz": np.zeros(24, np.int8)}, zero(q)
+    return out
+
+
+ORIGINS = origins()
+
+
+@pytest.mark.parametrize("case", ORIGINS)
+def test_weights_of_any_origin(case: str, tmp_path: Path) -> None:
+    nodes, arrays, zero = ORIGINS[case]
+    path = written(graph(nodes, arrays), tmp_path / "foreign.onnx")
+    found = sp.verify(path, block=BLOCK)
+    assert (found.zero, len(found.layers)) == (zero, 1)
+    assert 0 < zero < found.blocks
+    assert sp.report(path, BLOCK).blocks.removed == zero
+    assert sp.verify(path).block == BLOCK  # the shape is found by itself
+    assert f"sparse in blocks of {BLOCK}" in str(sp.verify(path))
+    packed = tmp_path / "packed"
+    sp.pack(path, packed, BLOCK)
+    assert sp.verify(packed).zero == zero
+
+
+def test_weights_that_store_their_nonzero_numbers(tmp_path: Path) -> None:
+    weight = zeros_in((24, 10, 3, 3), BLOCK)
+    node = helper.make_node("Conv", ["x", "w"], ["y"])
+    dense = sp.verify(written(graph([node], {"w": weight}), tmp_path / "dense.onnx"), BLOCK)
+    for by_axis in (False, True):
+        model = graph([node], {})
+        model.graph.sparse_initializer.append(sparse_tensor(weight, by_axis))
+        assert sp.verify(written(model, tmp_path / "sparse.onnx"), BLOCK).layers == dense.layers
+    for dims, place in (([24, 10, 3, 2], 1440), ([2**40, 2**20], 0), ([24, -1], 0), ([2, 2], -1)):
+        bad = graph([node], {})
+        values, places = numpy_helper.from_array(np.ones(1, np.float32), "w"), numpy_helper.from_array(np.array([place]), "places")
+        bad.graph.sparse_initializer.append(helper.make_sparse_tensor(values, places, dims))
+        with pytest.raises(sp.SmartpruneError, match=r"bad\.onnx: w "):
+            sp.verify(written(bad, tmp_path / "bad.onnx"), BLOCK)
+
+
+def test_weights_in_branches(tmp_path: Path) -> None:
+    """Each branch may have a weight of its own, of the same name, and both may use one from outside."""
+    arrays = [zeros_in((24, 10, 3, 3), BLOCK) for _ in range(3)]
+    branches = []
+    for i in range(2):
+        nodes = [helper.make_node("Conv", ["x", "w"], [f"a{i}"]), helper.make_node("Conv", ["x", "shared"], [f"b{i}"])]
+        out = [helper.make_tensor_value_info(f"b{i}", TensorProto.FLOAT, None)]
+        branches.append(helper.make_graph(nodes, f"branch{i}", [], out, [numpy_helper.from_array(arrays[i], "w")]))
+    node = helper.make_node("If", ["c"], ["y"], then_branch=branches[0], else_branch=branches[1])
+    path = written(graph([node], {"shared": arrays[2]}), tmp_path / "branches.onnx")
+    found = sp.verify(path, BLOCK)
+    assert [layer.weight for layer in found.layers] == ["w", "shared", "w#2"]
+    alone = {str(i): torch.from_numpy(array) for i, array in enumerate(arrays)}
+    assert found.zero == sp.verify(alone, BLOCK).zero
+
+    model = nn.Module()
+    model.w, model.shared = (nn.Parameter(torch.from_numpy(array)) for array in (arrays[0], arrays[2]))
+    with pytest.raises(sp.SmartpruneError, match="several weights of the name w, in branches"):
+        read_source(path, model)
+    branches[1].initializer[0].CopyFrom(numpy_helper.from_array(arrays[0], "w"))
+    node = helper.make_node("If", ["c"], ["y"], then_branch=branches[0], else_branch=branches[1])
+    assert read_source(written(graph([node], {"shared": arrays[2]}), path), model).model is model
+
+
+def test_numbers_and_names_that_are_given_twice() -> None:
+    """Readers differ in which they take, and a name that was made up must not hide a weight that has it."""
+    use, zero, one = helper.make_node("MatMul", ["x", "w"], ["y"]), np.zeros((4, 4), np.float32), np.eye(4, dtype=np.float32)
+    twice = graph([use], {"w": zero})
+    twice.graph.initializer.append(numpy_helper.from_array(one, "w"))
+    both = graph([use], {"w": one})
+    both.graph.sparse_initializer.append(sparse_tensor(one, by_axis=True))
+    for model in (twice, both):
+        with pytest.raises(sp.SmartpruneError, match="two tensors of a graph have one name"):
+            onnxfile.parse_onnx(model.SerializeToString(), "twice")
+    values = numpy_helper.from_array(np.array([1, 0], np.float32), "w")
+    for shape, places in (([4, 4], np.array([5, 5])), ([4, 4], np.array([[1, 1], [1, 1]])), ([], np.zeros((2, 0), np.int64))):
+        model = graph([use], {})
+        model.graph.sparse_initializer.append(helper.make_sparse_tensor(values, numpy_helper.from_array(places, "places"), shape))
+        with pytest.raises(sp.SmartpruneError, match="w has two numbers for one place"):
+            onnxfile.parse_onnx(model.SerializeToString(), "twice")
+    branches = [helper.make_graph([use], "branch", [], [], [numpy_helper.from_array(one, "w")]) for _ in range(2)]
+    node = helper.make_node("If", ["c"], ["y"], then_branch=branches[0], else_branch=branches[1])
+    hidden = graph([helper.make_node("MatMul", ["x", "w#2"], ["y"]), node], {"w#2": zero})
+    found = onnxfile.parse_onnx(hidden.SerializeToString(), "hidden").weights
+    assert {name: int(weight.tensor.sum()) for name, weight in found.items()} == {"w#2": 0, "w": 4, "w#3": 4}
+
+
+def test_a_small_file_takes_no_more_memory_than_a_large_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor that stores its nonzero numbers only can claim any size: each is read once, and together they have a limit."""
+    monkeypatch.setattr(onnxfile, "MOST_BYTES", 2 * 4 << 20)
+    one = sparse_tensor(np.eye(1 << 10, dtype=np.float32), by_axis=False)
+    for constant in (False, True):
+        nodes = [helper.make_node("Constant", [], ["w"], sparse_value=one)] if constant else []
+        use = helper.make_node("MatMul", ["x", "w"], ["y"])
+        branches = [helper.make_graph([use], "branch", [], []) for _ in range(4)]
+        nodes += [use, use, use, *(helper.make_node("If", ["c"], ["y"], then_branch=branch) for branch in branches)]
+        model = graph(nodes, {})
+        model.graph.sparse_initializer.extend([] if constant else [one])
+        assert [*onnxfile.parse_onnx(model.SerializeToString(), "one").weights] == ["w"]
+
+    large = graph([helper.make_node("MatMul", ["x", name], ["y"]) for name in "uvw"], {})
+    for name in "uvw":
+        one.values.name = name
+        large.graph.sparse_initializer.append(one)
+    with pytest.raises(sp.SmartpruneError, match=r"large: w has the shape \[1024, 1024\], and the tensors"):
+        onnxfile.parse_onnx(large.SerializeToString(), "large")
+
+
+def test_other_tensors_are_no_weights(tmp_path: Path) -> None:
+    arrays = {"w": zeros_in((16, 16), BLOCK), "table": np.zeros((100, 50), np.float32), "axes": np.zeros(2, np.int64)}
+    nodes = [helper.make_node("Add", ["x", "table"], ["a"]), helper.make_node("MatMul", ["a", "w"], ["y"])]
+    path = written(graph(nodes, arrays), tmp_path / "m.onnx")
+    assert [layer.name for layer in sp.verify(path, BLOCK).layers] == ["w"]
+    assert [(s.name, s.reason) for s in sp.report(path, BLOCK).skipped] == [
+        ("table", "not the weight of a convolution or linear layer")
+    ]
+
+
+def test_a_kernel_whose_axes_are_all_reversed_is_no_weight(tmp_path: Path) -> None:
+    """A Transpose without ``perm`` reverses any number of axes; one of two axes is the usual (in, out)."""
+    nodes = [helper.make_node("Transpose", ["w"], ["t"]), helper.make_node("Conv", ["x", "t"], ["a"])]
+    nodes.append(helper.make_node("Conv", ["a", "plain"], ["y"]))
+    arrays = {"w": zeros_in((3, 3, 10, 24), BLOCK), "plain": zeros_in((24, 24, 1, 1), BLOCK)}
+    path = written(graph(nodes, arrays), tmp_path / "foreign.onnx")
+    for found in (sp.verify(path, BLOCK).layers, sp.report(path, BLOCK).layers):
+        assert [row.weight for row in found] == ["plain"]
+    assert [row.name for row in sp.report(path, BLOCK).skipped] == ["w"]
+
+
+def test_torchscripts_exporter(tmp_path: Path) -> None:
+    """The older exporter writes other graphs: weights through Identity and Transpose nodes."""
+    import warnings
+
+    torch.manual_seed(0)
+    for name in ("plain_cnn", "transformer_block"):
+        model, receipt = baked(name)
+        path = tmp_path / f"{name}.onnx"
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            options = {"training": torch.onnx.TrainingMode.PRESERVE, "do_constant_folding": False}
+            torch.onnx.export(model.eval(), (zoo.SMALL[name]()[1],), path, dynamo=False, **options)
+        found = sp.verify(path, receipt=receipt)
+        assert found.ok, str(found)
+        assert found.mask_hash == receipt.mask_hash
+
+
+# --- files that nobody vouches for
+
+
+def test_hostile_files(tmp_path: Path) -> None:
+    path = tmp_path / "bad.onnx"
+    weight = numpy_helper.from_array(np.zeros((16, 16), np.float32), "w")
+    node = helper.make_node("Gemm", ["x", "w"], ["y"], transB=1)
+
+    def refused(message: str, model: Any) -> None:
+        with pytest.raises(sp.SmartpruneError, match=message) as caught:
+            sp.verify(written(model, path), BLOCK)
+        assert "bad.onnx" in str(caught.value)
+
+    for dims in ([2**40, 2**40], [-1, 16], [16, 15], [2**31, 2**31], [2**62, 4], [1] * 40):
+        liar = copy.deepcopy(weight)
+        del liar.dims[:]
+        liar.dims.extend(dims)
+        model = graph([node], {})
+        model.graph.initializer.append(liar)
+        refused("w ", model)
+    outside = copy.deepcopy(weight)
+    outside.ClearField("raw_data")
+    outside.data_location = TensorProto.EXTERNAL
+    for key, value in (("location", "/etc/passwd"), ("offset", "0"), ("length", "1024")):
+        outside.external_data.add(key=key, value=value)
+    model = graph([node], {})
+    model.graph.initializer.append(outside)
+    refused("the data of w is in another file, which is not followed", model)
+    unknown = copy.deepcopy(weight)
+    unknown.data_type = 999
+    model = graph([node], {})
+    model.graph.initializer.append(unknown)
+    refused("w cannot be read", model)
+    refused("no Conv, ConvTranspose, Gemm or MatMul node has a stored weight", graph([], {"w": np.zeros((4, 4), np.float32)}))
+    loop = [helper.make_node("Identity", ["a"], ["b"]), helper.make_node("Identity", ["b"], ["a"])]
+    refused("no Conv", graph([*loop, helper.make_node("MatMul", ["x", "a"], ["y"])], {}))
+    groups = graph([helper.make_node("Conv", ["x", "w"], ["y"], group=-3)], {"w": np.zeros((16, 4, 1, 1), np.float32)})
+    refused("cannot be divided into -3 groups", groups)
+    odd = graph([helper.make_node("Gemm", ["x", "w"], ["y"])], {"w": np.ones((16, 16), np.float32)})
+    helper.set_model_props(odd, {"smartprune.receipt": "[" * 5000})
+    refused("smartprune.receipt: not readable as JSON", odd)
+    helper.set_model_props(odd, {"smartprune.block": "0x0"})
+    refused("smartprune.block: block", odd)
+    path.write_bytes(b"")
+    with pytest.raises(sp.SmartpruneError, match=r"bad\.onnx"):
+        sp.verify(path)
+
+
+def test_fuzzed_files_are_read_or_refused(made: Any, tmp_path: Path) -> None:
+    rng = random.Random(0)
+    path = tmp_path / "fuzz.onnx"
+    nodes, arrays, _ = ORIGINS["int8 around another zero"]
+    bases = [made["unet"][3].read_bytes(), graph(nodes, arrays).SerializeToString()]
+    refused = 0
+    for i in range(2500):
+        data = bytearray(bases[i % 2])
+        kind = rng.random()
+        if kind < 0.2:
+            del data[rng.randrange(len(data)) :]
+        elif kind < 0.4:
+            at = rng.randrange(len(data))
+            data[at:at] = rng.randbytes(rng.choice((1, 4, 20)))
+        else:
+            reach = min(len(data), 3000) if kind < 0.9 else len(data)
+            for _ in range(rng.choice((1, 1, 2, 8))):
+                data[rng.randrange(reach) if kind < 0.6 else -1 - rng.randrange(reach)] = rng.randrange(256)
+        path.unlink(missing_ok=True)
+        path.write_bytes(data)
+        try:
+            shown = str(sp.verify(path, block=BLOCK))
+        except sp.SmartpruneError as error:
+            if "fuzz.onnx" not in str(error):
+                raise
+            refused += 1
+        else:
+            assert shown
+    assert 400 < refused < 2500
+
+
+def test_the_reader_runs_nothing(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("a foreign graph was run")
+
+    monkeypatch.setattr(runtime, "InferenceSession", stop)
+    monkeypatch.setattr(onnx.checker, "check_model", stop)
+    assert read_onnx(made["unet"][3]).weights.keys() >= {"up1.weight"}
+
+
+# --- the command line
+
+
+def test_export_verb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from safetensors.torch import save_file
+
+    torch.manual_seed(0)
+    model, receipt = baked("conv1d_net")
+    save_file(model.state_dict(), tmp_path / "w.safetensors")
+    receipt.save(tmp_path / "receipt.json")
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1]))
+    (tmp_path / "mine.py").write_text("from helpers import zoo\n\n\ndef build():\n    return zoo.conv1d_net()[0]\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    given = ("export", "mine:build", "--weights", "w.safetensors", "--input", "2x32")
+    assert run(*given, "--out", "m.onnx") == 2
+    assert "add --block" in capsys.readouterr().err
+    assert run("export", "mine:build", "--block", "4x4", "--out", "m.onnx") == 2
+    assert "add --input" in capsys.readouterr().err
+    assert run(*given, "--block", "4x4") == 2
+    assert run(*given, "--block", "4y4", "--out", "m.onnx") == 2
+    assert run(*given, "--block", "4x4", "--out", "m.onnx", "--int8") == 2
+    assert "add --calibration" in capsys.readouterr().err
+    assert run("export", tmp_path) == 2
+    assert "has no config.json" in capsys.readouterr().err
+    np.save(tmp_path / "x.npy", torch.randn(40, 2, 32).numpy())
+    flags = ("--receipt", "receipt.json", "--out", "m.onnx", "--int8", "--calibration", "x.npy", "--json")
+    capsys.readouterr()
+    assert run(*given, *flags) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["size"] == (tmp_path / "m.onnx").stat().st_size
+    assert data["int8_error"] < 0.1
+    assert run("verify", "m.onnx") == 0
+    torch.save({"state_dict": {f"module.{name}": tensor for name, tensor in model.state_dict().items()}}, "wrapped.pt")
+    assert run(*given[:2], "--weights", "wrapped.pt", *given[4:], "--receipt", "receipt.json", "--out", "n.onnx") == 0
+    capsys.readouterr()
+    assert run("export", "--help") == 0
+    assert "example:\n  smartprune export" in capsys.readouterr().out
+
+
+def test_export_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("sklearn", reason="scikit-learn is not installed")
+    from helpers.jobs import FLAGS
+
+    out = tmp_path / "run"
+    assert run("train", *FLAGS, "--out", out) == 0
+    capsys.readouterr()
+    assert run("export", out, "--int8") == 0
+    assert "each removed block was found zero" in capsys.readouterr().out
+    assert run("verify", out / "model.onnx") == 0
+    entry = json.loads((out / "model.mask.json").read_text())["weights"][0]
+    assert len(base64.b64decode(entry["bits"])) == -(-math.prod(entry["grid"]) // 8)
+
+
+# --- what torch's exporter makes of odd models
+
+
+def emptied(*layers: nn.Module) -> nn.Sequential:
+    """A network, all of whose convolutions and linear layers but the last are zero."""
+    model = nn.Sequential(*layers).eval()
+    with torch.no_grad():
+        for layer in [layer for layer in model if isinstance(layer, (nn.Linear, nn.Conv2d))][:-1]:
+            layer.weight.zero_()
+    return model
+
+
+MERGED = {
+    "linear": (lambda: emptied(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16), nn.Linear(16, 4)), (16,)),
+    "batch of rows": (lambda: emptied(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8), nn.Linear(8, 16), nn.Linear(16, 4)), (3, 8)),
+    "conv": (lambda: emptied(nn.Conv2d(8, 8, 1), nn.ReLU(), nn.Conv2d(8, 8, 1), nn.Conv2d(8, 4, 1)), (8, 4, 4)),
+    "folded": (
+        lambda: emptied(
+            nn.Conv2d(8, 8, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 1, bias=False), nn.BatchNorm2d(8),
+            nn.Conv2d(8, 4, 1),
+        ),
+        (8, 4, 4),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", sorted(MERGED))
+@pytest.mark.parametrize("int8", [False, True])
+def test_equal_weights_are_stored_one_by_one(case: str, int8: bool, tmp_path: Path) -> None:
+    """The exporter merges small tensors that are equal; two layers whose blocks are all gone are."""
+    make, shape = MERGED[case]
+    torch.manual_seed(0)
+    model, x = make(), torch.randn(2, *shape)
+    counted = sp.verify(model, (4, 4))
+    found = sp.plan(model, (4, 4), counted.zero / counted.blocks, include="*")
+    weights = dict(model.named_parameters())
+    mask = torch.cat([layer.grid.sum(weights[layer.weight].detach() != 0).bool() for layer in found.layers])
+    receipt = make_receipt(found, weights, mask, "magnitude")
+    calibration = [torch.randn(4, *shape) for _ in range(2)] if int8 else None
+    done = sp.export_onnx(model, tmp_path / "m.onnx", x, (4, 4), receipt=receipt, int8=int8, calibration=calibration)
+    assert done.missing == ()
+    assert done.layers == len(found.layers)
+    assert "note" not in str(done)
+    told = sp.verify(tmp_path / "m.onnx")
+    assert told.receipt is not None  # it went into the file
+    assert [layer.weight for layer in told.layers] == [layer.weight for layer in found.layers]
+    assert [layer.zero for layer in told.layers] == [layer.zero for layer in sp.verify(model, (4, 4)).layers]
+    if not int8:
+        with torch.no_grad():
+            assert (ran(tmp_path / "m.onnx", x) - model(x)).abs().max() < 1e-5
+
+
+def test_an_unused_weight_that_equals_a_used_one_stays_missing(tmp_path: Path) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.unused, self.twice, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+            for layer in (self.unused, self.twice):
+                nn.init.zeros_(layer.weight)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.twice(self.twice(x).relu()))
+
+    done = sp.export_onnx(Net().eval(), tmp_path / "m.onnx", torch.randn(2, 8), (4, 4))
+    assert done.missing == ("unused.weight",)
+    assert "1 weight is used by no node, such as one for training alone, and not in the file: unused.weight" in str(done)
+
+
+def test_outputs_that_are_no_floats(tmp_path: Path) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            y = self.a(x)
+            return y, y > 0, y.argmax(1)
+
+    torch.manual_seed(0)
+    done = sp.export_onnx(Net().eval(), tmp_path / "m.onnx", torch.randn(2, 8), (4, 4))
+    assert done.difference < 1e-5
+
+
+def test_a_model_that_cannot_be_exported_says_why(tmp_path: Path) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.a(x)
+            return y if y.sum() > 0 else -y
+
+    with pytest.raises(sp.SmartpruneError, match=r"torch could not export the model \(\w+: .*data-dependent") as caught:
+        sp.export_onnx(Net().eval(), tmp_path / "m.onnx", torch.randn(2, 8), (4, 4))
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 500
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # dynamo imports torch.jit
+def test_models_in_a_wrapper_and_such_that_cannot_be_copied(tmp_path: Path) -> None:
+    model, x = nn.Sequential(nn.Conv2d(8, 8, 3), nn.ReLU()).eval(), torch.randn(2, 8, 6, 6)
+    model[0].weight.data[:, :4] = 0
+    sp.export_onnx(model, tmp_path / "m.onnx", x, (4, 4))
+    for i, wrapped in enumerate((torch.compile(model, backend="eager"), nn.DataParallel(model))):
+        found = sp.export_onnx(wrapped, tmp_path / f"{i}.onnx", x, (4, 4))  # type: ignore[arg-type]
+        assert found.blocks.removed == 18
+        assert (tmp_path / f"{i}.onnx").read_bytes() == (tmp_path / "m.onnx").read_bytes()
+    for bad in (nn.LazyConv2d(8, 3), nn.Conv2d(8, 8, 3, device="meta"), torch.jit.script(model)):
+        with pytest.raises(sp.SmartpruneError, match="export_onnx: the model cannot be copied"):
+            sp.export_onnx(bad, tmp_path / "bad.onnx", x, (4, 4))
+
+
+def test_float64_is_named(tmp_path: Path) -> None:
+    model, x = nn.Sequential(nn.Conv2d(8, 8, 3)).double().eval(), torch.randn(2, 8, 6, 6)
+    for example in (x.double(), x):  # an operation that onnxruntime lacks, and an input that does not fit
+        with pytest.raises(sp.SmartpruneError, match=r"float64.*give model\.float\(\), and a float32 example"):
+            sp.export_onnx(model, tmp_path / "m.onnx", example, (4, 4))
+    linear = nn.Sequential(nn.Linear(8, 8)).double().eval()
+    assert sp.export_onnx(linear, tmp_path / "m.onnx", torch.randn(2, 8).double(), (4, 4)).difference < 1e-12
+
+
+def test_nothing_is_replaced_unless_all_can_be_written(tmp_path: Path) -> None:
+    path = tmp_path / "m.onnx"
+    path.write_bytes(b"old")
+    (tmp_path / "m.mask.json").mkdir()
+    with pytest.raises(sp.SmartpruneError, match=r"m\.mask\.json: cannot be written \(it is a folder"):
+        sp.export_onnx(nn.Sequential(nn.Linear(8, 8)), path, torch.randn(2, 8), (4, 4))
+    assert path.read_bytes() == b"old"
+    masked = nn.Sequential(nn.Linear(8, 8))
+    prune.l1_unstructured(masked[0], "weight", 0.5)
+    with pytest.raises(sp.SmartpruneError, match=r"0\.weight is masked by torch\.nn\.utils\.prune.*remove"):
+        sp.export_onnx(masked, tmp_path / "n.onnx", torch.randn(2, 8), (4, 4))
+
+
+def test_the_export_verb_keeps_what_it_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paper = tmp_path / "m.mask.json"
+    paper.write_text("{}")
+    common = ["export", "resnet18", "--input", "3x32x32", "--block", "16x8"]
+    for words, message in (
+        (["--out", str(tmp_path / "m.onnx"), "--receipt", str(paper)], "the mask beside --out .* is the receipt itself"),
+        (["--out", str(tmp_path / "no" / "m.onnx")], "--out .*there is no folder"),
+        (["--out", str(tmp_path / "m.bin")], r"--out .* must end in \.onnx"),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            main([*common, *words])
+        assert stop.value.code == 2
+        assert re.search(message, capsys.readouterr().err)
+    assert [path.name for path in tmp_path.iterdir()] == ["m.mask.json"]
+
+
+def test_a_receipt_that_is_left_out_is_told(tmp_path: Path) -> None:
+    class Auxiliary(nn.Module):
+        """A head for training alone."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.head, self.last = nn.Conv2d(8, 16, 3), nn.Conv2d(16, 16, 3), nn.Conv2d(16, 16, 1)
+
+        def forward(self, x: Tensor) -> Any:
+            y = self.a(x)
+            return (self.last(y), self.head(y)) if self.training else self.last(y)
+
+    model = Auxiliary()
+    sp.attach(model, sp.Magnitude(), block=(4, 4), sparsity=0.5, steps=1, include="*").step()
+    receipt = sp.bake(model)
+    found = sp.export_onnx(model.eval(), tmp_path / "model.onnx", torch.randn(1, 8, 6, 6), receipt=receipt)
+    assert found.unlisted == ("head.weight",)
+    assert "the receipt is not in the file either, for it lists 1 weight that no node uses: head.weight" in str(found)
+    assert found.to_json()["unlisted"] == ["head.weight"]
+    assert sp.verify(tmp_path / "model.onnx").receipt is None
+
+
+def test_int8_of_a_grouped_transposed_convolution(tmp_path: Path) -> None:
+    """onnxruntime has scales of one group for a bias of all: it fails, so the node stays in float."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ConvTranspose2d(16, 12, 3, stride=2, groups=2)).eval()
+    x = torch.randn(1, 3, 8, 8)
+    found = sp.export_onnx(model, tmp_path / "t.onnx", x, (4, 4), int8=True, calibration=[torch.randn(8, 3, 8, 8)])
+    assert len(found.unquantized) == 1
+    assert "1 node computes in float" in str(found)
+    expected = model(x).detach()
+    assert float((ran(tmp_path / "t.onnx", x) - expected).norm() / expected.norm()) < 0.1

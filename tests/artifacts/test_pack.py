@@ -1,0 +1,604 @@
+"""Packed files: what is written, that it comes back, and that the documentation's own reader reads it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import stat
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import smartprune as sp
+from helpers import zoo
+from helpers.baked import baked
+from helpers.jobs import run
+from helpers.packed import PAGE, as_kept, bits, documented, example
+from smartprune.artifacts.packfile import VALUES, read_packed
+from smartprune.cli import main
+from smartprune.core.block import Block
+from smartprune.pruning.receipt import make_receipt
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    """Equal names in order, shapes, types and bits."""
+    return list(a) == list(b) and all(
+        a[k].shape == b[k].shape and a[k].dtype == b[k].dtype and np.array_equal(bits(a[k]), bits(b[k])) for k in a
+    )
+
+
+def check(state: dict[str, Tensor], path: Path) -> None:
+    """Our reader and the documented one both give the state back."""
+    assert same(sp.unpack(path), state)
+    read = documented()(path)
+    assert list(read) == list(state)
+    for name, array in read.items():
+        assert array.shape == tuple(state[name].shape), name
+        assert array.tobytes() == state[name].detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes(), name
+
+
+def sparse(shape: tuple[int, ...], block: Block, groups: int = 1, transposed: bool = False, keep: float = 0.3) -> Tensor:
+    grid = block.grid(shape, groups, transposed)
+    kept = torch.rand(grid.n) < keep
+    return torch.where(grid.expand(kept), torch.randn(shape), 0.0)
+
+
+# --- there and back
+
+
+@pytest.mark.parametrize("block", ["16x8", "4x4", "3x5", "1x1", "channel", "*x1", "4x4x3x3", "4x4x2x2", "2x*x1x1", "*x*"])
+@pytest.mark.parametrize("name", sorted(zoo.SMALL))
+def test_every_model_and_block_comes_back(name: str, block: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = as_kept(zoo.SMALL[name]()[0], block)
+    path = tmp_path / "model.packed.safetensors"
+    sp.pack(model, path, block)
+    check(dict(model.state_dict()), path)
+    other = zoo.SMALL[name]()[0]
+    sp.unpack(path, other)
+    assert same(dict(other.state_dict()), dict(model.state_dict()))
+
+
+LAYERS = {
+    "linear": (lambda: nn.Linear(21, 35), 1, False),
+    "conv1d": (lambda: nn.Conv1d(18, 20, 5), 1, False),
+    "conv2d": (lambda: nn.Conv2d(19, 33, (3, 2)), 1, False),
+    "conv3d": (lambda: nn.Conv3d(9, 17, (1, 2, 3)), 1, False),
+    "grouped": (lambda: nn.Conv2d(27, 33, 3, groups=3), 3, False),
+    "depthwise": (lambda: nn.Conv2d(24, 48, 3, groups=24), 24, False),
+    "transposed": (lambda: nn.ConvTranspose2d(19, 33, (2, 3)), 1, True),
+    "transposed grouped": (lambda: nn.ConvTranspose2d(27, 30, 3, groups=3), 3, True),
+    "transposed 1d": (lambda: nn.ConvTranspose1d(9, 7, 4), 1, True),
+    "transposed 3d": (lambda: nn.ConvTranspose3d(9, 7, 2), 1, True),
+}
+
+
+@pytest.mark.parametrize("block", [(16, 8), (4, 4), (5, 3), (4, None)])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_the_order_of_blocks(kind: str, block: tuple[int | None, ...], tmp_path: Path) -> None:
+    """Against a slow loop: rows are (group, output block), columns (kernel position, input block), output fastest."""
+    torch.manual_seed(1)
+    build, groups, transposed = LAYERS[kind]
+    layer = as_kept(build(), block)
+    path = tmp_path / "layer"
+    sp.pack(layer, path, block)
+    file = read_packed(path)
+    if "weight" not in file.weights:
+        assert file.plain["weight"].equal(layer.weight)
+        return
+    packed = file.weights["weight"]
+    weight = layer.weight.detach().numpy()
+    rows, cols, values = [0], [], []
+    channels_out = weight.shape[1] if transposed else weight.shape[0] // groups
+    channels_in = weight.shape[0] // groups if transposed else weight.shape[1]
+    out_step, in_step = min(block[0] or channels_out, channels_out), min(block[1] or channels_in, channels_in)
+    in_blocks = math.ceil(channels_in / in_step)
+    for group in range(groups):
+        for o in range(0, channels_out, out_step):
+            for position, place in enumerate(np.ndindex(*weight.shape[2:])):
+                for i in range(0, channels_in, in_step):
+                    box = np.zeros((in_step, out_step), dtype=np.float32)
+                    for a in range(min(in_step, channels_in - i)):
+                        for b in range(min(out_step, channels_out - o)):
+                            first = (group * channels_in + i + a, o + b) if transposed else (group * channels_out + o + b, i + a)
+                            box[a, b] = weight[(*first, *place)]
+                    if box.any():
+                        cols.append(position * in_blocks + i // in_step)
+                        values.append(box)
+            rows.append(len(cols))
+    assert packed.rows.tolist() == rows
+    assert packed.cols.tolist() == cols
+    assert np.array_equal(packed.values.reshape(len(cols), in_step, out_step).numpy(), np.stack(values))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int8, torch.float8_e4m3fn])
+def test_number_types(dtype: torch.dtype, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    state = {"w": sparse((40, 30, 3, 3), Block(16, 8)).mul(9).to(dtype), "bias": torch.randn(40).to(dtype)}
+    done = sp.pack(state, tmp_path / "p", (16, 8))
+    assert done.layers[0].packed
+    check(state, tmp_path / "p")
+
+
+def test_odd_values_keep_their_bits(tmp_path: Path) -> None:
+    weight = torch.zeros(8, 64)
+    weight[0, 0], weight[0, 1], weight[3, 9], weight[1, 17], weight[2, 30] = -0.0, 1.0, math.nan, math.inf, -1e-45
+    weight.view(torch.int32)[7, 40] = 0x7FC12345  # a NaN with a payload
+    weight[4:, 60:] = -0.0
+    sp.pack({"w": weight}, tmp_path / "p", (4, 4))
+    got = sp.unpack(tmp_path / "p")["w"]
+    expected = weight.clone()
+    expected[4:, 60:] = 0.0  # the one difference: a block of zeros of either sign is absent
+    assert np.array_equal(bits(got), bits(expected))
+    assert read_packed(tmp_path / "p").weights["w"].occupied().sum() == 5
+
+
+def test_strided_weights(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(16, 32, 3), nn.Linear(32, 40)).to(memory_format=torch.channels_last)
+    as_kept(model, (4, 4))
+    model[1].weight = nn.Parameter(sparse((32, 40), Block(4, 4)).t())
+    assert not model[0].weight.is_contiguous()
+    assert not model[1].weight.is_contiguous()
+    sp.pack(model, tmp_path / "p", (4, 4))
+    check(dict(model.state_dict()), tmp_path / "p")
+    other = nn.Sequential(nn.Conv2d(16, 32, 3), nn.Linear(32, 40)).to(memory_format=torch.channels_last)
+    sp.unpack(tmp_path / "p", other)
+    assert same(dict(other.state_dict()), dict(model.state_dict()))
+    assert other[0].weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_tied_weights_are_stored_once(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = as_kept(zoo.tied()[0], (4, 4))
+    sp.pack(model, tmp_path / "p", (4, 4))
+    file = read_packed(tmp_path / "p")
+    assert file.tied == {"b.weight": "a.weight"}
+    state = sp.unpack(tmp_path / "p")
+    assert state["b.weight"] is state["a.weight"]
+    plain = {"a": torch.randn(3), "w": torch.randn(4, 4)}
+    plain["b"] = plain["a"]
+    sp.pack(plain, tmp_path / "p", (4, 4))
+    assert read_packed(tmp_path / "p").tied == {"b": "a"}
+    check(plain, tmp_path / "p")
+
+
+def test_what_saves_nothing_is_stored_as_it_is(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    state = {"dense": torch.randn(32, 32), "sparse": sparse((32, 32), Block(4, 4)), "empty": torch.zeros(32, 32)}
+    done = sp.pack(state, tmp_path / "p", (4, 4))
+    assert [row.packed for row in done.layers] == [False, True, True]
+    with safe_open(tmp_path / "p", "pt") as file:
+        assert sorted(file.keys()) == [
+            "dense",
+            *(f"{w}#{part}" for w in ("empty", "sparse") for part in ("cols", "rows", "values")),
+        ]
+    check(state, tmp_path / "p")
+    file = read_packed(tmp_path / "p")
+    assert file.layouts["dense"].kind == "matrix"  # said for it too
+    assert "as it is" in str(done)
+
+
+def test_weights_of_many_axes_come_back(tmp_path: Path) -> None:
+    """Entries have up to 8 axes, and what has more is stored as it is: a file that nobody can read is no file."""
+    state = {f"w{n}": torch.zeros([4, 4] + [2] * (n - 2)) for n in (2, 8, 9, 12)}
+    sp.pack(state, tmp_path / "p", (2, 2))
+    check(state, tmp_path / "p")
+    assert all(torch.equal(tensor, state[name]) for name, tensor in sp.unpack(tmp_path / "p").items())
+    assert [row.weight for row in sp.verify(tmp_path / "p").layers] == ["w2", "w8"]
+
+
+def test_blocks_start_at_multiples_of_64_bytes(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = as_kept(zoo.plain_cnn()[0], (16, 8), 0.4)
+    sp.pack(model, tmp_path / "p", (16, 8))
+    data = (tmp_path / "p").read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    assert (8 + length) % 64 == 0
+    header = json.loads(data[8 : 8 + length])
+    starts = [entry["data_offsets"][0] for name, entry in header.items() if name.endswith(VALUES)]
+    assert starts
+    assert all(start % 64 == 0 for start in starts)
+
+
+def test_size_of_a_resnet(tmp_path: Path) -> None:
+    """95 % of the 16x8 blocks at random: at most 6.5 % of the dense file, by real file sizes."""
+    torch.manual_seed(0)
+    model, _ = zoo.resnet18()
+    plan = sp.plan(model, (16, 8), 0.95)
+    mask = torch.zeros(plan.n, dtype=torch.bool)
+    mask[torch.randperm(plan.n)[: plan.keep]] = True
+    with torch.no_grad():
+        for layer in plan.layers:
+            model.get_parameter(layer.weight).masked_fill_(~layer.grid.expand(mask[layer.start : layer.stop]), 0.0)
+    receipt = make_receipt(plan, model.state_dict(), mask, "random")
+    done = sp.pack(model, tmp_path / "p", receipt=receipt)
+    save_file(model.state_dict(), tmp_path / "dense.safetensors")
+    dense, packed = (tmp_path / "dense.safetensors").stat().st_size, (tmp_path / "p").stat().st_size
+    assert packed / dense <= 0.065
+    assert done.size == packed
+    assert abs(done.dense - dense) < 1000  # the same but for the digits and the filling of the header
+    assert same(sp.unpack(tmp_path / "p"), dict(model.state_dict()))
+    found = sp.verify(tmp_path / "p")
+    assert found.ok
+    assert found.mask_hash == receipt.mask_hash
+
+
+# --- the bytes
+
+
+TEXT = (
+    '{"block":"2x2x1x1","edge":"pad","mask_hash":"sha256:bb1c062f77aaa0bae3a46742dfb7da77f5d5662b6c87a88084ba6b2c6474c9f3",'
+    '"names":["conv.weight","conv.bias"],"receipt":null,"tied":{},"version":1,"weights":[{"block":[2,2,1,1],"blocks":3,'
+    '"columns":4,"dtype":"F32","groups":1,"input_axis":1,"kernel":[1,2],"kind":"kernel","layer":"conv","name":"conv.weight",'
+    '"output_axis":0,"rows":2,"shape":[3,4,1,2],"transposed":false}]}'
+)
+TENSORS = (
+    '"conv.bias":{"dtype":"F32","shape":[3],"data_offsets":[0,12]},'
+    '"conv.weight#cols":{"dtype":"I32","shape":[3],"data_offsets":[12,24]},'
+    '"conv.weight#rows":{"dtype":"I32","shape":[3],"data_offsets":[24,36]},'
+    '"conv.weight#values":{"dtype":"F32","shape":[3,1,1,2,2],"data_offsets":[36,84]}'
+)
+DATA = bytes.fromhex(
+    "0000003f000000bf0000803e 010000000200000003000000 000000000200000003000000"
+    "0000803f000000400000404000008040 000000000000a0400000000000000000 00000000000000000000c04000000000"
+)
+
+
+def test_golden_bytes(tmp_path: Path) -> None:
+    """A version 1 file is these bytes, for ever."""
+    header = f'{{"__metadata__":{{"smartprune.packed":{json.dumps(TEXT)}}},{TENSORS}}}'.encode()
+    golden = (824).to_bytes(8, "little") + header.ljust(824) + DATA
+    for _ in range(2):
+        sp.pack(example(), tmp_path / "p", (2, 2))
+        assert (tmp_path / "p").read_bytes() == golden
+    check(example(), tmp_path / "p")
+
+
+def test_the_example_of_the_documentation() -> None:
+    shown = next(text for text in re.findall(r"```\n(.*?)```", PAGE, re.S) if "conv.bias" in text)
+    assert bytes.fromhex("".join(re.findall(r"\b[0-9a-f]{8}\b", shown))) == DATA
+    entry = json.loads(re.findall(r"```json\n(.*?)```", PAGE, re.S)[0])
+    assert entry == json.loads(TEXT)["weights"][0]
+    fields = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", PAGE.split("An entry of `weights`:")[1].split("The hash is")[0], re.M)
+    assert sorted(entry) == sorted(re.findall(r"\w+", " ".join(fields)))
+
+
+def test_the_documented_hash(tmp_path: Path) -> None:
+    """Recomputed from the words of docs/format.md."""
+    import hashlib
+
+    text = json.loads(TEXT)
+    present = np.zeros((2, 2, 1, 2), dtype=bool)  # output blocks, input blocks, kernel
+    present[0, 1, 0, 0] = present[0, 0, 0, 1] = present[1, 1, 0, 1] = True
+    packed = bytes([sum(int(bit) << i for i, bit in enumerate(present.reshape(-1)))])
+    said = hashlib.sha256(b'block 2x2x1x1\nlayer 2x2x1x2 "conv.weight"\n' + packed).hexdigest()
+    assert text["mask_hash"] == f"sha256:{said}"
+
+
+# --- receipts, verify and report
+
+
+def test_verify_and_report_read_packed_files(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    for name in sorted(zoo.SMALL):
+        model, receipt = baked(name)
+        for file in ("p.packed.safetensors", "p", "p.bin.old"):
+            sp.pack(model, tmp_path / file, receipt=receipt)
+            found = sp.verify(tmp_path / file)
+            assert found.ok, str(found)
+            assert found.mask_hash == receipt.mask_hash
+            assert found.receipt is not None
+            assert found.receipt.to_json() == receipt.to_json()
+        seen, true = sp.report(tmp_path / "p"), sp.report(model, (4, 4))
+        assert [row.to_json() for row in seen.layers] == [row.to_json() for row in true.layers]  # groups and axes too
+        assert (seen.params, seen.zeros, seen.block) == (true.params, true.zeros, Block(4, 4))
+
+
+def test_the_packed_block_is_what_is_counted(tmp_path: Path) -> None:
+    model, _ = baked("unet")
+    sp.pack(model, tmp_path / "p", (4, 4))
+    assert sp.verify(tmp_path / "p").block == Block(4, 4)
+    assert sp.verify(tmp_path / "p").zero == sp.verify(model, (4, 4)).zero
+
+
+def test_a_receipt_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    _, receipt = baked()
+    dense, _ = zoo.plain_cnn()
+    with pytest.raises(sp.SmartpruneError, match=r"is not what its receipt says: 3\.weight"):
+        sp.pack(dense, tmp_path / "p", receipt=receipt)
+    assert not (tmp_path / "p").exists()
+
+
+# --- misuse
+
+
+def test_misuse(tmp_path: Path) -> None:
+    model, _ = zoo.plain_cnn()
+    with pytest.raises(sp.SmartpruneError, match="give block="):
+        sp.pack(model, tmp_path / "p")
+    with pytest.raises(sp.SmartpruneError, match="cannot be written"):
+        sp.pack(model, tmp_path / "none" / "p", (4, 4))
+    with pytest.raises(sp.SmartpruneError, match="there is no such file"):
+        sp.unpack(tmp_path / "p")
+    sp.attach(model, sp.Smart(), block=(4, 4), sparsity=0.5, steps=3)
+    with pytest.raises(sp.SmartpruneError, match=r"still being pruned; call smartprune\.bake"):
+        sp.pack(model, tmp_path / "p", (4, 4))
+    with torch.device("meta"):
+        empty, _ = zoo.plain_cnn()
+    with pytest.raises(sp.SmartpruneError, match=r"0\.weight is on the meta device"):
+        sp.pack(empty, tmp_path / "p", (4, 4))
+    with pytest.raises(sp.SmartpruneError, match="sparse_coo"):
+        sp.pack({"w": torch.eye(4).to_sparse()}, tmp_path / "p", (4, 4))
+    with pytest.raises(sp.SmartpruneError, match=r"w#rows is the name of a tensor"):
+        sp.pack({"w": torch.zeros(64, 64), "w#rows": torch.zeros(1)}, tmp_path / "p", (4, 4))
+    for kind in (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz):
+        with pytest.raises(sp.SmartpruneError, match=f"w: {kind} cannot be stored"):
+            sp.pack({"w": torch.eye(32).to(kind)}, tmp_path / "p", (8, 8))
+    with pytest.raises(sp.SmartpruneError, match="complex64 cannot be stored"):
+        sp.pack({"w": torch.zeros(4, 4), "c": torch.zeros(2, dtype=torch.complex64)}, tmp_path / "p", (4, 4))
+    save_file({"w": torch.zeros(4, 4)}, tmp_path / "plain.safetensors")
+    with pytest.raises(sp.SmartpruneError, match="not a packed file"):
+        sp.unpack(tmp_path / "plain.safetensors")
+    with pytest.raises(sp.SmartpruneError, match="is the model itself"):
+        sp.pack(tmp_path / "plain.safetensors", tmp_path / "plain.safetensors", (4, 4))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["plain.safetensors"]
+
+
+def test_a_model_that_does_not_fit_is_left_alone(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = as_kept(zoo.plain_cnn()[0], (4, 4))
+    sp.pack(model, tmp_path / "p", (4, 4))
+    wrong: list[tuple[nn.Module, str]] = [
+        (zoo.plain_cnn()[0].double(), r"0\.bias is torch\.float32 16 there and torch\.float64 16|0\.weight is torch\.float32"),
+        (nn.Sequential(*zoo.plain_cnn()[0][:5]), "10.bias: the model lacks it"),
+        (nn.Sequential(*zoo.plain_cnn()[0], nn.Linear(10, 3)), "11.bias: the file lacks it"),
+    ]
+    wider = zoo.plain_cnn()[0]
+    wider[10] = nn.Linear(12, 11)
+    wrong.append((wider, r"10\.weight is torch\.float32 10x12 there and torch\.float32 11x12 in the model"))
+    for other, message in wrong:
+        before = {name: tensor.clone() for name, tensor in other.state_dict().items()}
+        with pytest.raises(sp.SmartpruneError, match=message):
+            sp.unpack(tmp_path / "p", other)
+        assert same(dict(other.state_dict()), before)
+
+
+class Versioned(nn.Linear):
+    """Asks for the version of its format, as batch norms and torchvision's MNASNet do."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *rest: Any) -> None:
+        assert metadata["version"] == 2
+        super()._load_from_state_dict(state, prefix, metadata, *rest)
+
+
+def test_modules_that_ask_for_the_version_of_their_format(tmp_path: Path) -> None:
+    model, other = nn.Sequential(Versioned(32, 16)), nn.Sequential(Versioned(32, 16))
+    sp.pack(model, tmp_path / "a.safetensors", (16, 8))
+    sp.unpack(tmp_path / "a.safetensors", other)
+    assert torch.equal(other[0].weight, model[0].weight)
+
+
+def test_packing_changes_nothing(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = as_kept(zoo.transformer_block()[0], (4, 4))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    ids = [id(p) for p in model.parameters()]
+    sp.pack(model, tmp_path / "p", (4, 4))
+    assert same(dict(model.state_dict()), before)
+    assert ids == [id(p) for p in model.parameters()]
+
+
+# --- the command line
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    model, receipt = baked()
+    save_file({name: tensor.clone() + 0.0 for name, tensor in model.state_dict().items()}, tmp_path / "model.safetensors")
+    receipt.save(tmp_path / "receipt.json")
+    return tmp_path
+
+
+def test_a_run_folder_is_packed_and_unpacked(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = (folder / "model.safetensors").read_bytes()
+    assert run("pack", folder) == 0
+    text = capsys.readouterr().out
+    assert "dense " in text
+    assert "packed " in text
+    assert max(map(len, text.splitlines()[:-1])) <= 80
+    packed = folder / "model.packed.safetensors"
+    assert run("verify", packed) == 0
+    assert "ok: as the receipt says" in capsys.readouterr().out
+    assert run("report", packed) == 0
+    assert "blocks of 4x4x1x1" in capsys.readouterr().out
+    assert run("unpack", packed, "--out", folder / "again.safetensors") == 0
+    ours, theirs = load_file(folder / "again.safetensors"), load_file(folder / "model.safetensors")
+    assert same({name: ours[name] for name in sorted(ours)}, {name: theirs[name] for name in sorted(theirs)})
+    assert (folder / "model.safetensors").read_bytes() == before
+    capsys.readouterr()
+    assert run("pack", folder, "--json", "--out", folder / "b") == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["size"] == (folder / "b").stat().st_size
+    assert data["share"] == data["size"] / data["dense"]
+    assert data["block"] == "4x4x1x1"
+    assert (folder / "b").read_bytes() == packed.read_bytes()
+
+
+def test_wrong_arguments(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = folder / "model.safetensors"
+    assert run("pack", model) == 2
+    assert "add --block" in capsys.readouterr().err
+    assert run("pack", model, "--block", "4y4") == 2
+    assert run("pack", folder / "missing.safetensors", "--block", "4x4") == 1
+    assert run("pack", model, "--block", "4x4") == 0
+    assert run("pack", model, "--receipt", folder / "receipt.json", "--out", folder / "q") == 0
+    assert run("verify", folder / "q") == 0
+    packed = folder / "model.packed.safetensors"
+    assert run("unpack", packed, "--out", packed) == 2
+    assert run("unpack", packed, "--out", folder / "a.pt") == 2
+    assert run("unpack", model, "--out", folder / "a.safetensors") == 1
+    assert run("unpack", packed, "--out", folder / "a.safetensors", "--limit", "10") == 1
+    assert run("unpack", packed, "--out", folder / "a.safetensors", "--limit", "-1") == 2
+    assert not (folder / "a.safetensors").exists()
+    for verb in ("pack", "unpack"):
+        assert run(verb, "--help") == 0
+        assert f"example:\n  smartprune {verb}" in capsys.readouterr().out
+
+
+# --- what cannot be packed, and what cannot be loaded
+
+
+def test_models_without_tensors_are_refused(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU()).eval()
+    path = tmp_path / "p"
+    with pytest.raises(sp.SmartpruneError, match="pack: ReLU has no tensors, so there is nothing to store"):
+        sp.pack(nn.ReLU(), path, (4, 4))
+    with pytest.raises(sp.SmartpruneError, match=r"pack: 0\.weight of the model has no shape yet"):
+        sp.pack(nn.Sequential(nn.LazyLinear(4)), path, (4, 4))
+    with pytest.raises(sp.SmartpruneError, match=r"made by smartprune\.accelerate.*give the model that it was made from"):
+        sp.pack(sp.accelerate(model, backend="reference"), path, (4, 4))
+
+    class Odd(nn.Module):  # cannot be traced, so that its layers are accelerated one by one
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.scale = nn.Linear(8, 8), nn.Parameter(torch.ones(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.a(x) * self.scale if x.sum() > 0 else self.a(-x)
+
+    with pytest.raises(sp.SmartpruneError, match=r"made by smartprune\.accelerate"):
+        sp.pack(sp.accelerate(Odd().eval(), backend="reference"), path, (4, 4))
+    assert not path.exists()
+
+
+def test_where_nothing_can_be_cut_it_is_said(tmp_path: Path) -> None:
+    done = sp.pack(nn.BatchNorm2d(3), tmp_path / "p", (4, 4))
+    assert done.layers == ()
+    assert str(done).startswith("no weight can be cut into blocks of 4x4x1x1: every tensor is stored as it is\n")
+    assert sp.unpack(tmp_path / "p").keys() == nn.BatchNorm2d(3).state_dict().keys()
+
+
+def test_axes_that_were_assumed_are_named(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.ConvTranspose2d(8, 4, 1), nn.Linear(8, 8))
+    done = sp.pack(model.state_dict(), tmp_path / "p", (4, 2))
+    assert done.assumed == ("0.weight",)
+    assert done.to_json()["axes_assumed"] == ["0.weight"]
+    assert "axes of 1 weight taken as (out, in, ...), without groups" in str(done)
+    assert "To be sure, pack the model itself" in " ".join(str(done).split())
+    assert sp.pack(model, tmp_path / "p", (4, 2)).assumed == ()
+    assert sp.pack(tmp_path / "p", tmp_path / "q").assumed == ()  # the file says them
+
+
+def test_models_that_can_hold_no_values(tmp_path: Path) -> None:
+    path = tmp_path / "p"
+    sp.pack(nn.Linear(8, 8), path, (4, 4))
+    for model, message in (
+        (nn.Linear(8, 8, device="meta"), r"weight of the model is on the meta device.*model\.to_empty\(device='cpu'\)"),
+        (nn.LazyLinear(8), "weight of the model has no shape yet .*run one forward pass first"),
+        ({"weight": torch.zeros(8, 8)}, r"model is a dict; give a torch\.nn\.Module"),
+    ):
+        with pytest.raises(sp.SmartpruneError, match=message):
+            sp.unpack(path, model)  # type: ignore[arg-type]
+    empty = nn.Linear(8, 8, device="meta").to_empty(device="cpu")
+    assert torch.equal(sp.unpack(path, empty)["weight"], empty.weight)
+
+
+def test_misuse_is_named(tmp_path: Path) -> None:
+    model, path = nn.Linear(8, 8), tmp_path / "p"
+    for wrong in (None, 3, "a\0b"):
+        with pytest.raises(sp.SmartpruneError, match=r"pack: path: .* is no path"):
+            sp.pack(model, wrong, (4, 4))  # type: ignore[arg-type]
+    with pytest.raises(sp.SmartpruneError, match="'__metadata__' is a name that safetensors files keep for themselves"):
+        sp.pack({"__metadata__": torch.zeros(8, 8)}, path, (4, 4))
+    with pytest.raises(sp.SmartpruneError, match=r"pack: receipt is a str; give a Receipt"):
+        sp.pack(model, path, (4, 4), receipt="receipt.json")  # type: ignore[arg-type]
+    assert not path.exists()
+    sp.pack(model, path, (4, 4))
+    for limit in ("1", -1, 1.5, True):
+        with pytest.raises(sp.SmartpruneError, match=r"unpack: limit=.* must be a number of bytes"):
+            sp.unpack(path, limit=limit)  # type: ignore[arg-type]
+    with pytest.raises(sp.SmartpruneError, match=r"unpack: path: .* is no path"):
+        sp.unpack("a\0b")
+
+
+def test_a_packed_file_says_its_block(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = nn.Linear(8, 8)
+    first, again = tmp_path / "first.safetensors", tmp_path / "again.safetensors"
+    sp.pack(model, first, (2, 4))
+    assert sp.pack(first, again).block == Block(2, 4)
+    assert again.read_bytes() == first.read_bytes()
+    assert main(["pack", str(first), "--out", str(tmp_path / "third"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["block"] == "2x4x1x1"
+
+
+def test_what_is_read_is_not_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, receipt = baked()
+    save_file({name: tensor.clone() for name, tensor in model.state_dict().items()}, tmp_path / "model.safetensors")
+    receipt.save(tmp_path / "receipt.json")
+    sp.pack(tmp_path, tmp_path / "p.safetensors")
+    (tmp_path / "link").symlink_to("model.safetensors")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    run, file, paper, packed = (str(tmp_path / name) for name in (".", "model.safetensors", "receipt.json", "p.safetensors"))
+    for target in ("model.safetensors", "receipt.json", "link"):
+        with pytest.raises(sp.SmartpruneError, match=r"is the (model|receipt) itself"):
+            sp.pack(tmp_path, tmp_path / target)
+    for words, message in (
+        (["pack", run, "--out", file], "--out .* is the model.safetensors of the run itself"),
+        (["pack", run, "--out", paper], "--out .* is the receipt.json of the run itself"),
+        (["pack", file, "--receipt", paper, "--out", paper], "--out .* is the receipt itself"),
+        (["pack", file, "--block", "4x4", "--out", str(tmp_path / "link")], "--out .* is the model itself"),
+        (["unpack", packed, "--out", packed], "--out .* is the packed file itself"),
+        (["report", file, "--html", file], "--html .* is the model itself"),
+        (["report", run, "--html", paper], "--html .* is the receipt.json of the run itself"),
+        (["pack", run, "--out", str(tmp_path)], "--out .*it is a folder; add the name of a file"),
+        (["unpack", packed, "--out", str(tmp_path / "no" / "a.safetensors")], "--out .*there is no folder"),
+        (["report", file, "--html", str(tmp_path / "no" / "a.html")], "--html .*there is no folder"),
+        (["report", file, "--figures", file], "is a file; give a folder"),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            main(words)
+        assert stop.value.code == 2, words
+        assert re.search(message, capsys.readouterr().err), words
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_special_files_are_written_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(tmp_path / "p")
+    done = sp.pack(nn.Linear(8, 8), path, (4, 4))
+    assert sp.pack(nn.Linear(8, 8), "/dev/null", (4, 4)).size == done.size
+    (tmp_path / "null.safetensors").symlink_to("/dev/null")
+    assert main(["unpack", path, "--out", str(tmp_path / "null.safetensors"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["dense"] == done.dense
+    assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
+
+
+@pytest.mark.parametrize("prefix", ["", "module."])
+def test_a_state_dict_is_cut_as_its_receipt_says(prefix: str, tmp_path: Path) -> None:
+    """Groups and transposed axes were taken for plain ones, against the receipt in the same file."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(12, 12, 3, groups=2, padding=1), nn.ConvTranspose2d(12, 6, 2))
+    sp.attach(model, sp.Magnitude(), block=(4, 4), sparsity=0.5, steps=1, include="*").step()
+    receipt = sp.bake(model)
+    whole = sp.pack(model, tmp_path / "model", receipt=receipt)
+    state = {prefix + name: tensor for name, tensor in model.state_dict().items()}
+    packed = sp.pack(state, tmp_path / "state", receipt=receipt)
+    assert packed.assumed == ()
+    assert [row.size for row in packed.layers] == [row.size for row in whole.layers]
+    layouts = read_packed(tmp_path / "state").layouts
+    assert [(x.parts, x.transposed) for x in layouts.values()] == [(2, False), (1, True)]
+    assert sp.verify(tmp_path / "state").ok
+    assert same(sp.unpack(tmp_path / "state"), state)
+    save_file(state, tmp_path / "plain.safetensors")
+    assert sp.pack(tmp_path / "plain.safetensors", tmp_path / "file", receipt=receipt).assumed == ()

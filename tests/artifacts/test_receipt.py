@@ -1,0 +1,406 @@
+import copy
+import json
+import os
+import random
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import smartprune as sp
+from helpers import reference, zoo
+from smartprune.artifacts.counts import Count
+from smartprune.artifacts.receipt import Receipt
+from smartprune.core.block import Block
+from smartprune.core.budget import Budget, macs, params
+from smartprune.core.occupancy import map_hash, nonzero, occupied, pack_bits, unpack_bits
+from smartprune.errors import SmartpruneError
+from smartprune.files import parse_json, read_capped, write_whole
+from smartprune.pruning.plan import Plan, plan
+from smartprune.pruning.receipt import make_receipt
+
+
+def prune(found: Plan, model: torch.nn.Module, mask: Tensor) -> dict[str, Tensor]:
+    """The weights of the pruned layers with zeros where the mask removes, by slow loops."""
+    out = {}
+    for layer in found.layers:
+        weight = model.get_parameter(layer.weight).detach().clone()
+        parts = layer.grid.axes[0].parts
+        index = reference.block_index(weight.shape, found.block.sizes, parts, layer.transposed)
+        piece = [float(m) for m in mask[layer.start : layer.stop]]
+        out[layer.weight] = weight * torch.tensor(reference.expand(piece, index)).reshape(weight.shape)
+    return out
+
+
+def first_kept(found: Plan, count: int) -> Tensor:
+    mask = torch.zeros(found.n, dtype=torch.bool)
+    mask[torch.randperm(found.n)[:count]] = True
+    return mask
+
+
+def example(name: str = "plain_cnn", budget: Budget | None = None, floor: float | None = 0.02) -> Receipt:
+    model, x = zoo.SMALL[name]()
+    found = plan(model, (4, 4), None if budget else 0.75, budget, floor=floor, include="*", example=x)
+    mask = first_kept(found, found.keep or 5)
+    return make_receipt(found, prune(found, model, mask), mask, "smart", {"tau": 0.1, "ramp": (0, 1), "cool": "geometric"})
+
+
+def test_golden_hash_of_two_blocks() -> None:
+    """SHA-256 of: block 16x8x1x1, layer 1x2x1x1 "conv1.weight", one byte with the first bit set."""
+    got = map_hash(Block(16, 8), [("conv1.weight", (1, 2, 1, 1), torch.tensor([True, False]))])
+    assert got == "sha256:524932b8f4ff5f5eea54e449d63a84f5efbcf195d5b146a0a3baca6faa5061df"
+
+
+def test_the_hash_depends_on_everything() -> None:
+    bits = torch.tensor([True, False, True])
+    base: tuple[Block, list[tuple[str, tuple[int, ...], Tensor]]] = (Block(2, 2), [("a", (3, 1), bits)])
+    others = [
+        (Block(2, 3), [("a", (3, 1), bits)]),
+        (Block(2, 2), [("b", (3, 1), bits)]),
+        (Block(2, 2), [("a", (1, 3), bits)]),
+        (Block(2, 2), [("a", (3, 1), ~bits)]),
+        (Block(2, 2), [("a", (3, 1), bits), ("a", (3, 1), bits)]),
+        (Block(2, 2), [('a"\nlayer', (3, 1), bits)]),
+    ]
+    assert len({map_hash(*case) for case in [base, *others]}) == 7
+
+
+def test_packed_bits() -> None:
+    assert pack_bits(torch.tensor([True] + [False] * 8)) == "AQA="
+    for n in (1, 7, 8, 9, 100):
+        bits = torch.rand(n) < 0.5
+        assert torch.equal(unpack_bits(pack_bits(bits), n), bits)
+    for wrong, n in (("AQA=", 8), ("AQA=", 17), ("!", 1), ("é", 1), ("/w==", 4)):
+        with pytest.raises(SmartpruneError):
+            unpack_bits(wrong, n)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8]
+)
+def test_occupancy_of_every_dtype(dtype: torch.dtype) -> None:
+    weight = torch.zeros(4, 6)
+    weight[0, 0], weight[3, 5] = 1, -2
+    grid = Block(2, 3).grid((4, 6))
+    assert occupied(grid, weight.to(dtype)).tolist() == [True, False, False, True]
+
+
+@pytest.mark.filterwarnings("ignore")  # torch means to drop its quantized tensors
+def test_occupancy_of_odd_numbers() -> None:
+    assert nonzero(torch.tensor([float("nan"), -0.0, 0.0, 1e-45, float("-inf")])).tolist() == [
+        True,
+        False,
+        False,
+        True,
+        True,
+    ]
+    quantized = torch.quantize_per_tensor(torch.tensor([[0.0, 1.0]]), 0.1, 5, torch.quint8)
+    assert nonzero(quantized).tolist() == [[False, True]]
+    with pytest.raises(SmartpruneError, match="meta device"):
+        nonzero(torch.zeros(2, device="meta"))
+    with pytest.raises(SmartpruneError, match="not dense"):
+        nonzero(torch.zeros(2, 2).to_sparse())
+
+
+@pytest.mark.parametrize("name", sorted(zoo.SMALL))
+def test_counts_agree_with_slow_loops(name: str) -> None:
+    model, x = zoo.SMALL[name]()
+    found = plan(model, (4, 3), 0.7, include="*", example=x)
+    mask = first_kept(found, found.keep or 0)
+    weights = prune(found, model, mask)
+    got = make_receipt(found, weights, mask, "magnitude")
+    kept_weights = 0
+    for row, layer in zip(got.layers, found.layers, strict=True):
+        index = reference.block_index(row.shape, (4, 3), row.parts, row.transposed)
+        sizes, bits = reference.block_counts(index), mask[layer.start : layer.stop].tolist()
+        kept = sum(n for n, bit in zip(sizes, bits, strict=True) if bit)
+        kept_weights += kept
+        assert row.grid == reference.grid_shape(row.shape, (4, 3), row.parts, row.transposed)
+        assert row.blocks == Count(len(sizes), sum(bits))
+        assert row.weights == Count(sum(sizes), kept)
+        assert row.occupied == sum(reference.occupied(weights[row.weight].flatten().tolist(), index))
+        assert row.mask().tolist() == bits
+    total = sum(p.numel() for p in model.parameters())
+    assert got.weights.kept == kept_weights
+    assert got.model_weights == Count(total, total - got.weights.removed)
+    assert got.blocks == Count(found.n, found.keep or 0)
+    assert got.met
+    assert got.kept_but_zero == 0
+    assert torch.equal(got.mask(), mask)
+    assert got.macs is not None
+    assert got.model_macs is not None
+    assert got.macs.removed == got.model_macs.removed
+    assert found.uses is not None
+    assert got.macs.total == found.macs
+    maps = [
+        (row.weight, row.grid, occupied(layer.grid, weights[row.weight]))
+        for row, layer in zip(got.layers, found.layers, strict=True)
+    ]
+    assert got.mask_hash == map_hash(found.block, maps)
+
+
+def test_kept_blocks_that_are_zero_by_themselves() -> None:
+    model, _ = zoo.plain_cnn()
+    found = plan(model, (4, 4), 0.5)
+    mask = first_kept(found, found.keep or 0)
+    weights = prune(found, model, mask)
+    weights["6.weight"].zero_()
+    got = make_receipt(found, weights, mask, "magnitude")
+    assert got.kept_but_zero == got.layers[1].blocks.kept > 0
+    assert got.layers[1].occupied == 0
+    assert "kept blocks are zero by themselves" in str(got)
+    assert Receipt.from_json(got.to_json()) == got
+
+
+def test_layers_that_keep_nothing_are_named() -> None:
+    layers = [nn.Linear(8, 8) for _ in range(6)]
+    with torch.no_grad():
+        for layer, size in zip(layers, (1.0, 0.01, 0.01, 0.01, 0.01, 1.0), strict=True):
+            layer.weight.fill_(size)
+    told = []
+    for floor in (None, 0.01):
+        model = copy.deepcopy(nn.Sequential(*layers))
+        sp.attach(model, sp.Magnitude(), block=(4, 4), sparsity=0.7, steps=1, include="*", floor=floor).freeze()
+        told.append(" ".join(str(sp.bake(model)).split()))
+    assert "4 of 6 layers keep no block and pass nothing on (floor=0.01 forbids it): 1, 2, 3 and 1 more" in told[0]
+    assert "keep no block" not in told[1]
+
+
+def test_removed_blocks_must_be_zero() -> None:
+    model, _ = zoo.plain_cnn()
+    found = plan(model, (4, 4), 0.5)
+    mask = torch.ones(found.n, dtype=torch.bool)
+    mask[7] = mask[11] = False
+    weights = {layer.weight: model.get_parameter(layer.weight) for layer in found.layers}
+    with pytest.raises(SmartpruneError, match=r"3.weight has 2 removed blocks that are not zero, the first at 7"):
+        make_receipt(found, weights, mask, "magnitude")
+    with pytest.raises(SmartpruneError, match=r"6\.weight is missing from the weights"):
+        make_receipt(found, {"3.weight": weights["3.weight"]}, torch.ones(found.n), "magnitude")
+    with pytest.raises(SmartpruneError, match="a mask of 3 entries was given for 195 blocks"):
+        make_receipt(found, weights, torch.ones(3), "magnitude")
+    with pytest.raises(SmartpruneError, match=r"settings.f is .*must be plain data"):
+        make_receipt(found, weights, torch.ones(found.n), "magnitude", {"f": print})
+
+
+def test_budget_that_was_not_met_is_said() -> None:
+    model, _ = zoo.plain_cnn()
+    found = plan(model, (4, 4), 0.5)
+    mask = first_kept(found, 99)
+    got = make_receipt(found, prune(found, model, mask), mask, "magnitude")
+    assert not got.met
+    assert "99 kept: NOT what was asked" in str(got)
+    assert Receipt.from_json(got.to_json()) == got
+
+
+def test_other_budgets() -> None:
+    for budget in (params(0.6), macs(0.6, zoo.plain_cnn()[1]), macs(0.2, zoo.plain_cnn()[1], of="model")):
+        got = example(budget=budget, floor=None)
+        assert got.asked is not None
+        assert got.asked.kind == budget.kind
+        assert got.asked.used <= got.asked.limit
+        assert got.met
+        assert "at most" in str(got)
+        assert Receipt.from_json(got.to_json()) == got
+    model, _ = zoo.plain_cnn()
+    found = plan(model, (4, 4))
+    got = make_receipt(found, dict(model.named_parameters()), torch.ones(found.n), "none")
+    assert got.asked is None
+    assert got.macs is None
+    assert got.met
+    assert got.sparsity == 0
+    assert Receipt.from_json(got.to_json()) == got
+
+
+@pytest.mark.parametrize("name", sorted(zoo.SMALL))
+def test_through_a_file(name: str, tmp_path: Path) -> None:
+    got = example(name)
+    path = tmp_path / "receipt.json"
+    got.save(path)
+    got.save(path)
+    assert Receipt.load(path) == got
+    assert os.listdir(tmp_path) == ["receipt.json"]
+    data = json.loads(path.read_text())
+    assert data["asked"]["share"] == "3/4"
+    assert data["asked"]["value"] == 0.75
+    assert data["floor"] == {"share": "1/50", "value": 0.02}
+    assert data["settings"] == {"tau": 0.1, "ramp": [0, 1], "cool": "geometric"}
+    assert got.floor == Fraction(1, 50)
+    assert max(map(len, str(got).splitlines())) <= 80
+
+
+def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "receipt.json"
+    write_whole(path, b"old")
+
+    def broken(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", broken)
+    with pytest.raises(SmartpruneError, match=r"receipt.json: cannot be written \(No space left on device\)"):
+        write_whole(path, b"new")
+    assert path.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["receipt.json"]
+    with pytest.raises(SmartpruneError, match="cannot be written"):
+        write_whole(tmp_path / "no" / "such", b"")
+
+
+def test_unreadable_files(tmp_path: Path) -> None:
+    path = tmp_path / "receipt.json"
+    with pytest.raises(SmartpruneError, match=r"receipt.json: cannot be read \(No such file"):
+        Receipt.load(path)
+    with pytest.raises(SmartpruneError, match="cannot be read"):
+        Receipt.load(tmp_path)
+    path.write_bytes(b"x" * 11)
+    with pytest.raises(SmartpruneError, match="larger than 10 bytes"):
+        read_capped(path, 10)
+    deep = b"[" * 100_000
+    for data in (
+        b"",
+        b"{",
+        b"\xff\xfe\x00",
+        b'{"a": 1, "a": 2}',
+        b"[NaN]",
+        b"[Infinity]",
+        b'"\xff"',
+        deep,
+        b"9" * 5000,
+    ):
+        path.write_bytes(data)
+        with pytest.raises(SmartpruneError, match=r"receipt.json"):
+            Receipt.load(path)
+    assert parse_json(b'{"a": [1, null]}', "x") == {"a": [1, None]}
+
+
+Change = Callable[[dict[str, Any]], object]
+WRONG: list[tuple[Change, str]] = [
+    (lambda d: d.update(format=2), "format is 2; it must be 1; a newer smartprune may read it"),
+    (lambda d: d.update(format=True), "format"),
+    (lambda d: d.pop("format"), "format is missing"),
+    (lambda d: d.update(extra=1), "unknown key 'extra'"),
+    (lambda d: d.update(block="16xx8"), "cannot be read"),
+    (lambda d: d.update(block="4x5x1x1"), "does not|follows from shape and block"),
+    (lambda d: d.update(block=4), "block is 4"),
+    (lambda d: d.update(method=None), "method is None; it must be a text"),
+    (lambda d: d.update(method="\x1b[2J"), "printable"),
+    (lambda d: d.update(settings=[1]), "settings must be a dictionary"),
+    (lambda d: d.update(settings={"x": float("inf")}), "settings.x is inf; it must be plain data"),
+    (lambda d: d.update(mask_hash="md5:0"), "mask_hash is 'md5:0'; it must be 'sha256:' and 64"),
+    (lambda d: d.update(mask_hash="sha256:" + "0" * 64), "mask_hash is not the hash of the maps"),
+    (lambda d: d.update(floor={"share": "2/1", "value": 2.0}), r"floor: share is '2/1'; it must be an exact share"),
+    (lambda d: d.update(floor={"share": "1/0", "value": 0.0}), "floor: share"),
+    (lambda d: d.update(floor={"share": "1/50", "value": 0.5}), "floor does not agree"),
+    (lambda d: d["asked"].update(limit=3), "limit is 3; it must be"),
+    (lambda d: d["asked"].update(total=3), "asked does not add up"),
+    (lambda d: d["asked"].update(value=0.5), "value is 0.5; it must be 0.75"),
+    (lambda d: d["asked"].update(kind="BLOCKS"), "kind is 'BLOCKS'"),
+    (lambda d: d["asked"].update(of="half"), "of is 'half'"),
+    (lambda d: d["achieved"].update(used=1), "does not add up"),
+    (lambda d: d["achieved"].update(met=1), "achieved does not agree"),
+    (lambda d: d["achieved"].update(met=False), "achieved does not agree"),
+    (lambda d: d["achieved"].update(kept_but_zero=5), "achieved does not agree"),
+    (lambda d: d["achieved"]["blocks"].update(kept=1), "achieved does not agree"),
+    (lambda d: d["achieved"]["model_weights"].update(removed=1), "removed is 1; it must be an integer from"),
+    (
+        lambda d: d["achieved"].update(model_weights={"total": 1, "kept": 1, "removed": 0}),
+        "model_weights does not agree",
+    ),
+    (lambda d: d.update(achieved=[]), "achieved is a list of 0; it must be a dictionary"),
+    (lambda d: d.update(layers=[]), "at least one layer"),
+    (lambda d: d.update(layers={}), "layers is a dict of 0; it must be a list"),
+    (lambda d: d["layers"].append(d["layers"][0]), "no weight twice"),
+    (lambda d: d["layers"].append(3), r"layers\[4\] is 3; it must be a dictionary"),
+    (lambda d: d["layers"][1].update(shape=[10**9, 10**9, 10**9]), r"layers\[1\]: shape"),
+    (lambda d: d["layers"][1].update(shape=[20]), r"layers\[1\]: shape"),
+    (lambda d: d["layers"][1].update(shape=[20, 0, 3, 3]), r"layers\[1\]: shape"),
+    (lambda d: d["layers"][1].update(shape=[10**6, 10**6]), r"layers\[1\]: grid"),
+    (lambda d: d["layers"][1].update(shape=[10**6] * 2, grid=[250_000] * 2), r"layers\[1\]: "),
+    (lambda d: d["layers"][1].update(parts=3), "cannot be divided into 3 groups"),
+    (lambda d: d["layers"][1].update(parts=0), "parts is 0"),
+    (lambda d: d["layers"][1].update(transposed=0), "transposed is 0; it must be true or false"),
+    (lambda d: d["layers"][1].update(map="AA=="), "map cannot be read: it has 1 bytes, and 180 blocks take 23"),
+    (lambda d: d["layers"][1].update(map="A" * 10**6), "map is 'AAA"),
+    (lambda d: d["layers"][1]["blocks"].update(kept=-1), "kept is -1"),
+    (lambda d: d["layers"][1]["blocks"].update(occupied=999), "does not add up"),
+    (lambda d: d["layers"][1]["blocks"].update(occupied=1.0), "occupied is 1.0"),
+    (lambda d: d["layers"][1]["weights"].update(kept=1), "weights does not add up"),
+    (lambda d: d["layers"][1].update(macs=None), "achieved does not agree"),
+    (lambda d: d["layers"][1].update(name="x" * 2000), "at most 1000 printable characters"),
+]
+
+
+@pytest.mark.parametrize(("change", "words"), WRONG)
+def test_wrong_data_is_named(change: Change, words: str) -> None:
+    data = json.loads(json.dumps(example().to_json()))
+    change(data)
+    with pytest.raises(SmartpruneError, match=words):
+        Receipt.from_json(data)
+
+
+def test_other_types_than_dictionaries() -> None:
+    for data in (None, 3, "receipt", [], True):
+        with pytest.raises(SmartpruneError, match="it must be a dictionary"):
+            Receipt.from_json(data)
+
+
+def mutate(data: Any, rng: random.Random) -> None:
+    """Replaces, removes or repeats one value somewhere in nested plain data."""
+    odd = [None, True, -1, 0, 1, 2**70, 0.5, 1e308, "", "x", "9" * 50, [], {}, [[]], {"a": 1}]
+    while True:
+        keys = list(data) if isinstance(data, dict) else list(range(len(data)))
+        if not keys:
+            return
+        key = rng.choice(keys)
+        if isinstance(data[key], (dict, list)) and data[key] and rng.random() < 0.8:
+            data = data[key]
+            continue
+        kind = rng.random()
+        if kind < 0.7:
+            data[key] = rng.choice(odd)
+        elif kind < 0.85:
+            del data[key]
+        elif isinstance(data, list):
+            data.append(copy.deepcopy(data[key]))
+        else:
+            data[rng.choice(["kept", "total", "x"])] = data[key]
+        return
+
+
+def test_fuzzed_data_is_read_the_same_or_refused() -> None:
+    rng = random.Random(0)
+    good = json.loads(json.dumps(example().to_json()))
+    refused = 0
+    for _ in range(600):
+        data = copy.deepcopy(good)
+        for _ in range(rng.choice((1, 1, 2))):
+            mutate(data, rng)
+        try:
+            got = Receipt.from_json(data)
+        except SmartpruneError:
+            refused += 1
+        else:
+            assert json.dumps(got.to_json(), sort_keys=True) == json.dumps(data, sort_keys=True)
+            str(got)
+    assert refused > 450
+
+
+def test_fuzzed_bytes_are_read_or_refused(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    path = tmp_path / "receipt.json"
+    example().save(path)
+    good = path.read_bytes()
+    for _ in range(200):
+        data = bytearray(good)
+        for _ in range(rng.choice((1, 2, 5))):
+            data[rng.randrange(len(data))] = rng.randrange(256)
+        if rng.random() < 0.3:
+            del data[rng.randrange(len(data)) :]
+        path.write_bytes(data)
+        try:
+            text = str(Receipt.load(path))
+        except SmartpruneError as error:
+            text = str(error)
+        assert text

@@ -1,0 +1,508 @@
+import copy
+import dataclasses
+import io
+import json
+import os
+import pickle
+import random
+import zipfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn.utils import prune
+
+import smartprune as sp
+from helpers import zoo
+from helpers.baked import baked
+from smartprune.artifacts.pack import pack
+from smartprune.artifacts.receipt import Receipt
+from smartprune.artifacts.verify import verify
+from smartprune.core.block import Block
+from smartprune.errors import SmartpruneError
+from smartprune.hardware.npu import NPU
+from smartprune.pruning.plan import plan
+from smartprune.pruning.receipt import make_receipt
+from smartprune.reports import report
+
+
+def state(model: nn.Module) -> dict[str, Tensor]:
+    return {key: value.clone() for key, value in model.state_dict().items()}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    model, receipt = baked()
+    save_file(state(model), tmp_path / "model.safetensors")
+    receipt.save(tmp_path / "receipt.json")
+    return tmp_path
+
+
+@pytest.mark.parametrize("wrap", [nn.DataParallel, partial(torch.compile, backend="eager")], ids=["DataParallel", "compile"])
+def test_receipt_of_a_model_that_was_wrapped_before_attach(wrap: Callable[[nn.Module], nn.Module], tmp_path: Path) -> None:
+    model, _ = zoo.plain_cnn()
+    wrapped = wrap(model)
+    sp.attach(wrapped, sp.Magnitude(), block=(4, 4), sparsity=0.5, steps=2).freeze()
+    receipt = sp.bake(wrapped)
+    for source in (wrapped, wrapped.state_dict(), model, model.state_dict()):
+        found = verify(source, receipt=receipt)
+        assert found.ok, str(found)
+        assert found.mask_hash == receipt.mask_hash
+    sp.pack(model, tmp_path / "packed", receipt=receipt)
+    assert verify(tmp_path / "packed").ok
+    with torch.no_grad():
+        model[3].weight.fill_(1.0)
+    assert not verify(model, receipt=receipt).ok
+
+
+@pytest.mark.parametrize("name", sorted(zoo.SMALL))
+def test_all_sources_agree(name: str, tmp_path: Path) -> None:
+    model, receipt = baked(name)
+    receipt.save(tmp_path / "receipt.json")
+    save_file(state(model), tmp_path / "model.safetensors")
+    torch.save(model.state_dict(), tmp_path / "plain.pt")
+    torch.save({"model": model.state_dict(), "epoch": 3}, tmp_path / "nested.pth")
+    torch.save({"state_dict": model.state_dict()}, tmp_path / "lightning.ckpt")
+    wrapped = {f"module._orig_mod.{key}": value for key, value in model.state_dict().items()}
+    sources = [model, model.state_dict(), tmp_path, str(tmp_path), wrapped]
+    sources += [tmp_path / file for file in ("model.safetensors", "plain.pt", "nested.pth", "lightning.ckpt")]
+    for source in sources:
+        for paper in (receipt, receipt.to_json(), tmp_path / "receipt.json", str(tmp_path / "receipt.json")):
+            got = verify(source, receipt=paper)
+            assert got.ok, str(got)
+            assert (got.blocks, got.zero) == (receipt.blocks.total, receipt.blocks.removed)
+            assert got.mask_hash == receipt.mask_hash
+    assert verify(tmp_path).ok
+    assert "ok: as the receipt says, sha256:" in str(verify(tmp_path))
+
+
+def test_every_difference_is_listed() -> None:
+    model, receipt = baked()
+    tensors = state(model)
+    grid = receipt.layers[0].cut(receipt.block)
+    removed = (~receipt.layers[0].mask()).nonzero().flatten().tolist()
+    kept = receipt.layers[0].mask().nonzero().flatten().tolist()
+    spoiled = tensors["3.weight"]
+    spoiled[grid.expand(torch.arange(grid.n)) == removed[2]] = 1e-30
+    spoiled[grid.expand(torch.arange(grid.n)) == kept[0]] = 0
+    tensors["6.weight"] = torch.zeros(12, 21, 1, 1)
+    got = verify(tensors, receipt=receipt)
+    place = tuple(int(i) for i in torch.unravel_index(torch.tensor(removed[2]), grid.shape))
+    assert got.problems == (
+        f"3.weight: block {removed[2]} at {place} of the grid 5x4x3x3 is removed, but not zero",
+        f"3.weight: {len(kept) - 1} kept blocks are not zero, the receipt says {len(kept)}",
+        "6.weight: has shape 12x21x1x1, the receipt says 12x20x1x1",
+    )
+    assert not got.ok
+    assert got.layers[0].wrong == (removed[2],)
+    assert got.mask_hash is None
+    assert "NOT ok, 3 problems:" in str(got)
+    del tensors["6.weight"]
+    assert verify(tensors, receipt=receipt).problems[-1] == "6.weight: is in the receipt and not in the state dict"
+
+
+def test_one_revived_block_changes_the_hash() -> None:
+    model, receipt = baked()
+    index = int((~receipt.layers[1].mask()).nonzero()[0])
+    with torch.no_grad():
+        grid = receipt.layers[1].cut(receipt.block)
+        model[6].weight += (grid.expand(torch.arange(grid.n)) == index) * 0.5
+    got = verify(model, receipt=receipt)
+    assert len(got.problems) == 2
+    assert got.problems[0].startswith(f"6.weight: block {index} at ")
+    assert got.problems[1].startswith("the hash is sha256:")
+
+
+def test_a_dense_model_is_not_listed_block_by_block() -> None:
+    _, receipt = baked()
+    dense, _ = zoo.plain_cnn()
+    got = verify(dense, receipt=receipt)
+    assert len([p for p in got.problems if p.startswith("3.weight: block")]) == 5
+    assert any("more removed blocks are not zero" in p for p in got.problems)
+    assert sum(len(layer.wrong) for layer in got.layers) == receipt.blocks.removed  # the whole list is here
+
+
+def test_nan_is_a_problem() -> None:
+    model, receipt = baked()
+    with torch.no_grad():
+        model[3].weight[model[3].weight != 0] = float("nan")
+    assert verify(model, receipt=receipt).problems == ("3.weight: holds NaN or infinity",)
+    assert verify(model, block=(4, 4)).problems == ("3.weight: holds NaN or infinity",)
+
+
+def test_other_block_than_the_receipt() -> None:
+    model, receipt = baked()
+    assert verify(model, block=(4, 4), receipt=receipt).ok
+    got = verify(model, block=(16, 8), receipt=receipt)
+    assert got.problems == ("block 16x8x1x1 was asked for, the receipt is about blocks of 4x4x1x1",)
+
+
+def test_receipt_that_was_not_met() -> None:
+    model, _ = zoo.plain_cnn()
+    found = plan(model, (4, 4), 0.75)
+    receipt = make_receipt(found, model.state_dict(), torch.ones(found.n), "magnitude")
+    assert verify(model, receipt=receipt).problems == ("the receipt itself says that 195 blocks were kept where 49 were asked for",)
+
+
+def test_counting_without_a_receipt() -> None:
+    model, receipt = baked()
+    got = verify(model, block=(4, 4))
+    assert got.ok
+    assert [(layer.name, layer.zero, layer.blocks) for layer in got.layers] == [
+        ("0", 0, 4 * 1 * 9),
+        *[(row.name, row.blocks.removed, row.blocks.total) for row in receipt.layers],
+        ("10", 0, 9),
+    ]
+    assert "no receipt to compare with" in str(got)
+    assert max(map(len, str(got).splitlines())) <= 80
+    assert json.loads(json.dumps(got.to_json()))["zero"] == receipt.blocks.removed
+
+
+@pytest.mark.parametrize("shape", ["32x32", "16x16", "16x8", "8x16", "8x8", "8x4", "4x4", "16x1", "channel", "1x1"])
+@pytest.mark.parametrize("sparsity", [0.2, 0.5, 0.97, 0.99])
+def test_the_block_shape_is_found(shape: str, sparsity: float) -> None:
+    block = Block.of(shape)
+    weights = {"a.weight": torch.randn(256, 128, 3, 3), "b.weight": torch.randn(128, 256)}
+    for key, weight in weights.items():
+        grid = block.grid(weight.shape)
+        weights[key] = weight * grid.expand((torch.rand(grid.n) > sparsity).float())
+    got = verify(weights)
+    assert got.block == block, str(got)
+    assert f"sparse in blocks of {block}" in str(got)
+    assert max(map(len, str(got).splitlines())) <= 80
+    assert json.loads(json.dumps(got.to_json()))["block"] == str(block)
+
+
+def test_a_dense_file_is_sparse_in_no_shape() -> None:
+    weight = torch.randn(64, 64)
+    weight[0, 0] = 0
+    got = verify({"a": weight})
+    assert got.block is None
+    assert "sparse in no block shape" in str(got)
+    assert got.ok
+
+
+def test_running_statistics_and_integers_are_no_weights() -> None:
+    tensors = {
+        "w": torch.ones(4, 4),
+        "ids": torch.zeros(1, 512, dtype=torch.int64),
+        "running_mean": torch.zeros(4, 4),
+        "bias": torch.zeros(4),
+        "q": torch.zeros(8, 4, dtype=torch.int8),
+        "tied": torch.ones(1),
+    }
+    tensors["same"] = tensors["w"]
+    assert [layer.name for layer in verify(tensors, block=(4, 4)).layers] == ["w", "q"]
+
+
+def test_masked_models_are_judged_by_what_they_store() -> None:
+    sp = pytest.importorskip("smartprune")
+    model, _ = zoo.plain_cnn()
+    sp.attach(model, sp.Smart(), block=(4, 4), sparsity=0.75, steps=3)
+    before = {name: value.clone() for name, value in model.named_parameters() if name in ("3.weight", "6.weight")}
+    got = verify(model, block=(4, 4))
+    assert got.zero == 0  # nothing is removed from the weights themselves yet
+    assert [layer.name for layer in got.layers] == ["0", "3", "6", "10"]
+    assert all(torch.equal(value, before[name]) for name, value in model.named_parameters() if name in before)
+
+
+def test_meta_and_wrong_models(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model, _ = zoo.plain_cnn()
+    with pytest.raises(SmartpruneError, match=r"0.weight: the weight is on the meta device"):
+        verify(model, block=(4, 4))
+    with pytest.raises(SmartpruneError, match=r"model is a int; give a torch\.nn\.Module, a state dict"):
+        verify(3)  # type: ignore[arg-type]
+    with pytest.raises(SmartpruneError, match="holds no tensors by name"):
+        verify({})
+    with pytest.raises(SmartpruneError, match=r"no weight can be cut .*no tensor has two axes"):
+        verify({"bias": torch.zeros(3)}, block=(4, 4))
+    with pytest.raises(SmartpruneError, match="no weight can be cut"):
+        verify(nn.BatchNorm2d(3))
+    with pytest.raises(SmartpruneError, match="not dense"):
+        verify({"w": torch.eye(4).to_sparse()}, block=(4, 4))
+    with pytest.raises(SmartpruneError, match="receipt is a int"):
+        verify({"w": torch.eye(4)}, receipt=3)  # type: ignore[arg-type]
+    with pytest.raises(SmartpruneError, match="there is no such file"):
+        verify(tmp_path / "missing.pt")
+    with pytest.raises(SmartpruneError, match=r"a run folder holds model.safetensors, and this folder does not"):
+        verify(tmp_path)
+    odd = tmp_path / "model.xyz"
+    odd.write_bytes(b"")
+    with pytest.raises(SmartpruneError, match=r"end in '.xyz' are not known; known are: .safetensors, .pt"):
+        verify(odd)
+
+
+class Bomb:
+    """Runs a command when it is unpickled."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.system, (f"touch {self.target}",)
+
+
+def test_code_in_files_is_never_run(tmp_path: Path) -> None:
+    target = tmp_path / "ran"
+    torch.save({"w": torch.eye(4), "x": Bomb(target)}, tmp_path / "zip.pt")
+    (tmp_path / "raw.pth").write_bytes(pickle.dumps(Bomb(target)))
+    torch.save(Bomb(target), tmp_path / "legacy.bin", _use_new_zipfile_serialization=False)
+    for file in ("zip.pt", "raw.pth", "legacy.bin"):
+        with pytest.raises(SmartpruneError, match=file):
+            verify(tmp_path / file)
+    model, _ = zoo.plain_cnn()
+    torch.save(model, tmp_path / "whole.pt")
+    with pytest.raises(SmartpruneError, match=r"Save model.state_dict\(\) instead"):
+        verify(tmp_path / "whole.pt")
+    assert not target.exists()
+
+
+def test_hostile_checkpoints(tmp_path: Path) -> None:
+    torch.save({"w": torch.zeros(1).expand(10**6, 10**7)}, tmp_path / "huge.pt")
+    with pytest.raises(SmartpruneError, match="claims 10,000,000,000,000 numbers and stores fewer"):
+        verify(tmp_path / "huge.pt")
+    torch.save([1, 2], tmp_path / "list.pt")
+    with pytest.raises(SmartpruneError, match="holds a list"):
+        verify(tmp_path / "list.pt")
+    torch.save({"w": torch.zeros(1000, 1000)}, tmp_path / "plain.pt")
+    with (
+        zipfile.ZipFile(tmp_path / "plain.pt") as old,
+        zipfile.ZipFile(tmp_path / "small.pt", "w", zipfile.ZIP_DEFLATED) as new,
+    ):
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+    with pytest.raises(SmartpruneError, match="its entries are compressed"):
+        verify(tmp_path / "small.pt")
+
+
+def test_a_checkpoint_whose_entries_share_their_bytes(tmp_path: Path) -> None:
+    """A small file that would fill any memory."""
+    torch.save({"w": torch.zeros(300, 300)}, tmp_path / "plain.pt")
+    assert verify(tmp_path / "plain.pt", block=(4, 4)).blocks
+    with zipfile.ZipFile(tmp_path / "plain.pt") as old, zipfile.ZipFile(tmp_path / "shared.pt", "w") as new:
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+        for i in range(1, 50):
+            entry = copy.copy(new.getinfo("plain/data/0"))
+            entry.filename = entry.orig_filename = f"plain/data/{i}"
+            new.filelist.append(entry)
+    with pytest.raises(SmartpruneError, match="its entries claim more bytes than the file has"):
+        verify(tmp_path / "shared.pt")
+
+
+def test_damaged_receipt_in_a_run_folder(run: Path) -> None:
+    assert verify(run).ok
+    (run / "receipt.json").write_text("{")
+    with pytest.raises(SmartpruneError, match=r"receipt.json: not readable as JSON"):
+        verify(run)
+    (run / "receipt.json").unlink()
+    assert verify(run, block=(4, 4)).receipt is None
+
+
+def damaged(good: bytes, rng: random.Random) -> bytes:
+    data = bytearray(good)
+    kind = rng.random()
+    if kind < 0.3:
+        del data[rng.randrange(len(data)) :]
+    elif kind < 0.5:
+        at = rng.randrange(len(data))
+        data[at:at] = rng.randbytes(rng.randrange(1, 20))
+    else:
+        reach = len(data) if kind < 0.7 else 1200  # mostly the header
+        for _ in range(rng.choice((1, 2, 8))):
+            data[rng.randrange(min(reach, len(data)))] = rng.randrange(256)
+    return bytes(data)
+
+
+def refusal(path: Path, receipt: Receipt | None, name: str) -> bool:
+    """Whether a file is refused, by an error that names it; what is not refused must be shown."""
+    try:
+        shown = str(verify(path, receipt=receipt))
+    except SmartpruneError as error:
+        if name not in str(error):
+            raise
+        return True
+    assert shown
+    return False
+
+
+def test_fuzzed_safetensors_are_read_or_refused(run: Path) -> None:
+    rng = random.Random(0)
+    path = run / "model.safetensors"
+    good = path.read_bytes()
+    refused = 0
+    for _ in range(400):
+        path.write_bytes(damaged(good, rng))
+        refused += refusal(run, None, "model.safetensors")
+    assert refused > 150
+    for header in (b"", b"\xff" * 8, (2**40).to_bytes(8, "little"), (2).to_bytes(8, "little") + b"{}", b"\0" * 8):
+        path.write_bytes(header)
+        with pytest.raises(SmartpruneError, match=r"model.safetensors"):
+            verify(path)
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_fuzzed_checkpoints_are_read_or_refused(zipped: bool, tmp_path: Path) -> None:
+    rng = random.Random(1)
+    model, receipt = baked()
+    buffer = io.BytesIO()
+    torch.save(model.state_dict(), buffer, _use_new_zipfile_serialization=zipped)
+    path = tmp_path / "model.pt"
+    refused = 0
+    for _ in range(200):
+        path.write_bytes(damaged(buffer.getvalue(), rng))
+        refused += refusal(path, receipt, "model.pt")
+    assert refused > 80
+
+
+# --- axes that a file does not tell
+
+
+def turned() -> tuple[nn.Module, tuple[int, int]]:
+    """Layers whose blocks are found by no file alone: of four in each, one is left."""
+    model = nn.Sequential(nn.ConvTranspose2d(32, 16, 1), nn.Conv2d(16, 16, 1, groups=4), nn.Flatten(), nn.Linear(32, 16))
+    with torch.no_grad():
+        for i in (0, 1, 3):
+            model[i].weight.zero_()
+        model[0].weight[:8, :16] = 1
+        model[1].weight[:4] = 1
+        model[3].weight[:16, :8] = 1
+    return model, (16, 8)
+
+
+def test_axes_are_assumed_only_where_nothing_tells_them(tmp_path: Path) -> None:
+    model, block = turned()
+    save_file(model.state_dict(), tmp_path / "m.safetensors")
+    torch.save({"model": model.state_dict()}, tmp_path / "m.pt")
+    want = [(layer.blocks, layer.zero) for layer in verify(model, block).layers]
+    assert want == [(4, 3)] * 3
+    assert verify(model, block).assumed == ()
+    for stored in (model.state_dict(), tmp_path / "m.safetensors", tmp_path / "m.pt"):
+        alone = verify(stored, block)
+        assert alone.assumed == ("0.weight", "1.weight")
+        assert [(layer.blocks, layer.zero) for layer in alone.layers] == [(4, 2), (1, 0), (4, 3)]
+        assert alone.to_json()["axes_assumed"] == ["0.weight", "1.weight"]
+        said = " ".join(str(alone).split())
+        assert "axes of 2 weights taken as (out, in, ...), without groups" in said
+        assert "0.weight, 1.weight. To be sure, give the model, by model= or --model NAME" in said
+        assert max(map(len, str(alone).splitlines()[1:])) <= 80
+        told = verify(stored, block, model=model)
+        assert [(layer.blocks, layer.zero) for layer in told.layers] == want
+        assert told.assumed == ()
+        assert "taken as" not in str(told)
+        assert verify(stored).assumed == ("0.weight", "1.weight")  # in the shapes that are tried too
+        assert verify(stored, model=model).assumed == ()
+    assert verify(model.state_dict(), (1, 1)).assumed == ()  # single weights are the same either way
+    assert verify({"fc.weight": torch.zeros(8, 8)}, (4, 4)).assumed == ()
+    assert verify({"a.in_proj_weight": torch.zeros(24, 8)}, (16, 8)).assumed == ("a.in_proj_weight",)  # three in one
+
+
+def test_reports_name_the_same_axes() -> None:
+    model, block = turned()
+    alone, told = report(model.state_dict(), block), report(model.state_dict(), block, model=model)
+    assert alone.assumed == ("0.weight", "1.weight")
+    assert alone.to_json()["axes_assumed"] == ["0.weight", "1.weight"]
+    assert "axes of 2 weights taken as (out, in, ...)" in str(alone)
+    assert told.assumed == ()
+    assert [row.blocks for row in told.layers] == [row.blocks for row in report(model, block).layers]
+    assert report(model=model, block=block).blocks == told.blocks
+
+
+def test_the_model_may_be_given_by_name() -> None:
+    model, block = turned()
+    assert verify(model=model, block=block) == verify(model, block)
+    assert verify(model=model.state_dict(), block=block).zero == verify(model.state_dict(), block).zero
+    with pytest.raises(SmartpruneError, match=r"verify: give a torch\.nn\.Module, a state dict, or the path"):
+        verify(block=block)
+    with pytest.raises(SmartpruneError, match=r"verify: model= is a dict; give the torch\.nn\.Module"):
+        verify(model.state_dict(), block, model={})
+
+
+def test_a_model_that_the_file_does_not_belong_to() -> None:
+    model, block = turned()
+    state = model.state_dict()
+    with pytest.raises(SmartpruneError, match=r"does not belong to the model: 0\.weight is 8x8 in the model and 32x16x1x1 there"):
+        verify(state, block, model=nn.Sequential(nn.Linear(8, 8)))
+    with pytest.raises(SmartpruneError, match=r"4\.weight \(4x4\) is not in the model"):
+        verify({**state, "4.weight": torch.zeros(4, 4)}, block, model=model)
+    del state["3.weight"]
+    with pytest.raises(SmartpruneError, match=r"3\.weight is 16x32 in the model and nothing there"):
+        verify(state, block, model=model)
+    with pytest.raises(SmartpruneError, match=r"0\.weight has no shape yet"):
+        verify(state, block, model=nn.Sequential(nn.LazyLinear(8)))
+
+
+def test_a_model_on_the_meta_device_says_it_too() -> None:
+    model, block = turned()
+    wrapped = {f"module.{name}": tensor for name, tensor in model.state_dict().items()}
+    assert verify(wrapped, block, model=model.to("meta")).zero == 9
+
+
+def test_a_receipt_that_reads_the_axes_in_another_way() -> None:
+    model, receipt = baked("unet")
+    assert verify(model.state_dict(), receipt=receipt, model=model).ok
+    row = next(row for row in receipt.layers if row.transposed)
+    other = dataclasses.replace(row, transposed=False)
+    layers = tuple(other if each is row else each for each in receipt.layers)
+    found = verify(model.state_dict(), receipt=dataclasses.replace(receipt, layers=layers), model=model)
+    assert any("transposed=False, the model groups=1, transposed=True" in problem for problem in found.problems)
+
+
+# --- other forms of weights
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz])
+def test_eight_bit_floats(dtype: torch.dtype) -> None:
+    weight = torch.zeros(8, 8)
+    weight[:4, :4] = 1
+    found = verify({"a.weight": weight.to(dtype)}, (4, 4))
+    assert (found.ok, found.zero, found.blocks) == (True, 3, 4)
+    assert verify({"a.weight": weight.to(dtype)}).block == Block(4, 4)
+    weight[0, 0] = torch.nan
+    assert verify({"a.weight": weight.to(dtype)}, (4, 4)).problems == ("a.weight: holds NaN or infinity",)
+
+
+def test_four_bit_floats_are_named() -> None:
+    """Two of them share a byte, and torch compares and converts none."""
+    state = {"a.weight": torch.zeros(8, 4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2), "b.weight": torch.zeros(8, 8)}
+    for look in (verify, report):
+        with pytest.raises(SmartpruneError, match=r"a\.weight: torch cannot read torch\.float4_e2m1fn_x2"):
+            look(state, (4, 4))
+
+
+def test_weights_under_the_masks_of_torch(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3))
+    for i in (0, 2):
+        prune.ln_structured(model[i], "weight", 0.5, 2, 0)
+    torch.save(model.state_dict(), tmp_path / "m.pt")
+    cure = r"0\.weight is masked by torch\.nn\.utils\.prune.*torch\.nn\.utils\.prune\.remove\(module, 'weight'\)"
+    for stored in (model, model.state_dict(), tmp_path / "m.pt"):
+        for look in (verify, report):
+            with pytest.raises(SmartpruneError, match=cure):
+                look(stored, "channel")
+        with pytest.raises(SmartpruneError, match=cure):
+            pack(stored, tmp_path / "p", "channel")
+    with pytest.raises(SmartpruneError, match=cure):
+        NPU.edge().estimate(model, torch.zeros(1, 8, 9, 9))
+    for i in (0, 2):
+        prune.remove(model[i], "weight")
+    assert verify(model, "channel").zero == 8
+    assert [path.name for path in tmp_path.iterdir()] == ["m.pt"]
+
+
+def test_a_receipt_that_is_a_dead_link(run: Path) -> None:
+    (run / "receipt.json").unlink()
+    (run / "receipt.json").symlink_to("gone.json")
+    with pytest.raises(SmartpruneError, match=r"receipt\.json: is a link to gone\.json, which is not there"):
+        verify(run, (4, 4))
+
+
+@pytest.mark.parametrize("block", [(np.int64(4), np.int32(4)), np.array([4, 4])])
+def test_blocks_of_numpy(block: object) -> None:
+    assert verify({"a.weight": torch.zeros(8, 8)}, block).block == Block(4, 4)  # type: ignore[arg-type]

@@ -1,0 +1,273 @@
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from helpers import reference, zoo
+from smartprune import Magnitude, attach
+from smartprune.core import budget
+from smartprune.core.block import Block
+from smartprune.core.budget import as_share, block_macs, blocks, keep_count, macs, min_keep, params
+from smartprune.core.layers import find
+from smartprune.core.usage import count_macs, count_uses
+from smartprune.errors import SmartpruneError
+
+SHARES = (
+    "0",
+    "0.1",
+    "0.25",
+    "0.3",
+    "0.333",
+    "0.5",
+    "0.7",
+    "0.9",
+    "0.93",
+    "0.95",
+    "0.97",
+    "0.98",
+    "0.99",
+    "0.995",
+    "0.999",
+)
+
+
+def test_keep_is_an_exact_ceiling() -> None:
+    for text in SHARES:
+        for n in [*range(1, 400), 1000, 4227, 8364, 87_168, 174_336, 10**7, 10**9 + 7]:
+            assert keep_count(as_share(float(text), "sparsity"), n) == reference.keep(text, n)
+
+
+@given(st.integers(0, 99_999), st.integers(1, 10**8))
+def test_keep_is_an_exact_ceiling_anywhere(hundred_thousandths: int, n: int) -> None:
+    text = f"0.{hundred_thousandths:05}"
+    kept = keep_count(as_share(float(text), "sparsity"), n)
+    assert kept == reference.keep(text, n)
+    assert 1 <= kept <= n
+
+
+def test_shares_are_read_as_written() -> None:
+    assert as_share(0.97, "x") == Fraction(97, 100)
+    assert as_share(1 / 3, "x") == Fraction(1, 3)
+    assert keep_count(as_share(0.4999999999, "x"), 10) == 6  # not rounded to a half
+    assert keep_count(as_share(0.1999999999999, "x"), 45) == 37
+    assert as_share(0.9999999999, "x") == Fraction(9999999999, 10**10)
+    assert as_share(np.float32(0.9), "x") == Fraction(9, 10)
+    assert as_share(Fraction(2, 7), "x") == Fraction(2, 7)
+    assert as_share(np.float64(0.1), "x") == Fraction(1, 10)
+    assert as_share(0, "x") == as_share(0.0, "x") == 0
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (93, r"sparsity=93 is outside \[0, 1\): it is the share to remove; write sparsity=0.93"),
+        (1, r"sparsity=1 is outside \[0, 1\)"),
+        (1.0, r"outside \[0, 1\)"),
+        (-0.1, r"outside \[0, 1\)"),
+        (float("nan"), r"outside \[0, 1\)"),
+        (float("inf"), r"outside \[0, 1\)"),
+        (True, r"a bool and no number in \[0, 1\)"),
+        ("0.5", r"sparsity='0.5' is a str and no number in \[0, 1\): it is the share to remove"),
+        (None, r"a NoneType and no number in \[0, 1\)"),
+    ],
+)
+def test_wrong_shares(value: object, words: str) -> None:
+    with pytest.raises(SmartpruneError, match=words):
+        as_share(value, "sparsity")
+
+
+def test_wrong_floor_is_not_called_a_share_to_remove() -> None:
+    layers, _ = find(zoo.plain_cnn()[0], Block(4, 4))
+    with pytest.raises(SmartpruneError, match=r"floor=2 .*least share of its blocks that each layer keeps"):
+        min_keep(layers, 2)
+
+
+def test_floor_rounds_up_in_every_layer() -> None:
+    layers, _ = find(zoo.plain_cnn()[0], Block(4, 4))
+    for floor in ("0", "0.02", "0.1", "0.5", "0.999"):
+        want = [math.ceil(Fraction(floor) * layer.n) for layer in layers]
+        assert min_keep(layers, float(floor)).tolist() == want
+
+
+@pytest.mark.parametrize("name", sorted(zoo.SMALL))
+def test_macs_agree_with_an_independent_counter(name: str) -> None:
+    model, x = zoo.SMALL[name]()
+    model.eval()
+    with FlopCounterMode(display=False) as counter:  # with gradients, or attention runs as one uncounted operator
+        model(x)
+    counts = counter.get_flop_counts()["Global"]
+    flops = sum(n for op, n in counts.items() if "bmm" not in str(op) and "attention" not in str(op))  # no weight in those
+    want = flops // 2 // x.shape[0]
+    assert count_macs(model, x) == want
+
+
+def test_uses_of_every_kind_of_layer() -> None:
+    model, x = zoo.unet()
+    layers, _ = find(model, Block(4, 4), include="*")
+    uses = count_uses(model, layers, x)
+    assert uses == {"enter.0": (64,), "down.0": (16,), "deep.0": (4,), "up1": (4,), "up2": (16,), "out": (64,)}
+    model, x = zoo.transformer_block()
+    layers, _ = find(model, Block(4, 4), include="*")
+    uses = count_uses(model, layers, x)
+    assert uses["attention.in_proj_weight"] == (4, 4, 4)
+    assert uses["attention.out_proj"] == uses["mlp.0"] == (4,)
+    assert sum(int(block_macs(layer, uses[layer.name]).sum()) for layer in layers) == count_macs(model, x)
+    model, x = zoo.tied()
+    layers, _ = find(model, Block(4, 4), include="*")
+    assert count_uses(model, layers, x)["a"] == (2,)  # once for each of its two users
+
+
+@pytest.mark.parametrize("name", sorted(zoo.SMALL))
+def test_block_macs_add_up_to_slow_counts(name: str) -> None:
+    model, x = zoo.SMALL[name]()
+    layers, _ = find(model, Block(4, 4), include="*")
+    uses = count_uses(model, layers, x)
+    for layer in layers:
+        cost = block_macs(layer, uses[layer.name])
+        assert cost.shape == (layer.n,)
+        if len(uses[layer.name]) == 1:
+            assert torch.equal(cost, layer.grid.sizes() * uses[layer.name][0])
+
+
+def test_macs_leave_the_model_as_it_was() -> None:
+    model, x = zoo.plain_cnn()
+    model[1].eval()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    modes = [module.training for module in model.modules()]
+    count_macs(model, x)
+    assert [module.training for module in model.modules()] == modes
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_batch_does_not_matter() -> None:
+    model, x = zoo.mobilenet_block()
+    assert count_macs(model, x) == count_macs(model, x[:1]) == count_macs(model, (x,)) == count_macs(model, {"x": x})
+
+
+def test_macs_of_a_parametrized_model() -> None:
+    model, x = zoo.plain_cnn()
+    want = count_macs(model, x)
+    torch.nn.utils.parametrizations.weight_norm(model[3])
+    assert count_macs(model, x) == want
+
+
+class Reading(nn.Module):
+    """Computes with weights of its layers, as attention with a bias of its own does, and calls one of them as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.up = nn.Linear(8, 24, bias=False), nn.ConvTranspose1d(24, 16, 2, stride=2)
+        self.both, self.head = nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.linear(x, weight=self.qkv.weight)
+        x = nn.functional.conv_transpose1d(x.mT, self.up.weight, self.up.bias, 2).mT
+        return self.head(self.both(nn.functional.linear(x, self.both.weight)))  # type: ignore[no-any-return]
+
+
+def test_weights_that_are_read_without_calling_their_layer_have_macs() -> None:
+    model, x = Reading().eval(), torch.randn(2, 5, 8)
+    with FlopCounterMode(display=False) as counter:
+        model(x)
+    assert count_macs(model, x) == counter.get_total_flops() // 2 // 2
+    layers, _ = find(model, Block(4, 4), include="*")
+    uses = {"qkv": (5,), "up": (5,), "both": (20,), "head": (10,)}
+    assert count_uses(model, layers, x) == uses
+    attach(model, Magnitude(), block=(4, 4), sparsity=0.5, steps=1)
+    assert count_uses(model, layers, x) == uses
+
+
+def test_a_compiled_model_has_the_macs_of_its_code() -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)), torch.randn(2, 5, 8)
+    assert count_macs(model, x) == 5 * (8 * 8 + 8 * 4) == count_macs(torch.compile(model, backend="eager"), x)  # type: ignore[arg-type]
+    model[0].compile(backend="eager")
+    assert count_macs(model, x) == 5 * (8 * 8 + 8 * 4)
+
+
+class Pooling(nn.Module):
+    """Hands the weights of four layers to torch's attention, as CLIP does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.transpose(0, 1)
+        weights = {f"{name}_proj_weight": getattr(self, name).weight for name in "qkv"}
+        bias = torch.cat([self.q.bias, self.k.bias, self.v.bias])
+        more = {"use_separate_proj_weight": True, "need_weights": False, "training": False, **weights}
+        last = (self.out.weight, self.out.bias)
+        return nn.functional.multi_head_attention_forward(x[:1], x, x, 8, 2, None, bias, None, None, False, 0.0, *last, **more)[0]
+
+
+def test_attention_with_the_weights_of_layers_has_macs() -> None:
+    model, x = Pooling(), torch.randn(2, 5, 8)
+    layers, _ = find(model, Block(4, 4), include="*")
+    uses = {"q": (1,), "k": (5,), "v": (5,), "out": (1,)}
+    assert count_uses(model, layers, x) == uses
+    attach(model, Magnitude(), block=(4, 4), sparsity=0.5, steps=1)
+    assert count_uses(model, layers, x) == uses
+
+
+def test_resolve() -> None:
+    model, x = zoo.plain_cnn()
+    layers, _ = find(model, Block(4, 4))
+    n = sum(layer.n for layer in layers)
+    assert blocks(0.9).resolve(model, layers) == (None, reference.keep("0.9", n), None)
+    cost, limit, _ = params(0.9).resolve(model, layers)
+    assert cost is not None
+    assert int(cost.sum()) == 16 * 20 * 9 + 20 * 12
+    assert limit == math.floor(Fraction(1, 10) * int(cost.sum()))
+    cost, limit, _ = macs(0.5, x).resolve(model, layers)
+    assert cost is not None
+    assert limit == int(cost.sum()) // 2
+    fixed = count_macs(model, x) - int(cost.sum())
+    _, limit, _ = macs(0.5, x, of="model").resolve(model, layers)
+    assert limit + fixed <= count_macs(model, x) / 2 < limit + fixed + 1
+
+
+def test_budget_texts() -> None:
+    model, x = zoo.plain_cnn()
+    layers, _ = find(model, Block(4, 4))
+    with pytest.raises(SmartpruneError, match=r"macs\(0.99, of='model'\) cannot be met.*include="):
+        macs(0.99, x, of="model").resolve(model, layers)
+    with pytest.raises(SmartpruneError, match="an example input is needed"):
+        macs(0.5, None).resolve(model, layers)
+    with pytest.raises(SmartpruneError, match="the model does not run on it"):
+        macs(0.5, torch.zeros(1, 5, 8, 8)).resolve(model, layers)
+    with pytest.raises(SmartpruneError, match="example is a int"):
+        macs(0.5, 3).resolve(model, layers)
+    with pytest.raises(SmartpruneError, match="of='all'; it is 'layers'"):
+        macs(0.5, x, of="all")  # type: ignore[arg-type]
+
+    class Idle(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x
+
+    idle = Idle()
+    layers, _ = find(idle, Block(4, 4))
+    with pytest.raises(SmartpruneError, match="reaches none of the layers"):
+        macs(0.5, x).resolve(idle, layers)
+    assert str(budget.blocks(0.95)) == "blocks 0.95"
+
+
+@given(st.integers(1, 60), st.integers(1, 40), st.integers(1, 12), st.integers(1, 12))
+@settings(max_examples=50, deadline=None)
+def test_costs_of_ragged_blocks_add_up(out: int, into: int, rows: int, columns: int) -> None:
+    model = nn.Sequential(nn.Linear(into, out), nn.Linear(out, 3))
+    layers, _ = find(model, Block(rows, columns), include="*")
+    cost, limit, _ = params(0.5).resolve(model, layers)
+    assert cost is not None
+    assert int(cost.sum()) == into * out + 3 * out
+    assert limit == (into * out + 3 * out) // 2

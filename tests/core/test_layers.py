@@ -1,0 +1,345 @@
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, prune
+
+from helpers import reference, zoo
+from smartprune.core.block import Block
+from smartprune.core.layers import Layer, Skipped, find
+from smartprune.core.vector import Blocks
+from smartprune.errors import SmartpruneError
+
+BLOCK = Block(4, 4)
+
+
+def names(layers: tuple[Layer, ...] | tuple[Skipped, ...]) -> list[str]:
+    return [layer.name for layer in layers]
+
+
+def reasons(model: nn.Module, **options: object) -> dict[str, str]:
+    return {s.name: s.reason for s in find(model, BLOCK, **options)[1]}  # type: ignore[arg-type]
+
+
+def test_stem_and_classifier_are_left_alone() -> None:
+    model, _ = zoo.plain_cnn()
+    layers, skipped = find(model, BLOCK)
+    assert names(layers) == ["3", "6"]
+    assert [(s.name, s.kind, s.shape, s.reason) for s in skipped] == [
+        ("0", "Conv2d", (16, 3, 3, 3), "stem: reads the image (3 channels)"),
+        ("10", "Linear", (10, 12), "last layer, taken for the classifier"),
+    ]
+    assert [(layer.start, layer.stop, layer.n) for layer in layers] == [(0, 180, 180), (180, 195, 15)]
+    assert [layer.weight for layer in layers] == ["3.weight", "6.weight"]
+
+
+def test_a_first_convolution_that_reads_many_channels_is_no_stem() -> None:
+    model = nn.Sequential(nn.Conv2d(5, 8, 3), nn.Conv2d(8, 8, 3))
+    assert names(find(model, BLOCK)[0]) == ["0"]
+
+
+def test_grouped_and_depthwise() -> None:
+    model, _ = zoo.mobilenet_block()
+    assert reasons(model) == {
+        "stem": "stem: reads the image (3 channels)",
+        "depthwise.0": "depthwise convolution",
+        "grouped": "grouped convolution (2 groups)",
+        "head": "last layer, taken for the classifier",
+    }
+    layers, _ = find(model, BLOCK, include=["grouped", "depthwise.*"])
+    by_name = {layer.name: layer for layer in layers}
+    assert by_name["grouped"].grid.shape == (2 * 2, 3, 3, 3)  # 6 output channels in each of 2 groups, 12 inputs
+    assert by_name["depthwise.0"].grid.shape == (24, 1, 3, 3)  # a block never crosses a group
+    for layer, groups in ((by_name["grouped"], 2), (by_name["depthwise.0"], 24)):
+        index = reference.block_index(layer.grid.weight_shape, (4, 4), groups)
+        assert layer.grid.sizes().tolist() == reference.block_counts(index)
+
+
+def test_transposed_convolutions_swap_axes() -> None:
+    model, _ = zoo.unet()
+    by_name = {layer.name: layer for layer in find(model, Block(16, 8))[0]}
+    assert by_name["up1"].transposed
+    assert not by_name["deep.0"].transposed
+    assert by_name["up1"].grid.weight_shape == (32, 18, 2, 2)  # stored as inputs, outputs
+    assert by_name["up1"].grid.shape == (4, 2, 2, 2)  # 8 inputs and 16 outputs a block
+    grouped = nn.ConvTranspose2d(12, 10, 3, groups=2)
+    layer = find(grouped, Block(4, 5), include="*")[0][0]
+    assert layer.grid.weight_shape == (12, 5, 3, 3)
+    assert layer.grid.shape == (4, 2, 3, 3)  # 6 inputs in each group make 2 blocks, 5 outputs make 2
+    index = reference.block_index((12, 5, 3, 3), (4, 5), 2, True)
+    assert layer.grid.sizes().tolist() == reference.block_counts(index)
+
+
+def test_attention() -> None:
+    model, _ = zoo.transformer_block()
+    layers, _ = find(model, Block(16, 8))
+    assert names(layers) == ["attention.in_proj_weight", "attention.out_proj", "mlp.0", "mlp.2"]
+    first = layers[0]
+    assert (first.kind, first.weight) == ("MultiheadAttention", "attention.in_proj_weight")
+    assert first.grid.shape == (3, 2)  # query, key and value are cut apart
+    assert find(model, Block(24, 8))[0][0].grid.shape == (3, 2)
+    assert layers[1].weight == "attention.out_proj.weight"
+
+
+def test_attention_with_separate_weights_is_refused_with_its_reason() -> None:
+    model = nn.ModuleList([nn.MultiheadAttention(8, 2, kdim=4, vdim=6), nn.Linear(8, 2)])
+    want = "attention with separate query, key and value weights"
+    found = reasons(model)
+    assert {found[f"0.{x}_proj_weight"] for x in "qkv"} == {want}
+
+
+def test_tied_weights_are_one_layer() -> None:
+    model, _ = zoo.tied()
+    layers, _ = find(model, BLOCK)
+    assert names(layers) == ["first", "a"]
+    assert layers[1].sites == (("a", "weight"), ("b", "weight"))
+    assert names(find(model, BLOCK, skip="b")[0]) == ["first"]  # any of its names will do
+
+
+def test_tied_weights_whose_users_disagree() -> None:
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(20, 8)
+            self.inner = nn.Linear(8, 8)
+            self.head = nn.Linear(8, 20, bias=False)
+            self.head.weight = self.embed.weight
+
+    assert reasons(Words(), include="*")["embed"] == "Embedding is neither a convolution nor a linear layer"
+    a, b = nn.Conv2d(8, 8, 1), nn.ConvTranspose2d(8, 8, 1)
+    b.weight = a.weight
+    found = reasons(nn.Sequential(a, b, nn.Conv2d(8, 2, 1)))
+    assert found["0"] == "tied to 1 (ConvTranspose2d), which reads its axes differently"
+
+
+def test_one_module_used_twice_is_one_layer() -> None:
+    shared = nn.Linear(8, 8)
+    assert names(find(nn.Sequential(shared, shared, nn.Linear(8, 2)), BLOCK)[0]) == ["0"]
+
+
+class Standardized(nn.Conv2d):
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.gain = nn.Parameter(torch.zeros(self.out_channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = (self.weight - self.weight.mean((1, 2, 3), keepdim=True)) / (self.weight.std((1, 2, 3), keepdim=True) + 1e-5)
+        return self._conv_forward(x, self.gain[:, None, None, None] * weight, self.bias)
+
+
+class Same(nn.Conv2d):
+    """Pads as it likes; scales its weights, and zeros stay zero."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.pad(x, (1, 1, 1, 1))
+        return self._conv_forward(x, nn.functional.normalize(self.weight.flatten(1)).view_as(self.weight), self.bias)
+
+
+class Positive(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight.exp(), self.bias)
+
+
+class Normed(nn.Linear):
+    """Its input is normalised, and noise put upon it: both reach the output, and zeros stay zero."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.layer_norm(x, x.shape[-1:])
+        return super().forward(x + torch.randn_like(x))
+
+
+class Gated(nn.Linear):
+    """Another weight, of the same shape, beside its own."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size, size)
+        self.gate = nn.Parameter(torch.randn(size, size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * nn.functional.linear(x, self.gate).sigmoid()
+
+
+class Pair(nn.Linear):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x + y)
+
+
+def test_layers_that_make_something_else_of_zeros_are_left_alone_unless_named() -> None:
+    plain = nn.ModuleList([Same(16, 16, 3, dilation=2), Pair(16, 16), Normed(16, 16), Gated(16)])
+    made = nn.ModuleList([Standardized(16, 16, 3), Standardized(16, 16, (1, 3), bias=False), Positive(16, 16)])
+    model = nn.Sequential(plain, made, nn.Linear(16, 4))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    drawn = torch.get_rng_state()
+    layers, skipped = find(model, Block(4, 4))
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert [layer.name for layer in layers] == ["0.0", "0.1", "0.2", "0.3"]
+    assert ["not zero where its weight is" in s.reason for s in skipped if s.kind != "Gated"] == [True, True, True, False]
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert [layer.name for layer in find(model, Block(4, 4), include="1.0")[0]] == ["0.0", "0.1", "0.2", "0.3", "1.0"]
+
+
+class Keeping(nn.Linear):
+    """Makes the numbers that it computes with once."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.kept: dict[str, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        if "weight" not in self.kept:
+            self.kept["weight"] = self.weight.detach() / 2
+        return nn.functional.linear(x, self.kept["weight"], self.bias)
+
+
+def test_a_layer_that_keeps_what_it_made_is_left_as_it_was() -> None:
+    model = nn.Sequential(Keeping(16, 16), nn.Linear(16, 4))
+    assert names(find(model, Block(4, 4))[0]) == ["0"]
+    assert model[0].kept == {}
+
+
+def test_lazy_layers() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that lazy modules are new
+        lazy, linear = nn.LazyConv2d(8, 3), nn.LazyLinear(8)
+    _, skipped = find(nn.Sequential(lazy, nn.Conv2d(8, 8, 3), linear, nn.Linear(8, 2)), BLOCK)
+    by_name = {s.name: s for s in skipped}
+    assert by_name["0"].reason == by_name["2"].reason == "lazy layer without a shape yet: run one forward pass first"
+    assert by_name["0"].shape == ()
+    assert reasons(linear)["weight"] == "lazy layer without a shape yet: run one forward pass first"
+
+
+def test_parametrized_and_hooked_layers() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 2))
+    parametrizations.spectral_norm(model[0])
+    prune.l1_unstructured(model[1], "weight", amount=2)
+    layers, skipped = find(model, BLOCK)
+    assert names(layers) == ["2"]
+    found = {s.name: s.reason for s in skipped}
+    assert found["0.parametrizations.weight.original"] == "already parametrized: remove the parametrization first"
+    assert found["1.weight_orig"] == "not the layer's weight: weight_orig is what it is made from, or a parameter of its own"
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_scripted_models() -> None:
+    model = torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)))
+    layers, skipped = find(model, BLOCK)
+    assert layers == ()
+    assert {s.reason for s in skipped} == {"scripted module: prune the model before scripting it"}
+
+
+def test_weights_that_cannot_be_cut() -> None:
+    model = nn.ModuleDict(
+        {
+            "embed": nn.Embedding(10, 4),
+            "bilinear": nn.Bilinear(4, 4, 4),
+            "empty": nn.Linear(4, 4),
+            "last": nn.Linear(4, 4),
+        }
+    )
+    model["empty"].weight = nn.Parameter(torch.zeros(0, 4))
+    assert reasons(model, include="*") == {
+        "embed": "Embedding is neither a convolution nor a linear layer",
+        "bilinear": "Bilinear is neither a convolution nor a linear layer",
+        "empty": "no weights",
+    }
+
+
+@pytest.mark.parametrize(("name", "counts"), [("conv1d_net", [3 * 5 * 5]), ("conv3d_net", [3 * 2 * 27])])
+def test_other_dimensions(name: str, counts: list[int]) -> None:
+    model, _ = zoo.SMALL[name]()
+    layers, _ = find(model, BLOCK)
+    assert [layer.n for layer in layers] == counts
+
+
+def test_include_and_skip() -> None:
+    model, _ = zoo.plain_cnn()
+    everything = ["0", "3", "6", "10"]
+    assert names(find(model, BLOCK, include="*")[0]) == everything
+    assert names(find(model, BLOCK, include=nn.Linear)[0]) == ["3", "6", "10"]
+    assert names(find(model, BLOCK, include=["0", nn.Linear])[0]) == everything
+    assert names(find(model, BLOCK, skip=[nn.Conv2d], include="10")[0]) == ["10"]
+    assert names(find(model, BLOCK, include="*", skip="[36]")[0]) == ["0", "10"]
+    assert reasons(model, include="*", skip="3") == {"3": "named by skip"}  # skip wins
+    nested, _ = zoo.mobilenet_block()
+    assert "grouped" in names(find(nested, BLOCK, include="group*")[0])
+
+
+class Head(nn.Module):
+    smartprune_skip = ("boxes", "gone.*")  # names within this module; one of them matches nothing
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = nn.Conv2d(8, 8, 1)
+        self.boxes = nn.Conv2d(8, 4, 1)
+        self.classes = nn.Conv2d(8, 4, 1)
+
+
+def test_a_model_says_what_to_leave_alone() -> None:
+    model = nn.Sequential(nn.Conv2d(8, 8, 3), nn.ModuleDict({"head": Head()}), nn.Conv2d(8, 8, 1), nn.Linear(8, 2))
+    layers, skipped = find(model, BLOCK)
+    assert names(layers) == ["0", "1.head.hidden", "1.head.classes", "2"]
+    assert [(s.name, s.reason) for s in skipped] == [
+        ("1.head.boxes", "the model asks to leave it alone"),
+        ("3", "last layer, taken for the classifier"),
+    ]
+    assert "1.head.boxes" in names(find(model, BLOCK, include="1.head.*")[0])  # the user knows better
+    assert reasons(model, include="*", skip="*boxes") == {"1.head.boxes": "named by skip"}
+    assert names(find(Head(), BLOCK)[0]) == ["hidden"]  # classes are the last layer here
+
+
+def test_a_model_may_ask_by_type_by_one_name_and_for_tied_weights() -> None:
+    model = nn.Sequential(nn.Conv2d(8, 8, 3), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 2))
+    model.smartprune_skip = [nn.Conv2d]  # type: ignore[assignment]
+    assert names(find(model, BLOCK)[0]) == ["1", "2"]
+    model.smartprune_skip = "2"  # type: ignore[assignment]
+    assert names(find(model, BLOCK)[0]) == ["0", "1"]
+    model[1].weight = model[2].weight
+    assert names(find(model, BLOCK)[0]) == ["0"]
+    model.smartprune_skip = (3,)  # type: ignore[assignment]
+    with pytest.raises(SmartpruneError, match=r"^smartprune_skip: 3 is neither a layer name \(globs allowed\) nor a module type"):
+        find(model, BLOCK)
+
+
+@pytest.mark.parametrize("option", ["include", "skip"])
+def test_wrong_patterns(option: str) -> None:
+    model, _ = zoo.plain_cnn()
+    with pytest.raises(SmartpruneError, match=r"'head\.\*' matches no layer of the model; it has: 0, 3, 6, 10"):
+        find(model, BLOCK, **{option: "head.*"})  # type: ignore[arg-type]
+    with pytest.raises(SmartpruneError, match="ConvTranspose2d matches no layer"):
+        find(model, BLOCK, **{option: [nn.ConvTranspose2d]})  # type: ignore[arg-type]
+    with pytest.raises(SmartpruneError, match=f"{option}: 3 is neither a layer name"):
+        find(model, BLOCK, **{option: [3]})  # type: ignore[arg-type, list-item]
+
+
+def test_blocks_are_one_flat_vector() -> None:
+    model, _ = zoo.plain_cnn()
+    layers, _ = find(model, BLOCK)
+    blocks = Blocks(model, layers, None, 5, None)
+    assert blocks.n == blocks.total == 195
+    assert blocks.layer.tolist() == [0] * 180 + [1] * 15
+    want: list[float] = []
+    for layer in layers:
+        weight: Tensor = model.get_parameter(layer.weight)
+        assert blocks.weights[len(want) > 0] is weight
+        index = reference.block_index(weight.shape, (4, 4))
+        sums = reference.block_sums(weight.detach().abs().flatten().tolist(), index)
+        want += [s / n for s, n in zip(sums, reference.block_counts(index), strict=True)]
+    assert torch.allclose(blocks.mean(torch.abs), torch.tensor(want))
+    assert blocks.per_layer(torch.ones(195)).tolist() == [180, 15]
+
+
+@pytest.mark.parametrize("name", sorted(zoo.SMALL))
+def test_every_model_of_the_zoo_is_cut_as_by_slow_loops(name: str) -> None:
+    model, _ = zoo.SMALL[name]()
+    for block in (BLOCK, Block(16, 8), Block.of("channel"), Block(3, 5, 2)):
+        layers, skipped = find(model, block, include="*")
+        assert all("has kernel sizes" in s.reason and len(s.shape) == 2 for s in skipped)
+        assert len(skipped) == 0 or block == Block(3, 5, 2)
+        assert [layer.start for layer in layers] == [sum(x.n for x in layers[:i]) for i in range(len(layers))]
+        for layer in layers:
+            weight = model.get_parameter(layer.weight)
+            parts = 3 if layer.weight.endswith("in_proj_weight") else getattr(model.get_submodule(layer.sites[0][0]), "groups", 1)
+            index = reference.block_index(weight.shape, block.sizes, parts, layer.transposed)
+            assert layer.grid.sizes().tolist() == reference.block_counts(index)

@@ -1,0 +1,128 @@
+"""What the documentation shows is executed: code blocks, docstrings and examples."""
+
+import doctest
+import importlib
+import pkgutil
+import re
+import runpy
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import smartprune as sp
+from helpers import jobs
+from smartprune.training.train import train
+
+ROOT = Path(__file__).parents[2]
+TUTORIAL = ROOT / "docs" / "tutorial.md"  # one program from its first line to its last
+PAGES = [ROOT / "README.md", *(page for page in sorted((ROOT / "docs").glob("*.md")) if page != TUTORIAL)]
+
+
+def snippets(page: Path) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
+
+
+SNIPPETS = [pytest.param(text, id=f"{page.name}-{i}") for page in PAGES for i, text in enumerate(snippets(page))]
+
+
+def setting() -> dict[str, object]:
+    """What a snippet may take for granted: a user's model, data, loss and optimizer."""
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 32, 3), nn.Flatten(), nn.Linear(32 * 16, 10))
+    data = [(torch.randn(2, 3, 8, 8), torch.randint(0, 10, (2,)))] * 8
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    return {
+        "model": model,
+        "loader": data,
+        "criterion": nn.functional.cross_entropy,
+        "optimizer": optimizer,
+        "x": data[0][0],
+    }
+
+
+@pytest.mark.parametrize("text", SNIPPETS)
+def test_snippets_run(text: str) -> None:
+    scope = setting()
+    methods = dict(sp.METHODS)
+    try:
+        exec(text.replace("steps=7640", "steps=6"), scope)
+    finally:  # a snippet may add a method
+        sp.METHODS.clear()
+        sp.METHODS.update(methods)
+    if "bake" in text:
+        assert isinstance(scope["receipt"], sp.Receipt)
+
+
+def test_tutorial_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    for package in ("sklearn", "onnx", "onnxscript", "onnxruntime"):
+        pytest.importorskip(package)
+    if not any(map(shutil.which, ("cc", "gcc", "clang"))):
+        pytest.skip("no C compiler")
+    scope: dict[str, object] = {}
+    exec("\n".join(snippets(TUTORIAL)), scope)
+    told = capsys.readouterr().out
+    dense, pruned = map(float, re.findall(r"accuracy ([\d.]+) dense, ([\d.]+) pruned", told)[0])
+    assert dense > 0.9
+    assert pruned > 0.85
+
+
+def modules() -> list[str]:
+    names = [m.name for m in pkgutil.walk_packages(sp.__path__, "smartprune.") if "triton" not in m.name]
+    return [name for name in names if not name.endswith("__main__")]
+
+
+@pytest.mark.parametrize("name", modules())
+def test_docstrings(name: str) -> None:
+    if name.startswith("smartprune.integrations."):
+        pytest.importorskip(name, reason="the trainer is not installed", exc_type=sp.SmartpruneError)
+    failed, _ = doctest.testmod(importlib.import_module(name))
+    assert failed == 0
+
+
+def test_example_of_a_plain_loop(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("sklearn")
+    main = runpy.run_path(str(ROOT / "examples" / "your_loop.py"))["main"]
+    accuracy, receipt = main(epochs=4)
+    assert receipt.met
+    assert accuracy > 0.5
+
+
+def test_example_of_a_picture(tmp_path: Path) -> None:
+    """Of a layer whose last blocks are partial, too, with all of its cells; of one that is not there, none."""
+    pytest.importorskip("sklearn")
+    image = pytest.importorskip("PIL.Image")
+    train(
+        jobs.small(tmp_path / "run", dense_epochs=1, search_epochs=1, finetune_epochs=1, block="8x4", task_settings={"width": 12})
+    )
+    main = runpy.run_path(str(ROOT / "examples" / "picture.py"))["main"]
+    main(str(tmp_path / "run"), str(tmp_path / "a.png"))
+    layer = next(row for row in sp.Receipt.load(tmp_path / "run" / "receipt.json").layers if row.shape[0] % 8 and row.shape[0] > 8)
+    main(str(tmp_path / "run"), str(tmp_path / "b.png"), layer.name)
+    outs, ins = layer.shape[:2]
+    with image.open(tmp_path / "b.png") as picture:
+        assert picture.size == (2 * (6 * outs + (outs - 1) // 8) + 24, 6 * ins + (ins - 1) // 4)
+    with pytest.raises(SystemExit, match="there is no layer 'conv99' to draw"):
+        main(str(tmp_path / "run"), str(tmp_path / "c.png"), "conv99")
+
+
+def test_the_plus_lines_are_few() -> None:
+    lines = (ROOT / "examples" / "your_loop.py").read_text().splitlines()
+    assert sum(line.endswith("# +") for line in lines) == 5
+
+
+def test_equations_stand_beside_their_lines() -> None:
+    """``file.py``: `line`, `line` in the last column of a table of how-it-works.md."""
+    quoted = re.findall(r"\| `([\w/]+\.py)`: (.*) \|$", (ROOT / "docs" / "how-it-works.md").read_text(), re.M)
+    assert len(quoted) == 10
+    for file, lines in quoted:
+        source = (ROOT / "src" / "smartprune" / file).read_text()
+        for line in re.findall(r"`([^`]+)`", lines):
+            assert line in source, f"{file}: {line}"
+
+
+def test_links_lead_somewhere() -> None:
+    for page in PAGES:
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"

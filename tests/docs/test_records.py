@@ -1,0 +1,268 @@
+"""Numbers on the pages are those of the records, and the records are right in themselves."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import statistics
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from smartprune import SmartpruneError
+from smartprune.experiments.compare.record import check_rows, load_rows, markdown, save_record
+
+ROOT = Path(__file__).parents[2]
+RECORDS = sorted(path.parent for path in (ROOT / "records").glob("*/result.json"))
+
+
+def load_tables() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("record_tables", ROOT / "records" / "tables.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+tables = load_tables()
+
+
+def row(**changes: Any) -> dict[str, Any]:
+    values = changes.pop("values", [1.0, 2.0, 3.0])
+    told = {"model": "m", "data": "d", "method": "smart", "block": "4x2", "sparsity": 0.5, "protocol": "p"}
+    told |= {"metric": "accuracy", "values": values, "mean": 2.0, "std": 1.0, "n": 3}
+    return {**told, **changes}
+
+
+def test_pages_agree_with_the_records() -> None:
+    assert tables.differing(ROOT) == []
+
+
+@pytest.mark.parametrize("folder", RECORDS, ids=lambda path: path.name)
+def test_every_record_is_whole(folder: Path) -> None:
+    data = json.loads((folder / "result.json").read_text())
+    check_rows(data, folder.name)
+    assert data["note"].strip()
+    assert json.loads((folder / "config.json").read_text())
+    assert data["note"] in (folder / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mean": 2.1}, "mean is 2.1, but that of the values is 2.0"),
+        ({"std": 0.8}, "std is 0.8, but that of the values is 1.0"),
+        ({"std": None}, "std is None"),
+        ({"n": 4}, "n is 4, but there are 3 values"),
+        ({"values": []}, "must be a list of numbers"),
+        ({"values": ["high"]}, "must be a list of numbers"),
+        ({"values": [2.0], "n": 1}, "std is 1.0, but that of the values is None"),
+        ({"dense": {"values": [1.0], "mean": 2.0, "std": None, "n": 1}}, "dense: mean is 2.0"),
+    ],
+)
+def test_rows_that_do_not_add_up(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(SmartpruneError, match=r"here: rows\[0\]") as caught:
+        check_rows({"rows": [row(**changes)]}, "here")
+    assert message in str(caught.value)
+
+
+def test_rows_that_lack_something() -> None:
+    short = row()
+    del short["protocol"], short["n"]
+    with pytest.raises(SmartpruneError, match="lacks protocol, n"):
+        check_rows({"rows": [short]}, "here")
+    empty: list[object] = [{}, {"rows": []}, [], None]
+    for data in empty:
+        with pytest.raises(SmartpruneError, match="has no rows"):
+            check_rows(data, "here")
+
+
+def test_methods_are_named_by_todays_defaults(tmp_path: Path) -> None:
+    """A record keeps its meaning when a default changes: its settings are named, whatever its name was when it was made."""
+    usual = {"ramp": 1.0, "updates": 200, "norm": "mean", "through": False}
+    settings = [usual, usual | {"norm": "share", "through": True}]
+    rows = [row(method="gradual(updates=200)", settings=given) for given in settings] + [row(method="old")]
+    (tmp_path / "result.json").write_text(json.dumps({"rows": rows}))
+    assert [found["method"] for found in load_rows(tmp_path)] == ["gradual", "gradual(norm=share, through=True)", "old"]
+
+
+def test_a_dense_model_that_was_judged_several_times() -> None:
+    def judged(sparsity: float, dense: float, **changes: Any) -> dict[str, Any]:
+        told = {"values": [dense], "mean": dense, "std": None, "n": 1}
+        return row(sparsity=sparsity, unit="share", dense=told, **changes)
+
+    lines, _ = markdown([judged(0.7, 0.5804), judged(0.5, 0.5797), judged(0.6, 0.58)])
+    assert lines[0] == "| method | dense | sparsity 0.5 | sparsity 0.6 | sparsity 0.7 |"
+    assert "| 57.97 to 58.04 |" in lines[2]
+    assert markdown([judged(0.5, 0.58), judged(0.7, 0.58)])[0][2].split(" | ")[1] == "58.00"
+    two = [judged(0.5, 0.58, model="a"), judged(0.5, 0.9, model="b")]
+    assert "dense" not in markdown(two)[0][0]
+
+
+def test_markdown_tells_columns_apart_by_what_differs() -> None:
+    rows = [row(), row(sparsity=0.9), row(method="other|one", model="m")]
+    lines, common = markdown(rows)
+    assert lines[0] == "| method | sparsity 0.5 | sparsity 0.9 |"
+    assert lines[2:] == ["| smart | 2 ± 1 | 2 ± 1 |", "| other\\|one | 2 ± 1 | - |"]
+    assert common == "d; m; blocks of 4x2; p; accuracy, mean ± standard deviation, n = 3."
+    assert markdown(rows, {"sparsity": "0.9"})[0][0] == "| method | value |"
+    assert markdown(rows, {"sparsity": "0.9"})[1].startswith("d; m; blocks of 4x2; sparsity 0.9; p;")
+    assert markdown([row(sparsity=None, macs=0.9)])[1].startswith("d; m; blocks of 4x2; macs 0.9; p;")
+    with pytest.raises(SmartpruneError, match=r"no row has sparsity=0\.7"):
+        markdown(rows, {"sparsity": "0.7"})
+    with pytest.raises(SmartpruneError, match="2 rows fall into one place"):
+        markdown([row(), row()])
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "README.md").write_text("a\n<!-- table: one -->\n<!-- /table -->\nb\n")
+    (tmp_path / "docs" / "page.md").write_text("<!-- table: two metric=ratio -->\nold\n<!-- /table -->\n")
+    return tmp_path
+
+
+def test_tables_are_filled_and_checked(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tables.main(["--check"], root) == 1
+    assert "README.md: one: not what the record says" in capsys.readouterr().err
+    assert tables.main([], root) == 0
+    assert tables.main(["--check"], root) == 0
+    assert (root / "README.md").read_text() == "a\n<!-- table: one -->\nnot recorded yet\n<!-- /table -->\nb\n"
+    save_record(root / "records" / "one", {"rows": [row()]}, {}, "note", [], [])
+    assert tables.main(["--check"], root) == 1
+    assert tables.main([], root) == 0
+    text = (root / "README.md").read_text()
+    assert "| smart | 2 ± 1 |" in text
+    assert "[records/one](records/one)" in text
+    (root / "README.md").write_text(text.replace("2 ± 1", "9 ± 1"))
+    capsys.readouterr()
+    assert tables.main(["--check"], root) == 1
+    assert capsys.readouterr().err == "README.md: one: not what the record says; run: python records/tables.py\n"
+
+
+def test_a_table_that_is_not_closed(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (root / "README.md").write_text("<!-- table: one -->\n")
+    assert tables.main(["--check"], root) == 1
+    assert "a table is not closed" in capsys.readouterr().err
+
+
+TOPK = {
+    "torch": "2.13", "python": "3.11", "device": "a cpu", "threads": 1,
+    "results": [
+        {"N": 1000, "tau": 0.01, "k": 100, "rows": {
+            "bisection 50, both": {"ms": 2.0, "low": 1.9, "high": 2.1, "n": 20},
+            "cpu warm, both": {"ms": 0.5, "low": 0.4, "high": 0.6, "n": 20},
+        }}
+    ],
+}  # fmt: skip
+STEP = {
+    "model": "resnet18", "batch": 8, "block": [16, 8], "sparsity": 0.95, "device": "a gpu",
+    "versions": {"torch": "2.13", "triton": "3"},
+    "steps": {
+        kind: {"median": 2.0, "low": 1.9, "high": 2.1, "n": 5, "ratio": 1.1, "ratio_low": 1.0, "ratio_high": 1.2}
+        for kind in ("eager dense", "eager search")
+    },
+    "parts": {"top-k": {"eager": {"median": 0.1, "low": 0.1, "high": 0.1, "n": 3}, "graph": None}},
+}  # fmt: skip
+
+
+def test_benchmarks_are_recorded(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, data in (("one", TOPK), ("two", STEP)):
+        (root / "bench.json").write_text(json.dumps(data))
+        arguments = ["add", str(root / "bench.json"), "--name", name, "--note", "one machine", "--command", "python x.py"]
+        assert tables.main(arguments, root) == 0
+        page = (root / "records" / name / "README.md").read_text()
+        assert "`python x.py`" in page
+        assert f"device {data['device']}" in page
+        assert "torch 2.13" in page
+    assert "recorded in records/one" in capsys.readouterr().out
+    rows = json.loads((root / "records/one/result.json").read_text())["rows"]
+    assert [(r["method"], r["metric"], r["mean"]) for r in rows] == [
+        ("bisection 50, both", "ms", 2.0), ("cpu warm, both", "ms", 0.5), ("cpu warm, both", "ratio", 0.25)
+    ]  # fmt: skip
+    page = (root / "docs" / "page.md").read_text()
+    assert "| eager search | 1.1 [1, 1.2] |" in page
+    assert "ratio, against eager dense" in page
+    assert "[../records/two](../records/two)" in page
+    (root / "bench.json").write_text("{}")
+    assert tables.main(["add", str(root / "bench.json"), "--name", "three", "--note", "x"], root) == 1
+    (root / "bench.json").write_text(json.dumps({"steps": {"a": {}}, "model": "m"}))
+    assert tables.main(["add", str(root / "bench.json"), "--name", "three", "--note", "x"], root) == 1
+    assert "not as the benchmark writes it (KeyError: 'block')" in capsys.readouterr().err
+
+
+def test_the_papers_table_beside_ours(tmp_path: Path) -> None:
+    tables = load_tables()
+    (tmp_path / "records").mkdir()
+    (tmp_path / "docs").mkdir()
+    shutil.copy(ROOT / "records" / "paper-table2.csv", tmp_path / "records")
+    common = {"data": "cifar10", "model": "densenet", "block": "8x8", "metric": "accuracy", "unit": "share"}
+    lengths = {
+        12: "200 dense + 12 search + 48 fine-tuning epochs, batch 128",
+        40: "200 dense + 40 search + 160 fine-tuning epochs, x",
+    }
+    rows = [
+        {"method": "smart", "sparsity": 0.97, "protocol": lengths[12], "values": [0.8, 0.9], "seeds": [0, 1], "difference": -0.1},
+        {"method": "smart", "sparsity": 0.97, "protocol": lengths[40], "values": [0.875], "seeds": [0], "difference": -0.075},
+        {"method": "gradual", "sparsity": 0.95, "protocol": lengths[12], "values": [0.9], "seeds": [0], "difference": -0.05},
+        {
+            "method": "awg",
+            "sparsity": 0.95,
+            "protocol": lengths[12] + ", distill 1",
+            "values": [0.9],
+            "seeds": [0],
+            "difference": 0,
+        },
+        {
+            "method": "pdp",
+            "sparsity": 0.95,
+            "protocol": lengths[12] + ", change 1, change over search",
+            "values": [0.9],
+            "seeds": [0],
+            "difference": 0,
+        },
+        {
+            "method": "pas",
+            "sparsity": 0.95,
+            "protocol": lengths[12] + ", search lr 0.1, finetune lr 0.1",
+            "values": [0.9],
+            "seeds": [0],
+            "difference": 0,
+        },
+        {
+            "method": "acdc",
+            "sparsity": None,
+            "macs": 0.95,
+            "protocol": lengths[12],
+            "values": [0.9],
+            "seeds": [0],
+            "difference": 0,
+        },
+        {"method": "pdp", "sparsity": 0.95, "protocol": "10 dense epochs", "values": [0.1], "seeds": [0], "difference": -0.8},
+    ]
+    for row in rows:
+        values = row["values"]
+        n = len(values)
+        row |= {"mean": statistics.fmean(values), "std": statistics.stdev(values) if n > 1 else None, "n": n, **common}
+    save_record(tmp_path / "records" / "some", {"rows": rows}, {"a": 1}, "a note", ["command"], ["machine"])
+    page = tmp_path / "docs" / "paper.md"
+    page.write_text("<!-- table: paper-table2 -->\n<!-- /table -->\n")
+    assert tables.update(tmp_path)
+    text = page.read_text()
+    assert "| densenet | 8x8 | 95 % | gradual | - | [90.00 (-5.00), n=1](../records/some) | - |" in text
+    assert (
+        "| densenet | 8x8 | 97 % | smart | 85.0 (-9.8) | [85.00 ± 7.07 (-10.00), n=2](../records/some) | "
+        "[87.50 (-7.50), n=1](../records/some) |"
+    ) in text
+    assert "| densenet | 8x8 | 0 % | dense | 94.8 | [95.00](../records/some) | [95.00](../records/some) |" in text
+    assert "pdp" not in text  # neither short nor full
+    assert "awg" not in text  # another protocol
+    assert "pas" not in text
+    assert "acdc" not in text  # another budget
+    assert "Of the 162 numbers in the paper's table, 1 have one of ours" in text

@@ -1,0 +1,44 @@
+"""Packed files and the reader that the documentation describes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from smartprune.core.block import Block
+
+PAGE = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
+
+
+def documented() -> Callable[[Path], dict[str, np.ndarray]]:
+    """The reader that docs/format.md prints."""
+    scope: dict[str, object] = {}
+    exec(next(text for text in re.findall(r"```python\n(.*?)```", PAGE, re.S) if "def read_model" in text), scope)
+    return scope["read_model"]  # type: ignore[return-value]
+
+
+def bits(tensor: Tensor) -> np.ndarray:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+def as_kept(model: nn.Module, block: object, keep: float = 0.25) -> nn.Module:
+    """The model with random blocks of all its layers set to +0.0."""
+    from smartprune.artifacts.source import read_source
+
+    with torch.no_grad():
+        for cut in read_source(model).cuts(Block.of(block))[0]:  # type: ignore[arg-type]
+            cut.tensor.masked_fill_(~cut.grid.expand(torch.rand(cut.grid.n) < keep), 0.0)
+    return model
+
+
+def example() -> dict[str, Tensor]:
+    """The worked example of docs/format.md."""
+    weight = torch.zeros(3, 4, 1, 2)
+    weight[0, 2, 0, 0], weight[1, 2, 0, 0], weight[0, 3, 0, 0], weight[1, 3, 0, 0] = 1, 2, 3, 4
+    weight[1, 0, 0, 1], weight[2, 3, 0, 1] = 5, 6
+    return {"conv.weight": weight, "conv.bias": torch.tensor([0.5, -0.5, 0.25])}

@@ -1,0 +1,33 @@
+"""Small data folders for every task."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from helpers.boxfolders import write_boxes
+from helpers.folders import pack, write_classes, write_pairs
+from helpers.pictures import write_binary
+
+SETTINGS: dict[str, dict[str, int]] = {  # of pictures as small as those made here
+    "imagefolder": {"size": 16},
+    "camvid": {"height": 32, "width": 32},
+    "segmentation": {"height": 32, "width": 32},
+    "bccd": {"size": 32},
+    "voc07sub": {"size": 32},
+    "detection": {"size": 32},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("PIL")
+    folder = write_binary(tmp_path_factory.mktemp("pictures"))
+    write_classes(folder / "imagenette128", train=100)
+    pack(write_pairs(folder / "pairs", train=300), folder / "camvid.tar")
+    write_pairs(folder / "cityscapes", city=True, train=300)
+    boxes = write_boxes(folder / "coco", train=300)
+    for name in ("bccd", "voc07sub"):
+        pack(boxes, folder / f"{name}.tar")
+    return folder

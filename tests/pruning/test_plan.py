@@ -1,0 +1,242 @@
+import doctest
+import json
+import math
+import sys
+from fractions import Fraction
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from helpers import zoo
+from smartprune.core.block import Block
+from smartprune.core.budget import Budget, blocks, macs, params
+from smartprune.errors import SmartpruneError
+from smartprune.pruning.plan import plan
+
+
+@pytest.mark.parametrize(
+    "module", ["pruning.plan", "text", "core.block", "core.budget", "fields", "core.occupancy", "artifacts.verify", "reports.table"]
+)
+def test_examples_in_docstrings(module: str) -> None:
+    __import__(f"smartprune.{module}")
+    result = doctest.testmod(sys.modules[f"smartprune.{module}"])
+    assert result.attempted > 0
+    assert result.failed == 0
+
+
+# block, blocks, blocks of the smallest layer, kept at 0.93, 0.95 and 0.97, kept under a floor of 0.02
+RESNET18 = [
+    ("8x8", 174_336, 128, (12_204, 8_717, 5_231), 3_499),
+    ("16x8", 87_168, 64, (6_102, 4_359, 2_616), 1_755),
+    ("16x16", 43_584, 32, (3_051, 2_180, 1_308), 882),
+]
+
+
+@pytest.mark.parametrize(("block", "n", "smallest", "kept", "least"), RESNET18)
+def test_resnet18(block: str, n: int, smallest: int, kept: tuple[int, ...], least: int) -> None:
+    model, _ = zoo.resnet18()
+    for sparsity, keep in zip((0.93, 0.95, 0.97), kept, strict=True):
+        found = plan(model, block, sparsity, floor=0.02)
+        assert (found.n, found.keep, found.limit) == (n, keep, keep)
+        assert found.feasible
+        assert found.min_keep is not None
+        assert int(found.min_keep.sum()) == least
+    assert len(found.layers) == 19
+    assert min(layer.n for layer in found.layers) == smallest
+    assert (found.params, found.model_params) == (11_157_504, 11_173_962)
+    assert found.padding == 0
+    assert plan(model, block, 0.999, floor=0.02).problem == f"floor=0.02 needs {least:,} blocks, the budget keeps " + (
+        f"{math.ceil(Fraction(1, 1000) * n):,}"
+    )
+
+
+def test_resnet18_macs() -> None:
+    model, x = zoo.resnet18()
+    found = plan(model, sparsity=0.95, example=x)
+    model.eval()
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(x[:1])
+    assert found.model_macs == counter.get_total_flops() // 2 == 555_422_720
+    assert found.macs == 555_422_720 - 64 * 27 * 1024 - 5120
+    text = str(found)
+    assert max(map(len, text.splitlines())) <= 100
+    assert sum("Conv2d" in line for line in text.splitlines()) == 20
+    assert "keeps exactly 4,359 of 87,168 blocks" in text
+
+
+def test_the_table() -> None:
+    model, x = zoo.plain_cnn()
+    assert (
+        str(plan(model, (16, 8), 0.5, floor=0.25, example=x))
+        == """\
+Blocks of 16x8x1x1
+
+layer  kind    weight     grid     blocks  weights     MACs  padding
+3      Conv2d  20x16x3x3  2x2x3x3      36    2,880  184,320   37.50%
+6      Conv2d  12x20x1x1  1x3x1x1       3      240   15,360   37.50%
+
+not pruned  kind    weight    reason
+0           Conv2d  16x3x3x3  stem: reads the image (3 channels)
+10          Linear  10x12     last layer, taken for the classifier
+
+blocks   39 in 2 layers, 37.50% of their slots is padding
+weights  3,120 of 3,782 in the model
+MACs     199,680 of 227,448 in the model, for one sample
+floor    every layer keeps 0.25 of its blocks, 10 in all
+budget   blocks 0.5 removed: keeps exactly 20 of 39 blocks"""
+    )
+
+
+def test_long_names_fit() -> None:
+    model = nn.Module()
+    with torch.device("meta"):
+        model.deep = nn.ModuleDict({"a": nn.Linear(4096, 16384), "z" * 150: nn.Linear(16384, 4096), "last": nn.Linear(4, 4)})
+    text = str(plan(model, sparsity=0.5))
+    assert max(map(len, text.splitlines())) <= 100
+    assert ".." in text
+
+
+@pytest.mark.parametrize("name", sorted(zoo.SMALL))
+def test_json_is_plain_and_says_what_the_plan_says(name: str) -> None:
+    model, x = zoo.SMALL[name]()
+    found = plan(model, (4, 4), budget=params(0.7), floor=0.1, include="*", example=x)
+    data = found.to_json()
+    assert json.loads(json.dumps(data, allow_nan=False)) == data
+    assert (data["n"], data["limit"], data["keep"]) == (found.n, found.limit, None)
+    rows = data["layers"]
+    assert isinstance(rows, list)
+    assert sum(row["blocks"] for row in rows) == found.n
+    assert sum(row["macs"] for row in rows) == found.macs == found.model_macs
+    assert max(map(len, str(found).splitlines())) <= 100
+    assert plan(model, (4, 4)).to_json()["budget"] is None
+
+
+def test_padding_counts_the_slots_of_full_blocks() -> None:
+    model = nn.Sequential(nn.Linear(3, 20), nn.Linear(20, 16), nn.Linear(16, 2))
+    found = plan(model, (16, 8), 0.5)
+    assert found.layer_padding(found.layers[0]) == 1 - Fraction(60, 2 * 16 * 8)  # 3 inputs fill 3 of 8 slots
+    assert found.layer_padding(found.layers[1]) == 1 - Fraction(20 * 16, 3 * 16 * 8)
+    assert found.padding == 1 - Fraction(60 + 320, 5 * 16 * 8)
+    whole = plan(model, (1, None), 0.5)
+    assert whole.padding == 0
+    deconv = plan(nn.Sequential(nn.ConvTranspose2d(6, 20, 1), nn.Conv2d(20, 2, 1)), (16, 8), 0.5)
+    assert deconv.padding == 1 - Fraction(120, 2 * 16 * 8)
+
+
+def test_floor_that_cannot_be_met_is_reported_and_required_in_vain() -> None:
+    model, x = zoo.plain_cnn()
+    found = plan(model, (4, 4), 0.97, floor=0.05)
+    assert not found.feasible
+    assert found.problem == "floor=0.05 needs 10 blocks, the budget keeps 6"
+    assert "problem  floor=0.05 needs 10 blocks" in str(found)
+    with pytest.raises(SmartpruneError, match=r"needs 10 blocks, the budget keeps 6; lower floor, or remove less: at most 0.9487"):
+        found.require()
+    assert plan(model, (4, 4), 0.9487, floor=0.05).require().keep == 11
+    by_macs = plan(model, (4, 4), budget=macs(0.97, x), floor=0.05)
+    assert by_macs.problem == "floor=0.05 needs 10,240 MACs, the budget keeps 5,990"
+    with pytest.raises(SmartpruneError, match="of the MACs can go"):
+        by_macs.require()
+    assert plan(model, (4, 4), floor=0.05).feasible
+
+
+def test_cheapest_blocks_decide_whether_a_floor_fits() -> None:
+    """Nine weights: a full block of 4, edges of 2 and a corner of 1."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    assert plan(model, (2, 2), budget=params(0.6), floor=0.5).feasible  # 3 kept, the corner and an edge make 3
+    assert plan(model, (2, 2), budget=params(0.7), floor=0.5).problem == "floor=0.5 needs 3 weights, the budget keeps 2"
+
+
+def test_a_budget_that_keeps_nothing_is_a_problem() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
+    found = plan(model, (4, 4), budget=params(0.9))
+    assert found.problem == "the budget keeps 6 of 64 weights, less than the smallest block (16)"
+    with pytest.raises(SmartpruneError, match="remove less"):
+        found.require()
+
+
+def test_units() -> None:
+    model, x = zoo.plain_cnn()
+    by_weights = plan(model, (4, 4), budget=params(0.9))
+    assert (by_weights.unit, by_weights.total, by_weights.limit, by_weights.keep) == ("weights", 3120, 312, None)
+    assert by_weights.macs is None
+    by_macs = plan(model, (4, 4), budget=macs(0.5, x))
+    assert (by_macs.unit, by_macs.total, by_macs.limit) == ("MACs", 199_680, 99_840)
+    assert by_macs.macs == 199_680  # its example serves the plan as well
+    assert "keeps at most 99,840 of 199,680 MACs" in str(by_macs)
+    shown = plan(model, (4, 4))
+    assert (shown.limit, shown.keep, shown.unit) == (None, None, "blocks")
+    assert str(shown).endswith("budget   none given")
+
+
+def test_blocks_for_a_pruner() -> None:
+    model, _ = zoo.plain_cnn()
+    found = plan(model, (4, 4), budget=params(0.9), floor=0.1)
+    made = found.blocks(model)
+    assert (made.n, made.limit, made.total) == (found.n, 312, 3120)
+    assert made.min_keep is found.min_keep
+    with pytest.raises(SmartpruneError, match="it has no budget"):
+        plan(model, (4, 4)).blocks(model)
+    model[3] = nn.Conv2d(16, 24, 3)
+    with pytest.raises(SmartpruneError, match=r"3.weight is a weight of 20x16x3x3 in the plan, and the model has .* 24x16x3x3"):
+        found.blocks(model)
+    model[3] = nn.Identity()
+    with pytest.raises(SmartpruneError, match="has nothing there; plan the model that you prune"):
+        found.blocks(model)
+
+
+def test_planning_changes_nothing() -> None:
+    model, x = zoo.transformer_block()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    plan(model, (4, 4), 0.5, example=x)
+    assert model.training
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+def test_wrong_arguments() -> None:
+    model, x = zoo.plain_cnn()
+    with pytest.raises(SmartpruneError, match=r"sparsity=0.5 and budget=blocks 0.5 are both given; give one"):
+        plan(model, sparsity=0.5, budget=blocks(0.5))
+    with pytest.raises(SmartpruneError, match=r"budget=0.9 is a float; write sparsity=0.9"):
+        plan(model, budget=0.9)  # type: ignore[arg-type]
+    with pytest.raises(SmartpruneError, match="unknown budget"):
+        plan(model, budget=Budget("bytes", Fraction(1, 2)))  # type: ignore[arg-type]
+    with pytest.raises(SmartpruneError, match=r"sparsity=95 is outside \[0, 1\).*write sparsity=0.95"):
+        plan(model, sparsity=95)
+    with pytest.raises(SmartpruneError, match=r"floor=1.5 is outside \[0, 1\)"):
+        plan(model, sparsity=0.5, floor=1.5)
+    with pytest.raises(SmartpruneError, match=r"model is a OrderedDict; give a torch\.nn\.Module"):
+        plan(model.state_dict(), sparsity=0.5)  # type: ignore[arg-type]
+    with pytest.raises(SmartpruneError, match="the model does not run on it"):
+        plan(model, sparsity=0.5, example=x[:, :1])
+
+
+def test_nothing_to_prune_says_why() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3, groups=8), nn.Flatten(), nn.Linear(8, 2))
+    with pytest.raises(SmartpruneError) as caught:
+        plan(model, sparsity=0.5)
+    assert str(caught.value) == (
+        "plan: nothing to prune in this Sequential (0: stem: reads the image (3 channels); 1: depthwise convolution; "
+        "3: last layer, taken for the classifier); include= brings layers in"
+    )
+    deep = nn.Sequential(nn.Conv2d(3, 8, 3), *(nn.Conv2d(8, 8, 3, groups=8) for _ in range(50)), nn.Linear(8, 2))
+    with pytest.raises(SmartpruneError, match="; 1, 2, 3 and 47 more: depthwise convolution; 51: last layer"):
+        plan(deep, sparsity=0.5)
+    with pytest.raises(SmartpruneError, match="it has no weights with two axes or more"):
+        plan(nn.BatchNorm2d(3), sparsity=0.5)
+
+
+def test_default_block() -> None:
+    assert plan(zoo.plain_cnn()[0]).block == Block(16, 8)
+
+
+def test_the_share_of_a_model_that_is_said_to_be_possible_is() -> None:
+    """Blocks of 6x6 and 6x4: 36 and 24 MACs of the layers that are pruned, of 60 in all and 84 in the model."""
+    model, x = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 4), nn.Linear(4, 6)), torch.zeros(1, 6)
+    for share, floor, most in ((0.99, None, 36 / 84), (0.7, None, 36 / 84), (0.7, 0.4, 0.0), (0.45, None, 36 / 84)):
+        with pytest.raises(SmartpruneError, match="at most") as caught:
+            plan(model, (6, 6), budget=macs(share, x, of="model"), floor=floor, include=["0", "1"], skip="2").require()
+        said = float(str(caught.value).partition("at most ")[2].split()[0])
+        assert said == math.floor(10_000 * most) / 10_000
+        plan(model, (6, 6), budget=macs(said, x, of="model"), floor=floor, include=["0", "1"], skip="2").require()

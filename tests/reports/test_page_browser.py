@@ -1,0 +1,250 @@
+"""The page in a real browser: it opens silently, asks for nothing, and answers mouse, keys and small screens."""
+
+import re
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from helpers import jobs
+from helpers.browser import MISSING, Browser
+from helpers.hostile import HOSTILE
+from smartprune.artifacts.receipt import Receipt
+from smartprune.reports.page import write_page
+from smartprune.training.page import PAGE
+from smartprune.training.train import train
+
+pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+NAMELESS = """
+const label = (e) => e.labels && e.labels[0] && e.labels[0].textContent;
+const name = (e) => (e.getAttribute('aria-label') || label(e) || e.textContent || '').trim();
+return [...document.querySelectorAll('button, select, canvas, svg, [tabindex="0"], a, [role=region], [role=application]')]
+  .filter((e) => !name(e)).map((e) => e.outerHTML.slice(0, 80));
+"""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    found = Browser()
+    yield found
+    found.close()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("sklearn")
+    folder = tmp_path_factory.mktemp("browser") / "run"
+    train(jobs.small(folder, search_epochs=4))
+    return folder
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_it_opens_without_a_word_and_without_a_request(browser: Browser, run: Path, dark: bool) -> None:
+    browser.open(run / PAGE, dark=dark)
+    said, asked = browser.logs()
+    assert said == []
+    assert asked == [(run / PAGE).resolve().as_uri()]
+    assert browser.run("return getComputedStyle(document.body).backgroundColor") == (
+        "rgb(20, 24, 26)" if dark else "rgb(255, 255, 255)"
+    )
+    browser.click("#theme")
+    assert browser.run("return getComputedStyle(document.body).backgroundColor") == (
+        "rgb(255, 255, 255)" if dark else "rgb(20, 24, 26)"
+    )
+    browser.click("#theme")
+    browser.run("localStorage.clear()")
+    assert browser.logs()[0] == []
+
+
+def spot(browser: Browser, row: int, column: int) -> tuple[float, float]:
+    """Where the middle of a block of the first panel is on the screen; found by its colour's border, not by the page's sums."""
+    browser.run("document.getElementById('map').scrollIntoView({block: 'center'})")
+    browser.settle()
+    left, top, width, height = browser.run(
+        """const c = document.getElementById('map'), b = c.getBoundingClientRect();
+        const d = c.getContext('2d').getImageData(0, 0, c.width, c.height).data;
+        const ground = [d[0], d[1], d[2]].join(); // outside of all panels
+        const ink = (x, y) => { const i = 4 * (y * c.width + x); return [d[i], d[i + 1], d[i + 2]].join() !== ground; };
+        let x0 = 1e9, y0 = 1e9;
+        for (let y = 0; y < c.height; y++)
+          for (let x = 0; x < c.width; x++) if (ink(x, y)) { x0 = Math.min(x0, x); y0 = Math.min(y0, y); }
+        let w = 1; while (ink(x0 + w, y0)) w++; let h = 1; while (ink(x0, y0 + h)) h++;
+        return [b.left + x0, b.top + y0, w + 1, h + 1];"""
+    )
+    return left + (column + 0.5) * width, top + (row + 0.5) * height
+
+
+def test_the_map_answers_the_mouse_and_the_keys(browser: Browser, run: Path) -> None:
+    browser.open(run / PAGE, 1280, 1000)
+    receipt = Receipt.load(run / "receipt.json")
+    row = next(row for row in receipt.layers if row.name == "stages.2.0.conv1")
+    number = browser.run(
+        "return [...document.getElementById('map-layer').options].findIndex((o) => o.text === arguments[0])", row.name
+    )
+    browser.run(
+        "const s = document.getElementById('map-layer'); s.value = arguments[0]; s.dispatchEvent(new Event('change'))", str(number)
+    )
+    browser.settle()
+    assert browser.text("#map-said") == f"{row.name}: {row.blocks.kept:,} of {row.blocks.total:,} blocks kept."
+    kept = row.mask().reshape(row.grid)
+
+    def said(out: int, inn: int, y: int, x: int) -> None:
+        words = browser.text("#map-said").split(" · ")
+        flat = ((out * row.grid[1] + inn) * row.grid[2] + y) * row.grid[3] + x
+        assert words[0] == f"block {flat:,} of {row.blocks.total:,}"
+        assert words[1:4] == [f"outputs {4 * out}–{4 * out + 3}", f"inputs {2 * inn}–{2 * inn + 1}", f"kernel {y}, {x}"]
+        assert words[4] == ("kept" if kept[out, inn, y, x] else "removed")
+        assert re.fullmatch(r"score -?[\d.]+(e-\d+)?", words[5])
+        norm = float(words[6].removeprefix("norm "))
+        assert (norm > 0) == bool(kept[out, inn, y, x])
+
+    browser.point(*spot(browser, 1, 2))
+    said(1, 2, 0, 0)
+    browser.run("document.getElementById('map').focus()")
+    browser.press("right", "down")
+    said(2, 3, 0, 0)
+    for _ in range(row.grid[1] - 3):
+        browser.press("right")
+    said(2, 0, 0, 1)  # over the border into the next panel
+    browser.press("+", "+", "left")
+    said(2, row.grid[1] - 1, 0, 0)
+    browser.press("0")
+    for paint in ("norms", "scores"):
+        browser.run(
+            "const s = document.getElementById('map-paint'); s.value = arguments[0]; s.dispatchEvent(new Event('change'))", paint
+        )
+        browser.settle()
+    browser.run("const s = document.getElementById('map-kernel'); s.value = '4'; s.dispatchEvent(new Event('change'))")
+    browser.settle()
+    browser.press("right", "right")
+    said(0, 1, 1, 1)
+    assert browser.logs()[0] == []
+
+
+def test_the_layer_table_opens_the_map(browser: Browser, run: Path) -> None:
+    browser.open(run / PAGE)
+    browser.click("tr[data-layer] button")
+    assert browser.run("return document.activeElement.id") == "map"
+    name = browser.text("tr[data-layer] button")
+    assert browser.text("#map-said").startswith(f"{name}: ")
+    assert name in browser.run("return document.getElementById('map').getAttribute('aria-label')")
+
+
+def test_curves_are_read_out(browser: Browser, run: Path) -> None:
+    browser.open(run / PAGE)
+    browser.run("const s = document.querySelector('#figure-loss svg'); s.scrollIntoView({block: 'center'}); s.focus()")
+    browser.press("end")
+    last = jobs.rows(run)[-1]
+    steps = sum(row["step"] for row in jobs.rows(run) if row["epoch"] == {"dense": 2, "search": 4, "finetune": 1}[row["stage"]])
+    words = browser.text("#figure-loss output")
+    assert words.startswith(f"step {steps}: ")
+    assert float(words.rpartition(" ")[2]) == pytest.approx(last["loss"], rel=1e-3)
+    box = browser.run(
+        "const b = document.querySelector('#figure-loss svg').getBoundingClientRect(); return [b.left, b.top, b.width, b.height]"
+    )
+    browser.point(box[0] + box[2] * 0.2, box[1] + box[3] / 2)
+    assert browser.text("#figure-loss output") != words
+
+
+def test_everything_has_a_name_and_can_be_reached(browser: Browser, run: Path) -> None:
+    browser.open(run / PAGE)
+    assert browser.run(NAMELESS) == []
+    assert browser.run("return document.documentElement.lang") == "en"
+    assert browser.run("return [...document.querySelectorAll('h1')].length") == 1
+    ids = browser.run("return [...document.querySelectorAll('[id]')].map((e) => e.id)")
+    assert len(ids) == len(set(ids))
+    browser.run("document.activeElement.blur(); scrollTo(0, 0)")
+    seen = set()
+    for _ in range(120):
+        browser.press("tab")
+        seen.add(browser.run("return document.activeElement.id || document.activeElement.closest('figure')?.id"))
+        if "map" in seen and "figure-loss" in seen:
+            break
+    assert {"theme", "layer-table", "map-layer", "map", "zoom-in", "figure-loss"} <= seen
+
+
+@pytest.mark.parametrize("width", [360, 768, 1600])
+def test_every_width_is_usable(browser: Browser, run: Path, width: int) -> None:
+    browser.open(run / PAGE, width, 800, touch=width == 360)
+    assert browser.run("return document.documentElement.scrollWidth") == width
+    sticking = browser.run(
+        """return [...document.querySelectorAll('main *')]
+        .filter((e) => !e.closest('.scroll, pre, svg') && e.getBoundingClientRect().right > innerWidth + 1)
+        .map((e) => e.outerHTML.slice(0, 80))"""
+    )
+    assert sticking == []
+    heights = browser.run(
+        "return [...document.querySelectorAll('#map-section button, #theme')].map((e) => e.getBoundingClientRect().height)"
+    )
+    assert min(heights) >= 24
+    letters = browser.run(
+        """return [...document.querySelectorAll('figure svg')]
+        .map((e) => 11 * e.getBoundingClientRect().width / e.viewBox.baseVal.width)"""
+    )
+    assert min(letters) >= 7.5
+
+
+def test_on_paper_it_is_light_and_whole(browser: Browser, run: Path) -> None:
+    browser.open(run / PAGE, dark=True)
+    dark = [{"name": "prefers-color-scheme", "value": "dark"}]
+    ground = "return [...document.getElementById('map').getContext('2d').getImageData(0, 0, 1, 1).data].slice(0, 3)"
+    assert max(browser.run(ground)) < 64
+    browser.run("dispatchEvent(new Event('beforeprint'))")
+    browser.command("Emulation.setEmulatedMedia", {"media": "print", "features": dark})
+    assert browser.run("return getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    assert min(browser.run(ground)) > 200
+    table = "const t = document.getElementById('layer-table'); return t.scrollHeight - t.clientHeight"
+    assert browser.run(table) <= 1
+    browser.command("Emulation.setEmulatedMedia", {"media": "", "features": dark})
+    browser.run("dispatchEvent(new Event('afterprint'))")
+    browser.settle()
+    assert max(browser.run(ground)) < 64
+
+
+def test_hostile_names_run_nothing(browser: Browser, tmp_path: Path) -> None:
+    torch.save(HOSTILE, tmp_path / "model.pt")
+    write_page(tmp_path / "page.html", tmp_path / "model.pt", (8, 8))
+    browser.open(tmp_path / "page.html", 360)
+    said, asked = browser.logs()
+    assert said == []
+    assert asked == [(tmp_path / "page.html").resolve().as_uri()]
+    assert browser.run("return window.hit") is None
+    assert browser.run("return document.documentElement.scrollWidth") == 360
+    assert browser.text("#map-layer option").startswith("</script>")
+
+
+def test_a_script_that_got_in_would_not_run(browser: Browser, run: Path, tmp_path: Path) -> None:
+    """The page's policy is the second lock: even an escape that failed runs nothing and asks for nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(0.5)
+        address = f"http://127.0.0.1:{server.getsockname()[1]}/x"
+        evil = f"<script>window.hit = 1; fetch('{address}')</script><img src='{address}' onerror='window.hit = 2'>"
+        (tmp_path / "page.html").write_text((run / PAGE).read_text().replace("<h1>", f"<h1>{evil}"))
+        browser.open(tmp_path / "page.html")
+        assert browser.run("return window.hit") is None
+        with pytest.raises(TimeoutError):
+            server.accept()
+    browser.logs()
+    assert browser.text("#map-said")  # its own script did run
+
+
+def test_a_million_blocks_stay_smooth(browser: Browser, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    weight = (torch.rand(1000, 1000) > 0.7).float()
+    write_page(tmp_path / "page.html", {"fc.weight": weight}, (1, 1))
+    browser.open(tmp_path / "page.html")
+    times = browser.later(
+        """const times = []; let last = performance.now();
+        const frame = () => {
+          const now = performance.now(); times.push(now - last); last = now;
+          if (times.length > 12) { done(times.slice(1)); return; }
+          document.getElementById(times.length < 7 ? 'zoom-in' : 'zoom-out').click();
+          requestAnimationFrame(frame);
+        };
+        requestAnimationFrame(frame);"""
+    )
+    assert len(times) == 12
+    assert sorted(times)[6] < 200  # about 20 on an idle machine; this one may be busy
+    assert browser.logs()[0] == []

@@ -1,0 +1,192 @@
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from helpers import reference, zoo
+from smartprune import text
+from smartprune.core.block import Block
+from smartprune.errors import SmartpruneError
+from smartprune.reports import report
+from smartprune.reports.table import Report
+
+
+def sparse_model() -> nn.Module:
+    """Layer 3 keeps the blocks of its first row and one corner; layer 6 nothing but its last."""
+    model, _ = zoo.plain_cnn()
+    with torch.no_grad():
+        model[3].weight[4:] = 0
+        model[3].weight[19, 15, 2, 1] = 1
+        model[6].weight[:8] = 0
+        model[6].weight[:, :16] = 0
+    return model
+
+
+def test_counts_agree_with_slow_loops() -> None:
+    model = sparse_model()
+    for block in ((4, 4), (16, 8), (3, 5), (1, None, None)):
+        got = report(model, block)
+        for row in got.layers:
+            weight = model.get_parameter(row.weight)
+            index = reference.block_index(weight.shape, block)
+            bits = reference.occupied(weight.flatten().tolist(), index)
+            sizes = reference.block_counts(index)
+            assert row.occupied.tolist() == bits
+            assert (row.blocks.total, row.blocks.kept) == (len(bits), sum(bits))
+            assert row.weights.kept == sum(n for n, bit in zip(sizes, bits, strict=True) if bit)
+            assert row.zeros == int((weight == 0).sum())
+        assert got.params == sum(p.numel() for p in model.parameters())
+        assert got.zeros == sum(int((p == 0).sum()) for p in model.parameters())
+        assert [row.name for row in got.layers] == ["0", "3", "6", "10"]
+        assert got.sparsity == got.blocks.removed / got.blocks.total
+
+
+def test_the_table() -> None:
+    got = report(sparse_model(), (4, 4))
+    assert (
+        got.text(ascii_only=True)
+        == """\
+Sequential, blocks of 4x4x1x1
+
+layer  weight     kept/blocks  kept            sparsity
+0      16x3x3x3         36/36  ##############     0.00%
+3      20x16x3x3       37/180  ###...........    79.44%
+6      12x20x1x1         1/15  #.............    93.33%
+10     10x12              9/9  ##############     0.00%
+
+                                     total   zero   share
+blocks, layers with zero blocks        195    157  80.51%
+blocks, all these layers               240    157  65.42%
+weights in zero blocks               3,672  2,512  68.41%
+weights in zero blocks, whole model  3,782  2,512  66.42%
+single zeros, whole model            3,782  2,563  67.77%"""
+    )
+    assert "███" in got.text(ascii_only=False)
+
+
+def test_map() -> None:
+    got = report(sparse_model(), (4, 4))
+    assert (
+        got.map("3", ascii_only=True)
+        == """\
+3: 37 of 180 blocks of 4x4x1x1 kept; # kept, . zero
+0,0   0,1   0,2
+####  ####  ####
+....  ....  ....
+....  ....  ....
+....  ....  ....
+....  ....  ....
+1,0   1,1   1,2
+####  ####  ####
+....  ....  ....
+....  ....  ....
+....  ....  ....
+....  ....  ....
+2,0   2,1   2,2
+####  ####  ####
+....  ....  ....
+....  ....  ....
+....  ....  ....
+....  ...#  ...."""
+    )
+    assert got.map("6.weight", ascii_only=False).splitlines()[2:] == ["·····", "·····", "····█"]
+    with pytest.raises(SmartpruneError, match="there is no layer 'conv9'; it has: 0, 3, 6, 10"):
+        got.map("conv9")
+
+
+def test_map_of_a_transposed_convolution_has_outputs_downwards() -> None:
+    layer = nn.ConvTranspose2d(8, 6, 1)
+    with torch.no_grad():
+        layer.weight.zero_()
+        layer.weight[:2, 4:] = 1  # stored as inputs, outputs
+    assert report(layer, (2, 2)).map("weight", ascii_only=True).splitlines()[2:] == ["....", "....", "#..."]
+
+
+def test_map_of_other_dimensions() -> None:
+    for name in ("conv1d_net", "conv3d_net", "transformer_block"):
+        model, _ = zoo.SMALL[name]()
+        got = report(model, (4, 4))
+        for row in got.layers:
+            drawn = got.map(row.name, ascii_only=True)
+            assert max(map(len, drawn.splitlines()[1:])) <= 80
+            assert drawn.split("\n", 1)[1].count("#") == row.blocks.kept == row.blocks.total
+
+
+def test_map_of_a_wide_layer_shares_characters() -> None:
+    weight = torch.zeros(20, 200)
+    weight[:, :50] = 1
+    weight[0, 100] = 1
+    drawn = report({"fc.weight": weight}, (1, 1)).map("fc", ascii_only=True).splitlines()
+    assert max(map(len, drawn)) <= 80
+    assert drawn[1] == "3x3 blocks a character"
+    assert drawn[3] == "#" * 16 + "*" + "." * 16 + ":" + "." * 33
+    assert len(drawn) == 3 + 7
+    assert len({len(line) for line in drawn[3:]}) == 1
+
+
+def test_all_sources(tmp_path: Path) -> None:
+    model = sparse_model()
+    torch.save(model.state_dict(), tmp_path / "a.pt")
+    save_file({k: v.clone() for k, v in model.state_dict().items()}, tmp_path / "model.safetensors")
+    want = report(model, (4, 4))
+    for source in (model.state_dict(), tmp_path / "a.pt", tmp_path / "model.safetensors", tmp_path):
+        got = report(source, (4, 4))
+        assert {row.name: row.blocks for row in got.layers} == {row.name: row.blocks for row in want.layers}
+        assert (got.params, got.zeros) == (want.params, want.zeros)
+    assert report(model).block == Block(16, 8)
+    with pytest.raises(SmartpruneError, match="no weight can be cut"):
+        report(nn.ReLU())
+
+
+def test_layers_that_cannot_be_cut_are_named() -> None:
+    model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 4))
+    got = report(model, (2, 2))
+    assert "Embedding is neither a convolution nor a linear layer" in str(got)
+    assert [s.name for s in got.skipped] == ["0"]
+    assert got.params == 60
+
+
+@pytest.mark.parametrize("name", sorted(zoo.SMALL))
+def test_json_and_width(name: str) -> None:
+    model, _ = zoo.SMALL[name]()
+    got = report(model, (4, 4))
+    data = got.to_json()
+    assert json.loads(json.dumps(data)) == data
+    assert max(map(len, str(got).splitlines())) <= 80
+
+
+def test_a_terminal_that_knows_ascii_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    got = report(sparse_model(), (4, 4))
+
+    def shown(encoding: str) -> str:
+        stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+        monkeypatch.setattr(sys, "stdout", stream)
+        print(got)
+        print(got.map("3"))
+        stream.flush()
+        return stream.buffer.getvalue().decode(encoding)  # type: ignore[attr-defined]
+
+    assert shown("ascii").isascii()
+    assert shown("latin-1").isascii()
+    assert "█" in shown("utf-8")
+    monkeypatch.setattr(sys, "stdout", None)
+    assert text.ascii_stdout()
+    monkeypatch.undo()
+    assert isinstance(got, Report)
+
+
+def test_bars_and_percents_never_lie() -> None:
+    assert text.percent(1, 10**9) == "0.01%"
+    assert text.percent(10**9 - 1, 10**9) == "99.99%"
+    assert text.percent(0, 0) == "0.00%"
+    assert text.bar(0, 10, 5, True) == "....."
+    assert text.bar(10, 10, 5, True) == "#####"
+    assert text.bar(0, 0, 5, True) == "....."
+    for width in range(2, 40):
+        assert len(text.shorten("a" * 100, width)) == width
+    assert text.sizes(()) == "-"

@@ -1,0 +1,93 @@
+"""What a run hands over besides its model, and a run with a budget in cycles."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import smartprune as sp
+from helpers.jobs import small
+from smartprune import SmartpruneError, cli
+from smartprune.hardware.npu import read_npu
+from smartprune.training import outputs as deliver
+from smartprune.training.config import make_task
+from smartprune.training.train import Result, train
+
+REAL = deliver.missing  # before conftest.py takes it away, so that other tests need no ONNX
+needs_onnx = pytest.mark.skipif(bool(REAL()), reason=f"not installed: {', '.join(REAL())}")
+
+
+def test_a_run_leaves_a_packed_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deliver, "missing", lambda: ["onnxscript"])
+    result = train(small(tmp_path / "run", onnx="auto"))
+    assert list(result.files) == ["packed", "page"]
+    assert (tmp_path / "run" / "report.html").exists()
+    plain = load_file(tmp_path / "run" / "model.safetensors")
+    again = sp.unpack(tmp_path / "run" / deliver.PACKED)
+    assert plain.keys() == again.keys()
+    assert all(plain[name].numpy().tobytes() == again[name].numpy().tobytes() for name in plain)
+    assert sp.verify(tmp_path / "run" / deliver.PACKED).ok
+    assert not (tmp_path / "run" / deliver.ONNX).exists()
+
+
+@needs_onnx
+def test_a_run_leaves_onnx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    import onnxruntime  # type: ignore[import-untyped, unused-ignore]
+
+    monkeypatch.setattr(deliver, "missing", REAL)
+    config = small(tmp_path / "run", onnx="on")
+    result = train(config)
+    assert "opened and compared" in result.files["onnx"]
+    assert result == Result.load(tmp_path / "run")
+    assert sp.verify(tmp_path / "run" / deliver.ONNX).ok
+    task = make_task(config.task, config.task_settings)
+    model = task.model(config.model).eval()
+    model.load_state_dict(load_file(tmp_path / "run" / "model.safetensors"))
+    x = torch.randn(5, *task.example().shape[1:])
+    session = onnxruntime.InferenceSession(str(tmp_path / "run" / deliver.ONNX), providers=["CPUExecutionProvider"])
+    (found,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    assert torch.allclose(torch.from_numpy(found), model(x), atol=1e-4)
+    assert cli.main(["train", "--resume", "--out", str(tmp_path / "run")]) == 0
+    assert "onnx     model.onnx, " in capsys.readouterr().out
+
+
+def test_a_network_that_onnx_cannot_hold_does_not_lose_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise SmartpruneError("export_onnx: no such operator")
+
+    monkeypatch.setattr(deliver, "missing", list)
+    monkeypatch.setattr(deliver, "export_onnx", fails)
+    result = train(small(tmp_path / "run", onnx="auto"))
+    assert result.verified
+    assert result.files["onnx"] == "not written: export_onnx: no such operator"
+
+
+def test_onnx_that_cannot_be_written_is_said_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deliver, "missing", lambda: ["onnx"])
+    with pytest.raises(SmartpruneError, match=r"onnx='on' needs onnx; install it with: pip install 'smartprune\[onnx\]'"):
+        train(small(tmp_path / "run", onnx="on"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_with_a_budget_in_cycles(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "run"
+    config = small(out, sparsity=None, cycles=0.6, npu="edge")
+    assert config.asked == ("cycles", 0.6)
+    train(config)
+    task = make_task(config.task, config.task_settings)
+    model, npu = task.model(config.model), read_npu("edge")
+    model.load_state_dict(load_file(out / "model.safetensors"))
+    pruned = npu.estimate(model, task.example(), block=config.block)
+    names = {layer.name for layer in sp.Receipt.load(out / "receipt.json").layers}
+    rows = [row for row in pruned.layers if row.name in names]
+    assert len(rows) == len(names)
+    assert 0 < sum(row.pruned.latency for row in rows) <= 0.4 * sum(row.dense.latency for row in rows)
+    assert cli.main(["compare", str(out)]) == 0
+    assert "cycles 0.6" in capsys.readouterr().out
+    with pytest.raises(SmartpruneError, match=r"sparsity=0.5, macs=None, cycles=0.6: give one of them"):
+        small(out, cycles=0.6)
+    with pytest.raises(SmartpruneError, match="npu 'toaster' is not known; there are: "):
+        small(out, sparsity=None, cycles=0.6, npu="toaster")

@@ -1,0 +1,273 @@
+"""Several processes at one run: the result is that of one process, every rank agrees, and what stops one stops all.
+
+One pair of processes does most of the work (two.py), here it is looked at.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from helpers.jobs import EXACT, assert_same_run, environment, rows
+from helpers.tasks import SETTINGS, folder
+from helpers.two import ALL, job, stopped
+from smartprune import SmartpruneError
+from smartprune.artifacts.receipt import Receipt
+from smartprune.tasks import TASKS
+from smartprune.training import ranks
+from smartprune.training.config import configure, make_task
+from smartprune.training.train import Result, resume, train
+
+pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
+TESTS = Path(__file__).parents[1]
+__all__ = ["folder"]  # a fixture
+
+
+def finish(processes: list[subprocess.Popen[str]], seconds: float) -> list[str]:
+    """What they wrote, all together; none outlives its time."""
+    until = time.monotonic() + seconds
+    try:
+        return [process.communicate(timeout=max(0.1, until - time.monotonic()))[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def begin(*words: str, **more: str) -> subprocess.Popen[str]:
+    env = environment() | {"PYTHONPATH": os.pathsep.join([str(TESTS), environment()["PYTHONPATH"]])} | more
+    return subprocess.Popen(
+        [sys.executable, *words], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+
+
+def pair(*words: str, **more: str) -> list[subprocess.Popen[str]]:
+    """Two ranks as torchrun would start them, without its own process around them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **more}
+    return [begin(*words, RANK=str(rank), LOCAL_RANK=str(rank), **common) for rank in (0, 1)]
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The runs of two processes, and the same by one."""
+    out = tmp_path_factory.mktemp("two")
+    for parallel in ("ddp", "fsdp"):
+        stopped(job(out / f"one-to-{parallel}", parallel=parallel, **ALL), 15)  # in the search
+    processes = [begin(str(TESTS / "helpers" / "two.py"), str(rank), str(out)) for rank in (0, 1)]
+    train(job(out / "one"))
+    train(job(out / "one-all", **ALL))
+    said = finish(processes, 200)
+    assert [process.returncode for process in processes] == [0, 0], said
+    return out
+
+
+def assert_close(a: Path, b: Path) -> None:
+    """Two runs are the same up to rounding, and removed the very same blocks."""
+    for name in ("dense", "model"):
+        one, two = (load_file(path / f"{name}.safetensors") for path in (a, b))
+        for key, value in one.items():
+            torch.testing.assert_close(two[key], value, rtol=2e-3, atol=1e-4)
+    assert Receipt.load(a / "receipt.json").mask_hash == Receipt.load(b / "receipt.json").mask_hash
+    for x, y in zip(rows(a), rows(b), strict=True):
+        assert y["loss"] == pytest.approx(x["loss"], rel=1e-3)
+        assert (y["stage"], y["step"]) == (x["stage"], x["step"])
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_two_processes_do_what_one_does(parallel: str, done: Path) -> None:
+    assert_close(done / "one", done / parallel)
+    assert_close(done / "one-all", done / f"{parallel}-all")
+    one, two = Result.load(done / "one"), Result.load(done / parallel)
+    assert one.pruned > 0.3  # it learned something: one of ten classes is right by chance
+    assert two.pruned == pytest.approx(one.pruned, abs=0.01)
+    assert (one.versions["processes"], two.versions["processes"]) == ("1", "2")
+    assert Receipt.load(done / parallel / "receipt.json").met
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_stopped_on_any_rank_and_resumed_to_the_same_bits(parallel: str, done: Path) -> None:
+    assert_same_run(done / f"{parallel}-all", done / f"{parallel}-again")
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_a_run_changes_between_one_process_and_two(parallel: str, done: Path) -> None:
+    assert_close(done / "one-all", done / f"one-to-{parallel}")
+    assert resume(done / f"{parallel}-to-one").verified
+    assert_close(done / "one-all", done / f"{parallel}-to-one")
+
+
+def test_only_the_first_rank_shows_progress_and_both_say_what_is_wrong(done: Path) -> None:
+    first, second = (json.loads((done / f"rank{rank}.json").read_text()) for rank in (0, 1))
+    assert first["shown"] > 0
+    assert second["shown"] == 0
+    held, odd, graph, large, sync = first["wrong"]
+    assert "already holds a run" in held
+    assert "batch=127 cannot be shared among 2 processes equally; choose a multiple of 2" in odd
+    assert "graph='on'" in graph
+    assert "batch=4096 is more than there is to train on" in large
+    assert "sync_bn='on' needs GPUs" in sync
+    assert "rank 1" in second["wrong"][0]
+    assert not (done / "x").exists()
+
+
+def test_methods_under_fsdp(done: Path) -> None:
+    told = json.loads((done / "rank0.json").read_text())["methods"]
+    assert told["gradual"] == "nothing"
+    assert Receipt.load(done / "gradual" / "receipt.json").met
+    for method in ("awg", "pdp"):
+        assert f"parallel='fsdp': {method} needs whole weights in every step; use --parallel ddp" in told[method]
+        assert not (done / method).exists()
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_batch_norm(parallel: str, done: Path) -> None:
+    """Each rank has its own statistics; the first one's are kept, and judged."""
+    task = make_task("digits", {"width": 4})
+    model = task.model("resnet8")
+    model.load_state_dict(load_file(done / f"{parallel}-batchnorm" / "model.safetensors"))
+    model.eval()
+    with torch.no_grad():
+        assert task.metric(model, task.data("test", torch.device("cpu"))) == Result.load(done / f"{parallel}-batchnorm").pruned
+
+
+ENDLESS = ["--dense-epochs", "100000", "--checkpoint-seconds", "1000"]
+SHORT = {"dense_epochs": 1, "search_epochs": 1, "finetune_epochs": 1, "batch": 128, "sparsity": 0.5}
+WORDS = ["train", "plain", "--search-epochs", "1", "--finetune-epochs", "1", "--batch", "128", "--sparsity", "0.5"]
+
+
+def wait_for_rows(out: Path, processes: list[subprocess.Popen[str]]) -> None:
+    until = time.monotonic() + 60
+    while not (out / "metrics.jsonl").exists() or not (out / "metrics.jsonl").stat().st_size:
+        assert time.monotonic() < until, "no metrics"
+        assert all(process.poll() is None for process in processes), finish(processes, 5)
+        time.sleep(0.02)
+
+
+def test_torchrun_is_stopped_and_goes_on(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(TESTS / "helpers" / "plain.py")]
+    launcher = begin(*words, *WORDS, *ENDLESS, "--out", str(out))
+    wait_for_rows(out, [launcher])
+    launcher.send_signal(signal.SIGTERM)
+    (said,) = finish([launcher], 60)
+    assert launcher.returncode != 0
+    assert f"continue with: smartprune train --resume --out {out}" in said
+    state = torch.load(out / "checkpoint.pt", weights_only=True)
+    assert state["stage"] == "dense"
+    told = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps(told | {"dense_epochs": state["step"] // 7 + 1}))
+    assert resume(out).verified
+    assert all((out / name).exists() for name in EXACT)
+
+
+def test_an_error_on_one_rank_ends_the_other(done: Path) -> None:
+    first, second = (json.loads((done / f"rank{rank}.json").read_text())["failed"] for rank in (0, 1))
+    assert second.startswith("rank 1: the loss is nan in dense, step 10 of 21")
+    assert first.startswith("rank 0: another process ended before its time; its error is the one to read")
+
+
+def test_a_killed_rank_ends_the_other(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    processes = pair(str(TESTS / "helpers" / "plain.py"), *WORDS, *ENDLESS, "--out", str(out))
+    wait_for_rows(out, processes)
+    processes[1].kill()
+    said, _ = finish(processes, 60)
+    assert processes[0].returncode == 1
+    assert "smartprune: rank 0: another process ended before its time" in said
+    assert "Traceback" not in said
+
+
+def test_torchrun_may_restart_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With --max-restarts it starts the same words again, which then go on with the run."""
+    from smartprune.cli import main
+
+    out = tmp_path / "run"
+    words = [*WORDS, "--dense-epochs", "1", "--out", str(out)]
+    stopped(configure({"task": "plain", **SHORT, "out": str(out)}), 10)
+    assert main(words) == 1  # the folder holds a run
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert main(words) == 0
+    assert Result.load(out).verified
+
+
+# -- parts of batches -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["digits", "cifar10", "imagefolder", "scenes", "camvid", "segmentation"])
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_share_every_batch(name: str, world: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put together, the parts are the batches of one process; from the beginning of an epoch or from its middle."""
+    monkeypatch.setenv("SMARTPRUNE_DATA", str(folder))
+    data = TASKS[name](**SETTINGS.get(name, {})).data("train", torch.device("cpu"))
+    whole = list(data.batches(48, seed=3, epoch=5))
+    parts = []
+    for rank in range(world):
+        with monkeypatch.context() as patch:
+            patch.setenv("WORLD_SIZE", str(world))
+            patch.setenv("RANK", str(rank))
+            parts.append(list(ranks.batches(data, 48, 3, 5, 2)))
+    assert [len(part) for part in parts] == [len(whole) - 2] * world
+    for batch, pieces in zip(whole[2:], zip(*parts, strict=True), strict=True):
+        for wanted, *found in zip(batch, *pieces, strict=True):
+            assert torch.equal(torch.cat(found), wanted)
+
+
+class Unskippable:
+    """Data as an older task has it, without ``every``."""
+
+    def steps(self, size: int) -> int:
+        return 20 // size
+
+    def batches(self, size: int, seed: int, epoch: int, first: int = 0) -> Any:
+        for step in range(first, self.steps(size)):
+            yield torch.arange(step * size, (step + 1) * size)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_data_that_cannot_skip_is_shared_too(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", str(rank))
+    found = [part.tolist() for part in ranks.batches(Unskippable(), 6, 0, 0, 1)]
+    assert found == [[6 + 3 * rank, 7 + 3 * rank, 8 + 3 * rank], [12 + 3 * rank, 13 + 3 * rank, 14 + 3 * rank]]
+
+
+def test_units_are_modules_that_are_called() -> None:
+    from torch import nn
+
+    block = [nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(4)]
+    model = nn.Sequential(nn.Linear(8, 8), nn.ModuleList(block), nn.Sequential(nn.ReLU(), nn.Flatten()))
+    assert ranks.units(model, most=80) == block
+    assert ranks.units(model, most=10) == []
+    resnet = make_task("digits", {}).model("resnet18")
+    found = ranks.units(resnet, sum(p.numel() for p in resnet.parameters()) // ranks.UNITS)
+    ids = [id(p) for unit in found for p in unit.parameters()]
+    assert len(found) > 4
+    assert len(ids) == len(set(ids))
+
+
+def test_a_world_of_one_costs_nothing() -> None:
+    assert (ranks.world(), ranks.rank()) == (1, 0)
+    assert ranks.any_of(True, False) == (True, False)
+    assert ranks.gathered(3) == [3]
+    assert ranks.first(lambda: 4) == 4
+    ranks.require_same("it", "abc")
+
+
+def test_disagreement_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "gathered", lambda value: [value, "b" * 64])
+    with pytest.raises(SmartpruneError, match=r"the ranks do not agree on the mask: 0: aaaaaaaaaaaa, 1: bbbbbbbbbbbb"):
+        ranks.require_same("the mask", "a" * 64)
