@@ -1,6 +1,7 @@
 # make demo    sets everything up and runs the main job on embedded data
 # make test    sets everything up and runs the tests
 # make check   formatter, linter, type checker and tests: what a change must pass
+# make coverage  line and branch coverage of every package (about twice as long as the tests)
 #
 # JOBS is how many processes run the tests. TORCH picks the PyTorch to install (make demo TORCH='torch==2.11.0'); leave it empty to use the one your Python already has.
 
@@ -11,7 +12,7 @@ JOBS   ?= 2
 BIN    := $(VENV)/bin
 RUN    := OMP_NUM_THREADS=1 $(BIN)/python -m
 
-.PHONY: demo test check lint clean
+.PHONY: demo test check lint coverage clean
 
 demo: $(VENV)/.ready
 	$(BIN)/smartprune train
@@ -25,6 +26,10 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check src tests bench examples records
 	$(BIN)/ruff check src tests bench examples records
 	$(BIN)/mypy
+
+coverage: $(VENV)/.dev
+	$(RUN) pytest -n $(JOBS) --dist loadfile --cov --cov-report=json:$(VENV)/coverage.json --cov-report=
+	$(BIN)/python .ci/coverage.py $(VENV)/coverage.json
 
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(if $(TORCH),,--system-site-packages) $(VENV)
