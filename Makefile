@@ -23,8 +23,8 @@ test: $(VENV)/.ready
 check: lint test
 
 lint: $(VENV)/.dev
-	$(BIN)/ruff format --check src tests bench examples records
-	$(BIN)/ruff check src tests bench examples records
+	$(BIN)/ruff format --check src tests bench examples records .ci
+	$(BIN)/ruff check src tests bench examples records .ci
 	$(BIN)/mypy
 
 coverage: $(VENV)/.dev
