@@ -27,7 +27,8 @@ from smartprune.reports.figures import figures, map_drawing, save_figures, short
 from smartprune.reports.page import render, write_page
 from smartprune.reports.runlog import Story, read_rows, read_story, sampled
 from smartprune.reports.view import look
-from smartprune.training.page import PAGE, run_cycles, run_network, write_run_page
+from smartprune.run_files import PAGE
+from smartprune.training.page import run_cycles, run_network, write_run_page
 from smartprune.training.train import train
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -13,7 +13,7 @@ from helpers.browser import MISSING, Browser
 from helpers.hostile import HOSTILE
 from smartprune.artifacts.receipt import Receipt
 from smartprune.reports.page import write_page
-from smartprune.training.page import PAGE
+from smartprune.run_files import PAGE
 from smartprune.training.train import train
 
 pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))

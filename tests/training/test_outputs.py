@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 import smartprune as sp
 from helpers.jobs import small
-from smartprune import SmartpruneError, cli
+from smartprune import SmartpruneError, cli, run_files
 from smartprune.hardware.npu import read_npu
 from smartprune.training import outputs as deliver
 from smartprune.training.config import make_task
@@ -26,11 +26,11 @@ def test_a_run_leaves_a_packed_file(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert list(result.files) == ["packed", "page"]
     assert (tmp_path / "run" / "report.html").exists()
     plain = load_file(tmp_path / "run" / "model.safetensors")
-    again = sp.unpack(tmp_path / "run" / deliver.PACKED)
+    again = sp.unpack(tmp_path / "run" / run_files.PACKED)
     assert plain.keys() == again.keys()
     assert all(plain[name].numpy().tobytes() == again[name].numpy().tobytes() for name in plain)
-    assert sp.verify(tmp_path / "run" / deliver.PACKED).ok
-    assert not (tmp_path / "run" / deliver.ONNX).exists()
+    assert sp.verify(tmp_path / "run" / run_files.PACKED).ok
+    assert not (tmp_path / "run" / run_files.ONNX).exists()
 
 
 @needs_onnx
@@ -42,12 +42,12 @@ def test_a_run_leaves_onnx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     result = train(config)
     assert "opened and compared" in result.files["onnx"]
     assert result == Result.load(tmp_path / "run")
-    assert sp.verify(tmp_path / "run" / deliver.ONNX).ok
+    assert sp.verify(tmp_path / "run" / run_files.ONNX).ok
     task = make_task(config.task, config.task_settings)
     model = task.model(config.model).eval()
     model.load_state_dict(load_file(tmp_path / "run" / "model.safetensors"))
     x = torch.randn(5, *task.example().shape[1:])
-    session = onnxruntime.InferenceSession(str(tmp_path / "run" / deliver.ONNX), providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(str(tmp_path / "run" / run_files.ONNX), providers=["CPUExecutionProvider"])
     (found,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
     assert torch.allclose(torch.from_numpy(found), model(x), atol=1e-4)
     assert cli.main(["train", "--resume", "--out", str(tmp_path / "run")]) == 0

@@ -41,7 +41,7 @@ from smartprune.training import train as train_module
 from smartprune.training.config import Config, configure
 from smartprune.training.distill import Teacher
 from smartprune.training.ema import Ema, ramped
-from smartprune.training.folder import create
+from smartprune.training.folder import create_folder
 from smartprune.training.optimizer import make_optimizer, share_of_rate
 from smartprune.training.run import Run, settled, start
 from smartprune.training.step import learn, steps_of_epoch, take_step
@@ -243,13 +243,14 @@ def test_teacher_sees_what_the_student_sees() -> None:
 
 def begun(config: Config) -> Run:
     """A run at its beginning, to be taken step by step."""
-    create(config)
+    create_folder(config)
     return start(Path(config.out), resolved(config))
 
 
 def test_distance_joins_the_loss_of_search_and_fine_tuning(tmp_path: Path) -> None:
     """The loss of the first step of a search, by hand."""
-    from smartprune.training.folder import DENSE, save_weights
+    from smartprune.run_files import DENSE
+    from smartprune.training.folder import save_weights
     from smartprune.training.run import enter
 
     config = plain(tmp_path / "a", distill=0.7, distill_temperature=2.0)

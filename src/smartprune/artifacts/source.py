@@ -23,6 +23,7 @@ from ..core.layout import Layout
 from ..core.occupancy import nonzero
 from ..errors import SmartpruneError
 from ..files import as_path, check_readable
+from ..run_files import MODEL, RECEIPT
 from .counts import Row
 from .onnx_read import read_onnx
 from .packfile import check_header, is_packed, read_packed
@@ -30,7 +31,6 @@ from .receipt import Receipt
 
 Model = nn.Module | Mapping[str, Tensor] | str | os.PathLike[str]
 
-RUN_MODEL, RUN_RECEIPT = "model.safetensors", "receipt.json"
 NESTED = ("model", "state_dict", "model_state_dict")
 SPREAD = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 SHOWN = 3  # names in a message
@@ -181,12 +181,12 @@ def _stored_weights(model: Model) -> Source:
         )
     path = as_path(model, "model")
     if path.is_dir():
-        if not (path / RUN_MODEL).is_file():
-            raise SmartpruneError(f"{path}: a run folder holds {RUN_MODEL}, and this folder does not; give a file")
-        receipt = path / RUN_RECEIPT
+        if not (path / MODEL).is_file():
+            raise SmartpruneError(f"{path}: a run folder holds {MODEL}, and this folder does not; give a file")
+        receipt = path / RECEIPT
         if receipt.is_symlink() and not receipt.exists():
             raise SmartpruneError(f"{receipt}: is a link to {os.readlink(receipt)}, which is not there; mend or remove it")
-        source = replace(_read(path / RUN_MODEL), where=str(path))
+        source = replace(_read(path / MODEL), where=str(path))
         return replace(source, receipt=Receipt.load(receipt)) if receipt.exists() else source
     return _read(path)
 
@@ -196,7 +196,7 @@ def files_of(model: Model) -> dict[str, Path]:
     if not isinstance(model, (str, os.PathLike)):
         return {}
     path = Path(model)
-    return {"the model": path / RUN_MODEL, "the receipt": path / RUN_RECEIPT} if path.is_dir() else {"the model": path}
+    return {"the model": path / MODEL, "the receipt": path / RECEIPT} if path.is_dir() else {"the model": path}
 
 
 def copy_of(model: nn.Module, where: str) -> nn.Module:

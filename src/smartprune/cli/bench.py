@@ -8,9 +8,10 @@ import math
 import shlex
 from pathlib import Path
 
+from .. import run_files
 from ..errors import SmartpruneError, in_memory
 from ..training.config import MOST_THREADS
-from .common import Verbs, add_verb, arguments, check_outputs, run_files
+from .common import Verbs, add_verb, arguments, check_outputs, files_of_run
 from .export import from_run, load_weights, training_inputs
 from .inspect import find_model, sample
 from .streams import tell
@@ -63,8 +64,8 @@ def run_bench(args: argparse.Namespace) -> int:
             raise SmartpruneError("--batch and --seconds should be above 0, and not without end")
         if args.plot and Path(args.plot).suffix not in (".svg", ".png"):
             raise SmartpruneError(f"--plot {args.plot} should end in .svg or .png")
-        out = args.out or (folder / "bench.json" if folder.is_dir() else None)
-        read = {"the file of --weights": args.weights, **run_files(folder, but="bench.json")}
+        out = args.out or (folder / run_files.BENCH if folder.is_dir() else None)
+        read = {"the file of --weights": args.weights, **files_of_run(folder, but=run_files.BENCH)}
         check_outputs({"--out": out, "--plot": args.plot}, read)
         if folder.is_file():
             raise SmartpruneError(

@@ -12,9 +12,11 @@ from typing import Any
 
 from ..errors import SmartpruneError
 from ..files import check_target, keep_apart
+from ..run_files import BENCH, CHECKPOINT, CONFIG, DENSE, METRICS, MODEL, RECEIPT, RESULT, SCORES
 
 Verbs = Any  # argparse keeps the type of its sub-commands to itself
 Target = str | Path | None
+RUN_FILES = (CONFIG, METRICS, CHECKPOINT, RESULT, DENSE, MODEL, RECEIPT, SCORES, BENCH)
 
 
 def add_verb(verbs: Verbs, name: str, summary: str, example: str) -> argparse.ArgumentParser:
@@ -58,15 +60,11 @@ def check_outputs(outputs: Mapping[str, Target], read: Mapping[str, Target]) -> 
         seen[real] = flag
 
 
-def run_files(folder: Target, but: str | None = None) -> dict[str, Target]:
+def files_of_run(folder: Target, but: str | None = None) -> dict[str, Target]:
     """What a run folder holds and nothing but the run may write, if it is one; ``but`` is the file that a verb writes."""
-    from ..reports.runlog import BENCH, SCORES
-    from ..training import folder as rundir
-
-    names = (rundir.CONFIG, rundir.METRICS, rundir.CHECKPOINT, rundir.RESULT, rundir.DENSE, rundir.MODEL, rundir.RECEIPT)
     if folder is None or not os.path.isdir(folder):
         return {}
-    return {f"the {name} of the run": Path(folder) / name for name in (*names, SCORES, BENCH) if name != but}
+    return {f"the {name} of the run": Path(folder) / name for name in RUN_FILES if name != but}
 
 
 def show(args: argparse.Namespace, found: Any) -> None:

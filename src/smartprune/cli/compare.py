@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import SmartpruneError
 from ..files import check_folder, write_whole
-from .common import Verbs, add_verb, arguments, check_outputs, run_files
+from .common import Verbs, add_verb, arguments, check_outputs, files_of_run
 from .streams import tell
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def run_compare(args: argparse.Namespace) -> int:
     with arguments(args):
         outputs = {f"--{name}": getattr(args, name) for name in ("csv", "plot", "html", "json")}
         for entry in found.entries:
-            check_outputs(outputs, run_files(entry.folder))
+            check_outputs(outputs, files_of_run(entry.folder))
     print(found)
     if args.csv:
         write_whole(args.csv, found.csv().encode())

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .. import run_files
 from ..errors import SmartpruneError, in_memory
 from .common import Verbs, add_verb, arguments
 from .train import read_settings
@@ -69,14 +70,13 @@ def run_eval(args: argparse.Namespace) -> int:
 def _place(args: argparse.Namespace) -> tuple[Path, Config]:
     """The file of the weights, and the settings it was made with."""
     from ..artifacts.packfile import is_packed_file
-    from ..training import folder as rundir
     from ..training.config import configure, load
     from ..training.train import resolved
 
     given = Path(args.path)
-    path = given / (rundir.DENSE if args.dense else rundir.MODEL) if given.is_dir() else given
-    if given.is_dir() and not (given / rundir.CONFIG).exists():
-        raise SmartpruneError(f"{given} holds no run (no {rundir.CONFIG}); give a run folder or a .safetensors file")
+    path = given / (run_files.DENSE if args.dense else run_files.MODEL) if given.is_dir() else given
+    if given.is_dir() and not (given / run_files.CONFIG).exists():
+        raise SmartpruneError(f"{given} holds no run (no {run_files.CONFIG}); give a run folder or a .safetensors file")
     if args.dense and not given.is_dir():
         raise SmartpruneError("--dense is for run folders; give the file of the dense model itself")
     if not path.is_file() and not _unscored(args):
@@ -86,8 +86,8 @@ def _place(args: argparse.Namespace) -> tuple[Path, Config]:
             f"{path} is a packed file, and eval reads plain ones; make one first: "
             f"smartprune unpack {shlex.quote(str(path))} --out model.safetensors"
         )
-    if args.task is None and (path.parent / rundir.CONFIG).exists():
-        values = asdict(load(path.parent / rundir.CONFIG))
+    if args.task is None and (path.parent / run_files.CONFIG).exists():
+        values = asdict(load(path.parent / run_files.CONFIG))
     elif args.task is None:
         raise SmartpruneError(f"{path} lies in no run folder; say what it was trained on with --task, such as --task digits")
     else:
@@ -104,9 +104,9 @@ def _place(args: argparse.Namespace) -> tuple[Path, Config]:
 def _judged(path: Path, config: Config, split: str) -> dict[str, Any]:
     import torch
 
-    from ..training import folder as rundir
     from ..training.config import make_task
     from ..training.evaluate import judge
+    from ..training.folder import load_weights
     from ..training.run import settled
     from ..training.train import network
 
@@ -115,7 +115,7 @@ def _judged(path: Path, config: Config, split: str) -> dict[str, Any]:
         task = make_task(config.task, config.task_settings)
         with in_memory(network(config)):
             model = task.model(config.model)
-        rundir.load_weights(model, path)
+        load_weights(model, path)
         if task.data(split, device).steps(1) == 0:
             raise SmartpruneError(f"{config.task} has no {split} split")
         figures, _ = judge(task, model.to(device), split, device)
@@ -124,11 +124,10 @@ def _judged(path: Path, config: Config, split: str) -> dict[str, Any]:
 
 def _unscored(args: argparse.Namespace) -> bool:
     """Whether a run is to be scored by what its models found; their weights, which are large, may be elsewhere then."""
-    from ..training.folder import RESULT
     from ..training.train import Result
 
     folder = Path(args.path)
-    if not (folder / RESULT).exists() or args.split != "test":
+    if not (folder / run_files.RESULT).exists() or args.split != "test":
         return False
     result = Result.load(folder)
     return result.dense is None or result.pruned is None
@@ -137,16 +136,15 @@ def _unscored(args: argparse.Namespace) -> bool:
 def _score_run(folder: Path, config: Config) -> list[dict[str, Any]]:
     """Scores what the models of a run found, and writes that down in its ``result.json``."""
     from ..files import parse_json, read_capped
-    from ..training import folder as rundir
     from ..training.config import make_task
-    from ..training.evaluate import FOUND
+    from ..training.folder import locked, write_json
     from ..training.page import write_run_page
     from ..training.train import Result
 
     out, task = [], make_task(config.task, config.task_settings)
-    with rundir.locked(folder):
+    with locked(folder):
         result = asdict(Result.load(folder))
-        for form, name in FOUND.items():
+        for form, name in run_files.DETECTIONS.items():
             path = folder / name
             found = parse_json(read_capped(path, LARGEST_FILE), str(path))
             try:
@@ -156,8 +154,8 @@ def _score_run(folder: Path, config: Config) -> list[dict[str, Any]]:
             result[form] = figures[task.measure]
             result["also"][form] = {key: value for key, value in figures.items() if key != task.measure}
             out.append({"file": str(path), "task": config.task, "model": config.model, "split": "test", "figures": figures})
-        rundir.write_json(folder / rundir.RESULT, result)
-        if (folder / rundir.MODEL).exists():
+        write_json(folder / run_files.RESULT, result)
+        if (folder / run_files.MODEL).exists():
             write_run_page(folder)  # the old one says that it is not scored
     return out
 

@@ -8,8 +8,9 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .. import run_files
 from ..errors import SmartpruneError, in_memory
-from .common import Verbs, add_verb, arguments, check_outputs, run_files, show
+from .common import Verbs, add_verb, arguments, check_outputs, files_of_run, show
 from .inspect import find_model, sample
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def run_export(args: argparse.Namespace) -> int:
     from ..core.block import Block
 
     folder = Path(args.model)
-    out = Path(args.out or folder / "model.onnx")
+    out = Path(args.out or folder / run_files.ONNX)
     with arguments(args):
         block = None if args.block is None else Block.of(args.block)
         if args.out is None and not folder.is_dir():
@@ -58,7 +59,7 @@ def run_export(args: argparse.Namespace) -> int:
         if out.suffix != ".onnx":
             raise SmartpruneError(f"--out {out} must end in .onnx, or nothing will know what it is")
         read = {"the receipt": args.receipt, "the file of --weights": args.weights, "the file of --calibration": args.calibration}
-        check_outputs({"--out": out, "the mask beside --out": out.with_suffix(SIDECAR)}, {**read, **run_files(folder)})
+        check_outputs({"--out": out, "the mask beside --out": out.with_suffix(SIDECAR)}, {**read, **files_of_run(folder)})
         if args.calibration and not args.int8:
             raise SmartpruneError("--calibration is for --int8")
         if folder.is_dir():
@@ -96,17 +97,16 @@ def run_export(args: argparse.Namespace) -> int:
 
 def from_run(folder: Path) -> tuple[nn.Module, Any, Any, Task, Config]:
     from ..artifacts.receipt import Receipt
-    from ..training import folder as rundir
     from ..training.config import load, make_task
 
-    for name in (rundir.CONFIG, rundir.MODEL):
+    for name in (run_files.CONFIG, run_files.MODEL):
         if not (folder / name).is_file():
             raise SmartpruneError(f"{folder} has no {name}; give the folder of a finished run")
-    config = load(folder / rundir.CONFIG)
+    config = load(folder / run_files.CONFIG)
     task = make_task(config.task, config.task_settings)
     model = task.model(config.model)
-    load_weights(model, folder / rundir.MODEL)
-    receipt = folder / rundir.RECEIPT
+    load_weights(model, folder / run_files.MODEL)
+    receipt = folder / run_files.RECEIPT
     return model, task.example(), Receipt.load(receipt) if os.path.lexists(receipt) else None, task, config
 
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import SmartpruneError, in_memory
 from ..files import check_folder, write_whole
-from .common import Verbs, add_verb, arguments, check_outputs, run_files, show
+from ..run_files import CONFIG
+from .common import Verbs, add_verb, arguments, check_outputs, files_of_run, show
 from .streams import tell
 
 if TYPE_CHECKING:
@@ -179,7 +180,7 @@ def _write_report(args: argparse.Namespace) -> int:
     with arguments(args):
         if args.json or (args.map and not args.figures):
             raise SmartpruneError("--json and --map are for the terminal; with --html leave them out (--map goes with --figures)")
-        check_outputs({"--html": args.html}, {"the model": args.path, "the file of --npu": args.npu, **run_files(args.path)})
+        check_outputs({"--html": args.html}, {"the model": args.path, "the file of --npu": args.npu, **files_of_run(args.path)})
         if args.figures:
             check_folder(args.figures)
     if not args.npu:
@@ -219,7 +220,6 @@ def _network_or_run(args: argparse.Namespace) -> nn.Module | None:
 
 def _cycles(args: argparse.Namespace) -> Estimate:
     from ..hardware.npu import read_npu
-    from ..training.folder import CONFIG
 
     block = _block(args)
     with arguments(args):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import SmartpruneError
-from .common import Verbs, add_verb, arguments, check_outputs, run_files, show
+from .common import Verbs, add_verb, arguments, check_outputs, files_of_run, show
 
 
 def pack_verb(verbs: Verbs) -> None:
@@ -38,7 +38,7 @@ def run_pack(args: argparse.Namespace) -> int:
         out = Path(args.out or _default(Path(args.model)))
         if block is None and args.receipt is None and Path(args.model).is_file() and not _says_block(Path(args.model)):
             raise SmartpruneError("a file has no receipt that says which block to use: add --block, such as --block 16x8")
-        read = {"the model": args.model, "the receipt": args.receipt, **run_files(args.model)}
+        read = {"the model": args.model, "the receipt": args.receipt, **files_of_run(args.model)}
         check_outputs({"--out": out}, read)
     receipt = None if args.receipt is None else Receipt.load(args.receipt)
     show(args, pack(args.model, out, block, receipt))

@@ -13,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
+from .. import run_files
 from ..errors import SmartpruneError
 from ..files import check_folder
 from ..training.config import BUDGETS, Config, flags
@@ -84,19 +85,17 @@ def run_train(args: argparse.Namespace) -> int:
 
 def _restarted(args: argparse.Namespace) -> bool:
     """Whether torchrun (--max-restarts) has started this command anew after a failure; the run is in its folder then."""
-    from ..training.folder import CONFIG
 
     again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    return again and bool(args.out) and (Path(args.out) / CONFIG).exists()
+    return again and bool(args.out) and (Path(args.out) / run_files.CONFIG).exists()
 
 
 def _carry_out(args: argparse.Namespace, folder: Path, resuming: bool, config: Config | None = None) -> int:
-    from ..training import folder as rundir
     from ..training import ranks
     from ..training.progress import Progress
     from ..training.train import resume, train
 
-    if resuming and (folder / rundir.RESULT).exists():
+    if resuming and (folder / run_files.RESULT).exists():
         tell(f"smartprune: the run in {folder} is finished; nothing to resume")
         return _print_result(args, folder, resume(folder))
     progress = Progress(None if ranks.rank() == 0 else io.StringIO())
@@ -226,7 +225,6 @@ def _free(base: Path) -> Path:
 def _folder_to_resume(args: argparse.Namespace, given: dict[str, Any]) -> Path:
     """The folder, once what was asked for agrees with the settings in it."""
     from ..training.config import configure, load, require_known
-    from ..training.folder import CONFIG
 
     with arguments(args):
         require_known(given)
@@ -240,15 +238,15 @@ def _folder_to_resume(args: argparse.Namespace, given: dict[str, Any]) -> Path:
             if not path.exists():
                 break
             folder = path
-    if not (folder / CONFIG).exists():
+    if not (folder / run_files.CONFIG).exists():
         raise SmartpruneError(f"{folder} holds no run to resume; start one without --resume, or give its folder as --out")
-    stored = load(folder / CONFIG)
+    stored = load(folder / run_files.CONFIG)
     with arguments(args):
         for name, value in given.items():
             kept = getattr(stored, name)
             if name != "out" and not _agrees(kept, value) and not _left_open(name, value):
                 raise SmartpruneError(
-                    f"--resume goes on with the settings in {folder / CONFIG}: {name} is {kept!r} there, "
+                    f"--resume goes on with the settings in {folder / run_files.CONFIG}: {name} is {kept!r} there, "
                     f"{value!r} was given; leave it out, or start a new run"
                 )
     return folder
@@ -267,10 +265,9 @@ def _agrees(kept: Any, value: Any) -> bool:
 
 def _print_result(args: argparse.Namespace, folder: Path, result: Result) -> int:
     from ..artifacts.receipt import Receipt
-    from ..training.folder import RECEIPT
     from ..training.progress import clock
 
-    receipt = Receipt.load(folder / RECEIPT)
+    receipt = Receipt.load(folder / run_files.RECEIPT)
     if args.json:
         print(json.dumps({**asdict(result), "receipt": receipt.to_json()}, indent=2))
         return 0

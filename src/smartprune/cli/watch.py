@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 from ..errors import SmartpruneError
+from ..run_files import CONFIG
 from .common import Verbs, add_verb, arguments
 from .streams import tell
 
@@ -28,7 +29,6 @@ def watch_verb(verbs: Verbs) -> None:
 
 def run_watch(args: argparse.Namespace) -> int:
     from .. import text
-    from ..reports.runlog import CONFIG
     from ..training.monitor import follow, lines, snapshot
 
     with arguments(args):

@@ -13,9 +13,10 @@ import numpy as np
 
 from ..errors import SmartpruneError
 from ..files import write_whole
+from ..run_files import STAGE_NAMES, STAGES
 from ..text import printable, shorten
 from .draw import Drawing, Point, require_pillow, room, ticks
-from .runlog import STAGE_NAMES, STAGES, Story, number, sampled
+from .runlog import Story, number, sampled
 from .view import Array, LayerView, View
 
 WIDTH, HEIGHT = 440.0, 250.0

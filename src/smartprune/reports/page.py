@@ -16,8 +16,9 @@ from ..artifacts.source import Model, about_axes, files_of
 from ..core.block import Block
 from ..files import keep_apart, write_whole
 from ..hardware.npu import Estimate
+from ..run_files import STAGE_NAMES, STAGES
 from .figures import BOTTOM, LEFT, RIGHT, TOP, WIDTH, Figure, figures
-from .runlog import STAGE_NAMES, STAGES, number
+from .runlog import number
 from .shell import header, name, page, pairs, tiles, words
 from .view import Array, LayerView, View, look
 

@@ -14,10 +14,8 @@ from safetensors import safe_open
 
 from ..errors import SmartpruneError
 from ..files import parse_json, read_capped
+from ..run_files import BENCH, CONFIG, METRICS, RESULT, SCORES, STAGES
 
-CONFIG, METRICS, RESULT, SCORES, BENCH = "config.json", "metrics.jsonl", "result.json", "scores.safetensors", "bench.json"
-STAGES = ("dense", "search", "finetune")
-STAGE_NAMES = {"dense": "dense", "search": "search", "finetune": "fine-tuning"}
 SAMPLE = 64  # blocks whose mask is followed over time
 LARGEST_FILE, MOST_METRICS = 1 << 20, 1 << 27
 # what a row may hold besides the task's measure

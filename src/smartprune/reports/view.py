@@ -20,7 +20,8 @@ from ..core.block import Axis, Block
 from ..core.occupancy import finite, readable
 from ..errors import SmartpruneError
 from ..hardware.npu import Estimate
-from .runlog import CONFIG, Story, read_scores, read_story
+from ..run_files import CONFIG
+from .runlog import Story, read_scores, read_story
 from .table import Report, ReportRow, cut_source, report_of
 
 Array = np.ndarray[Any, np.dtype[Any]]

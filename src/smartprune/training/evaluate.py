@@ -13,7 +13,6 @@ from ..errors import SmartpruneError
 from ..files import write_whole
 from ..tasks import Data, Task
 
-FOUND = {"dense": "dense_detections.json", "pruned": "detections.json"}  # in a run folder
 Figures = dict[str, float | None]  # by name, the task's measure first; None: not scored
 
 

@@ -26,15 +26,14 @@ from ..artifacts.packfile import check_header
 from ..core.sharding import whole
 from ..errors import SmartpruneError
 from ..files import check_name, write_whole
+from ..run_files import CHECKPOINT, CONFIG, METRICS
 from . import ranks
 from .config import Config
 
-CONFIG, METRICS, CHECKPOINT, RESULT = "config.json", "metrics.jsonl", "checkpoint.pt", "result.json"
-DENSE, MODEL, RECEIPT = "dense.safetensors", "model.safetensors", "receipt.json"
 UNREADABLE = (zipfile.BadZipFile, zlib.error)  # what a damaged checkpoint raises, beside built-in errors
 
 
-def create(config: Config) -> Path:
+def create_folder(config: Config) -> Path:
     """Makes the run folder with its ``config.json``; both appear together, unless an empty folder is there already: it may be the
     one we are in, or one that is mounted, and stays."""
     out = Path(config.out)
@@ -82,7 +81,7 @@ def locked(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def tidy(folder: Path) -> None:
+def remove_temporary_files(folder: Path) -> None:
     """Removes temporary files that a killed process left behind."""
     for path in folder.glob(".*.part"):
         path.unlink(missing_ok=True)
@@ -139,7 +138,7 @@ def append_row(folder: Path, row: Mapping[str, object]) -> None:
         raise SmartpruneError(f"{path}: cannot be written ({error.strerror or error})") from error
 
 
-def keep_rows(folder: Path, done: Callable[[str, int], bool]) -> int:
+def trim_metrics(folder: Path, done: Callable[[str, int], bool]) -> int:
     """Drops the rows that were written after the checkpoint, for the resumed run writes them again, and what is no row. ``done``
     says whether the checkpoint has that step of that stage behind it. Returns how many rows are left."""
     path = folder / METRICS

@@ -13,7 +13,8 @@ from safetensors.torch import save
 from torch import Tensor
 
 from ..files import write_whole
-from ..reports.runlog import SCORES, sampled
+from ..reports.runlog import sampled
+from ..run_files import SCORES
 from . import ranks
 
 if TYPE_CHECKING:

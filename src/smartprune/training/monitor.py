@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TextIO
 
 from .. import text
-from ..reports.runlog import CONFIG, STAGE_NAMES, STAGES, Story, number, read_story
+from ..reports.runlog import Story, number, read_story
+from ..run_files import CHECKPOINT, CONFIG, METRICS, RESULT, STAGE_NAMES, STAGES
 from .progress import clock
 
 SPARKS, ASCII_SPARKS = "▁▂▃▄▅▆▇█", "_.-=*#"
@@ -66,7 +67,7 @@ def snapshot(folder: str | Path) -> Snapshot:
     """Reads a run folder as it is now."""
     folder = Path(folder)
     times = []
-    for name in ("metrics.jsonl", "checkpoint.pt", "result.json", CONFIG):
+    for name in (METRICS, CHECKPOINT, RESULT, CONFIG):
         try:
             times.append((folder / name).stat().st_mtime)
         except OSError:

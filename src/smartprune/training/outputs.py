@@ -7,15 +7,15 @@ from pathlib import Path
 
 import torch
 
+from .. import run_files
 from ..artifacts.onnx_export import export_onnx
 from ..artifacts.pack import pack
 from ..artifacts.receipt import Receipt
 from ..errors import SmartpruneError
 from ..tasks import Task
-from . import folder as rundir
 from .config import Config
+from .folder import load_weights
 
-PACKED, ONNX = "model.packed.safetensors", "model.onnx"
 NEEDED = ("onnx", "onnxscript", "onnxruntime")
 
 
@@ -35,16 +35,16 @@ def require(config: Config) -> None:
 def deliver(folder: Path, config: Config, task: Task, receipt: Receipt) -> dict[str, str]:
     """Writes the files from the stored weights, and says what each of them is. A network that ONNX cannot hold is no reason
     to lose a run: the reason stands in the file's place."""
-    packed = pack(folder, folder / PACKED)
-    out = {"packed": f"{PACKED}, {packed.size:,} bytes: {100 * packed.share:.1f} % of the dense file"}
+    packed = pack(folder, folder / run_files.PACKED)
+    out = {"packed": f"{run_files.PACKED}, {packed.size:,} bytes: {100 * packed.share:.1f} % of the dense file"}
     if config.onnx == "off" or (config.onnx == "auto" and missing()):
         return out
     with torch.random.fork_rng(devices=[]):
         model = task.model(config.model)
-    rundir.load_weights(model, folder / rundir.MODEL)
+    load_weights(model, folder / run_files.MODEL)
     try:
-        found = export_onnx(model.eval(), folder / ONNX, task.example(), receipt=receipt)
-        out["onnx"] = f"{ONNX}, {found.size:,} bytes, opened and compared: differs by {found.difference:.1e} at most"
+        found = export_onnx(model.eval(), folder / run_files.ONNX, task.example(), receipt=receipt)
+        out["onnx"] = f"{run_files.ONNX}, {found.size:,} bytes, opened and compared: differs by {found.difference:.1e} at most"
     except SmartpruneError as error:
         out["onnx"] = f"not written: {error}"
     return out

@@ -14,11 +14,9 @@ from ..errors import SmartpruneError
 from ..hardware.npu import Estimate, read_npu
 from ..models import foreign
 from ..reports.page import write_page
+from ..run_files import CONFIG, PAGE
 from . import config as configs
 from .config import Config
-from .folder import CONFIG
-
-PAGE = "report.html"  # in a run folder
 
 
 def write_run_page(folder: str | Path, path: str | Path | None = None, own: bool = False) -> None:

@@ -13,26 +13,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .. import run_files
 from ..core import sharding as shards
 from ..core.budget import Budget, macs
 from ..errors import SmartpruneError
 from ..hardware.cycles import cycles
 from ..hardware.npu import read_npu
 from ..pruning.pruner import Pruner, attach
+from ..run_files import STAGES
 from ..tasks import Data, Task
 from ..tasks.changed import Changed
 from . import config as configs
-from . import folder as rundir
 from . import ranks
 from .config import Config
 from .cuda_graph import Graph
 from .distill import Teacher
 from .ema import Ema
+from .folder import first_line, load_checkpoint, load_weights, remove_temporary_files, save_checkpoint, to_cpu, trim_metrics
 from .optimizer import make_optimizer
 from .step import make_graph, require_finite
 from .trackers import Events
-
-STAGES = ("dense", "search", "finetune")
 
 
 @dataclass
@@ -154,17 +154,17 @@ def start(folder: Path, config: Config) -> Run:
         losses=torch.zeros((), dtype=torch.float64, device=device),
     )
     ranks.require_shares(run.plain, config.batch)
-    state = rundir.load_checkpoint(folder)
+    state = load_checkpoint(folder)
     enter(run, "dense")
     if state:
         restore(run, state)
     if ranks.rank() == 0:
-        rundir.tidy(folder)
+        remove_temporary_files(folder)
         here = run.done(run.stage, run.step)
-        kept = rundir.keep_rows(folder, lambda stage, step: stage in STAGES and run.done(stage, step) <= here)
+        kept = trim_metrics(folder, lambda stage, step: stage in STAGES and run.done(stage, step) <= here)
         run.rows, run.lost = kept, run.rows - kept
     if config.tensorboard == "on" and ranks.rank() == 0:
-        run.events = Events(folder, folder / rundir.METRICS, run.done)
+        run.events = Events(folder, folder / run_files.METRICS, run.done)
     return run
 
 
@@ -191,7 +191,7 @@ def dense_file(folder: Path, config: Config) -> Path | None:
     """The dense model that was given; where that is gone, the copy of it that a run keeps."""
     if config.dense is None:
         return None
-    given, own = Path(config.dense), folder / rundir.DENSE
+    given, own = Path(config.dense), folder / run_files.DENSE
     return own if own.exists() and not given.exists() else given
 
 
@@ -199,7 +199,7 @@ def fresh(task: Task, config: Config, weights: Path | None, device: torch.device
     """The configured network on the device, from a file or with the weights it is made with."""
     model = task.model(config.model)
     if weights is not None:
-        rundir.load_weights(model, weights)
+        load_weights(model, weights)
     model.to(device)
     if device.type == "cuda":
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -227,7 +227,7 @@ def enter(run: Run, stage: str) -> None:
     if config.distill and stage != "dense":
         if run.teacher is None:
             with torch.random.fork_rng(devices=[]):
-                dense = fresh(run.task, config, run.folder / rundir.DENSE, run.device)
+                dense = fresh(run.task, config, run.folder / run_files.DENSE, run.device)
             run.teacher = Teacher(dense, run.task.distance, config.distill, config.distill_temperature)  # type: ignore[attr-defined]
         run.teacher.watch(run.forward)
     run.graph = make_graph(run)
@@ -272,8 +272,8 @@ def put_away(run: Run) -> None:
     run.tell_time()
     losses = torch.tensor(ranks.gathered(float(run.losses)), dtype=torch.float64, device="cpu")
     split = shards.is_sharded(next(run.model.parameters()))  # then it takes all ranks to make them whole
-    state = rundir.to_cpu(_state(run) | {"losses": losses}) if split or ranks.rank() == 0 else {}
-    ranks.first(lambda: rundir.save_checkpoint(run.folder, state))
+    state = to_cpu(_state(run) | {"losses": losses}) if split or ranks.rank() == 0 else {}
+    ranks.first(lambda: save_checkpoint(run.folder, state))
 
 
 def _state(run: Run) -> dict[str, Any]:
@@ -298,7 +298,7 @@ def _state(run: Run) -> dict[str, Any]:
 
 def restore(run: Run, state: dict[str, Any]) -> None:
     """Brings a fresh run to where a checkpoint was written, by as many processes or by another number."""
-    path = run.folder / rundir.CHECKPOINT
+    path = run.folder / run_files.CHECKPOINT
     try:
         enter(run, state["stage"])
         run.model.load_state_dict(shards.split_all(state["model"], run.model.state_dict()))
@@ -317,8 +317,7 @@ def restore(run: Run, state: dict[str, Any]) -> None:
             torch.cuda.set_rng_state(state["random_cuda"])
     except (IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise SmartpruneError(
-            f"{path} does not fit {rundir.CONFIG} beside it ({rundir.first_line(error)}); "
-            "delete it to start the run from its beginning"
+            f"{path} does not fit {run_files.CONFIG} beside it ({first_line(error)}); delete it to start the run from its beginning"
         ) from None
 
 

@@ -14,8 +14,8 @@ import numpy as np
 from ..errors import SmartpruneError
 from ..reports.figures import figures
 from ..reports.view import look
+from ..run_files import TENSORBOARD
 
-FOLDER = "tensorboard"  # in the run folder
 PLACE = ("stage", "epoch", "step")  # of a row, and no measurement
 
 
@@ -35,8 +35,8 @@ class Events:
 
     def __init__(self, folder: Path, metrics: Path, at: Callable[[str, int], int]) -> None:
         writer = require()
-        shutil.rmtree(folder / FOLDER, ignore_errors=True)
-        self.at, self.writer = at, writer(str(folder / FOLDER))
+        shutil.rmtree(folder / TENSORBOARD, ignore_errors=True)
+        self.at, self.writer = at, writer(str(folder / TENSORBOARD))
         for line in metrics.read_text().splitlines() if metrics.exists() else []:
             self.add(json.loads(line))
 

@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from .. import run_files
 from ..artifacts.receipt import Receipt
 from ..artifacts.verify import verify
 from ..errors import SmartpruneError, in_memory
@@ -30,20 +31,21 @@ from ..files import parse_json, read_capped
 from ..hardware.npu import read_npu
 from ..models.named import foreign
 from ..pruning.pruner import WHOLE, bake
+from ..run_files import STAGES
 from ..tasks import Data
 from ..text import shorten
 from . import config as configs
-from . import folder as rundir
 from . import ranks
 from . import trackers as events
 from .config import Config
 from .cuda_graph import capturable
-from .evaluate import FOUND, Figures, judge, write_found
+from .evaluate import Figures, judge, write_found
+from .folder import append_row, create_folder, first_line, load_weights, locked, save_weights, write_json
 from .history import mask_sample, save_scores
 from .outputs import deliver, require
-from .page import PAGE, write_run_page
+from .page import write_run_page
 from .progress import Tick
-from .run import STAGES, Run, averaged, closing, enter, prune, put_away, settled, shown, start
+from .run import Run, averaged, closing, enter, prune, put_away, settled, shown, start
 from .step import require_finite, steps_of_epoch, take_step
 
 SHOW_SECONDS = 0.25  # between ticks
@@ -85,7 +87,7 @@ class Result:
     @staticmethod
     def load(folder: str | Path) -> Result:
         """Reads a ``result.json``, every value by its type."""
-        path = Path(folder) / rundir.RESULT
+        path = Path(folder) / run_files.RESULT
         data = read_capped(path, LARGEST_RESULT)
         try:
             found = Fields(parse_json(data, str(path)), str(path))
@@ -108,8 +110,8 @@ class Result:
             )
         except SmartpruneError as error:
             raise SmartpruneError(
-                f"{error}. {rundir.RESULT} cannot be used: delete it, and the run is finished once more, from its last checkpoint, "
-                f"by: smartprune train --resume --out {shlex.quote(str(folder))}"
+                f"{error}. {run_files.RESULT} cannot be used: delete it, and the run is finished once more, from its last "
+                f"checkpoint, by: smartprune train --resume --out {shlex.quote(str(folder))}"
             ) from None
 
 
@@ -130,20 +132,20 @@ def train(config: Config, progress: Callable[[Tick], None] = _ignore, stop: Call
     check(config)
     with ranks.joined(resolved(config).device):
         config = ranks.first(lambda: resolved(config))
-        return _work(ranks.first(lambda: rundir.create(config)), config, progress, stop)
+        return _work(ranks.first(lambda: create_folder(config)), config, progress, stop)
 
 
 def resume(folder: str | Path, progress: Callable[[Tick], None] = _ignore, stop: Callable[[], bool] = _never) -> Result:
     """Continues the run in a folder with the settings it was started with. A finished run is left as it is."""
     folder = Path(folder)
-    if not (folder / rundir.CONFIG).exists():
-        raise SmartpruneError(f"{folder} holds no run (no {rundir.CONFIG}); start one without --resume")
-    if (folder / rundir.RESULT).exists():
+    if not (folder / run_files.CONFIG).exists():
+        raise SmartpruneError(f"{folder} holds no run (no {run_files.CONFIG}); start one without --resume")
+    if (folder / run_files.RESULT).exists():
         result = Result.load(folder)
-        if not (folder / PAGE).exists():  # killed between the two
+        if not (folder / run_files.PAGE).exists():  # killed between the two
             write_run_page(folder, own=True)
         return result
-    config = resolved(configs.load(folder / rundir.CONFIG))
+    config = resolved(configs.load(folder / run_files.CONFIG))
     with ranks.joined(config.device):
         return _work(folder, config, progress, stop)
 
@@ -163,7 +165,7 @@ def check(config: Config) -> None:
             model = task.model(config.model)
         _check_names(model, config)
         if config.dense is not None:
-            rundir.load_weights(model, Path(config.dense))
+            load_weights(model, Path(config.dense))
         data, *_ = (task.data(split, torch.device("cpu")) for split in ("train", "validation", "test"))
         ranks.require_shares(data, config.batch)
         if config.change:
@@ -219,10 +221,10 @@ def resolved(config: Config) -> Config:
 
 
 def _work(folder: Path, config: Config, progress: Callable[[Tick], None], stop: Callable[[], bool]) -> Result:
-    with rundir.locked(folder) if ranks.rank() == 0 else nullcontext(), settled(config), _told_to_go_on(folder):
+    with locked(folder) if ranks.rank() == 0 else nullcontext(), settled(config), _told_to_go_on(folder):
         run = start(folder, config)
         if run.lost:
-            _say(progress, f"{run.lost} rows of {folder / rundir.METRICS} are lost; the run goes on, and its curves have gaps")
+            _say(progress, f"{run.lost} rows of {folder / run_files.METRICS} are lost; the run goes on, and its curves have gaps")
         with closing(run):
             for stage in STAGES[STAGES.index(run.stage) :]:
                 if stage != run.stage:
@@ -232,7 +234,7 @@ def _work(folder: Path, config: Config, progress: Callable[[Tick], None], stop: 
                     run.average.put_in()  # the model from here on
                 if stage == "dense":
                     run.dense = result_of(run, "dense")
-                    rundir.save_weights(run.model, folder / rundir.DENSE)
+                    save_weights(run.model, folder / run_files.DENSE)
                 elif stage == "search" and run.pruner is not None:
                     ranks.require_same("the mask", digest(run.pruner.mask))
             return _finish(run)
@@ -273,7 +275,7 @@ def _train_stage(run: Run, progress: Callable[[Tick], None], stop: Callable[[], 
                     raise
                 raise SmartpruneError(
                     f"model={run.config.model!r}: its first step on {run.config.task} failed ({type(error).__name__}: "
-                    f"{rundir.first_line(error)}); it has to take and give what the task's own, {run.task.recipe.model}, does"
+                    f"{first_line(error)}); it has to take and give what the task's own, {run.task.recipe.model}, does"
                 ) from error
             if run.step % run.per_epoch == 0:
                 _end_epoch(run)
@@ -318,7 +320,7 @@ def _end_epoch(run: Run) -> None:
     if run.graph is not None and run.graph.failed is not None:
         row["graph"] = f"off: {run.graph.failed}"
     row["seconds"] = round(run.tell_time(), 3)
-    ranks.first(lambda: rundir.append_row(run.folder, row))
+    ranks.first(lambda: append_row(run.folder, row))
     if run.events is not None:
         run.events.add(row)
     run.rows += 1
@@ -329,7 +331,7 @@ def result_of(run: Run, form: str) -> float | None:
     """The metric of the dense or the pruned model on the test split; what it found there is kept beside the run."""
     figures, found = judge(run.task, run.model, "test", run.device)
     if found is not None:
-        ranks.first(lambda: write_found(run.folder / FOUND[form], found))
+        ranks.first(lambda: write_found(run.folder / run_files.DETECTIONS[form], found))
     figures = ranks.first(lambda: figures)
     run.also[form] = {name: value for name, value in figures.items() if name != run.task.measure}
     return figures[run.task.measure]
@@ -371,17 +373,17 @@ def _finish(run: Run) -> Result:
     receipt = bake(run.model)
     ranks.require_same("the blocks removed", receipt.mask_hash)
     pruned = result_of(run, "pruned")
-    rundir.save_weights(run.model, run.folder / rundir.MODEL)
+    save_weights(run.model, run.folder / run_files.MODEL)
     return ranks.first(lambda: _write_down(run, receipt, pruned))
 
 
 def _write_down(run: Run, receipt: Receipt, pruned: float | None) -> Result:
     folder, config = run.folder, run.config
-    receipt.save(folder / rundir.RECEIPT)
-    found = verify(folder / rundir.MODEL, receipt=folder / rundir.RECEIPT)
+    receipt.save(folder / run_files.RECEIPT)
+    found = verify(folder / run_files.MODEL, receipt=folder / run_files.RECEIPT)
     if not found.ok:
-        raise SmartpruneError(f"{folder / rundir.MODEL} is not what its receipt says:\n{found}")
-    files = {**deliver(folder, config, run.task, receipt), "page": f"{PAGE}, for a browser"}
+        raise SmartpruneError(f"{folder / run_files.MODEL} is not what its receipt says:\n{found}")
+    files = {**deliver(folder, config, run.task, receipt), "page": f"{run_files.PAGE}, for a browser"}
     seconds = run.tell_time()
     result = Result(
         folder=str(folder),
@@ -398,7 +400,7 @@ def _write_down(run: Run, receipt: Receipt, pruned: float | None) -> Result:
         also=run.also,
         files=files,
     )
-    rundir.write_json(folder / rundir.RESULT, asdict(result))
+    write_json(folder / run_files.RESULT, asdict(result))
     write_run_page(folder, own=True)
     if run.events is not None:
         run.events.draw(folder, sum(map(run.steps, STAGES)))

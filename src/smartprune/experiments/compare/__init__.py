@@ -21,9 +21,9 @@ from ...errors import SmartpruneError
 from ...fields import Fields
 from ...files import parse_json, read_capped
 from ...methods import METHODS
+from ...run_files import CONFIG, RECEIPT, RESULT
 from ...tasks import TASKS
 from ...training.config import BUDGETS, asked
-from ...training.folder import CONFIG, RECEIPT, RESULT
 from .names import method_name, named, plain
 
 LARGEST_FILE, LARGEST_RECEIPT = 1 << 20, 1 << 26

@@ -16,9 +16,9 @@ from pathlib import Path
 
 from ...errors import SmartpruneError
 from ...files import parse_json, read_capped, write_whole
-from ...training import folder as rundir
+from ...run_files import CONFIG, DENSE, METRICS, RESULT
 from ...training.config import Config, load
-from ...training.folder import CONFIG, DENSE, METRICS, RESULT
+from ...training.folder import write_json
 from ...training.train import Result, check
 from ..compare.record import git_commit
 from .board import Board, Line, State
@@ -199,7 +199,7 @@ class Sweep:
             if kind == "run" and cell.dense is not None:
                 told["dense"] = str(self.dense_path(cell.dense).absolute())
             settings = self.out / LOGS / f"{name}.json"
-            rundir.write_json(settings, told)
+            write_json(settings, told)
             words = ["train", "--config", str(settings), "--out", str(folder)]
         self.running[name] = Job(name, kind, folder, self.out / LOGS / f"{name}.log", words, self.jobs)
 

@@ -1,0 +1,24 @@
+"""The files of a run folder and the stages of a run.
+
+The training job writes these files. Reports, exports and comparisons read them. This module does not import torch.
+"""
+
+from __future__ import annotations
+
+CONFIG = "config.json"  # the settings, written first
+METRICS = "metrics.jsonl"  # one row per epoch
+CHECKPOINT = "checkpoint.pt"
+DENSE = "dense.safetensors"  # the model after the dense stage
+MODEL = "model.safetensors"  # the pruned model
+RECEIPT = "receipt.json"
+SCORES = "scores.safetensors"  # the scores of all blocks at the end of the search
+PACKED = "model.packed.safetensors"
+ONNX = "model.onnx"
+RESULT = "result.json"  # written last: the run is finished
+PAGE = "report.html"
+BENCH = "bench.json"  # written by ``smartprune bench``
+TENSORBOARD = "tensorboard"  # a folder
+DETECTIONS = {"dense": "dense_detections.json", "pruned": "detections.json"}  # of tasks that detect objects
+
+STAGES = ("dense", "search", "finetune")
+STAGE_NAMES = {"dense": "dense", "search": "search", "finetune": "fine-tuning"}
