@@ -2,14 +2,14 @@
 
 python bench/variants.py --data DIR [--network NAME] [--sparsity S | --macs M] [--seeds 0 1 2] [--pictures 10000]
                          [--epochs DENSE SEARCH FINETUNE] [--lr LR] [--variants NAME ... | --ablation] [--transfer]
-                         [--crop] [--change [search|pruning]]
+                         [--crop] [--augment [search|pruning]]
                          [--dense FILE.pt] [--out FILE.json]
 
 CIFAR-10 at 16x16 pixels, 16x8 blocks, one thread, two to four minutes a run. The networks: residual, of width 32; folded, the
 same with its batch norms folded into the convolutions once the dense model is trained, as networks arrive from ONNX files;
 densenet, of growth 16; plain, convolutions with biases and nothing that normalises; transformer, four layers with layer norm.
 One dense model is trained first; all variants start from it, with the same epochs, optimizer and schedule. With --transfer it
-has seen other classes, and gets a new last layer; with --crop the pictures of all stages are moved about, and with --change
+has seen other classes, and gets a new last layer; with --crop the pictures of all stages are moved about, and with --augment
 the search, or all that comes after the dense training, is shown strongly changed ones. Accuracy on 5,000 training pictures
 that were held out, and training loss of the last epoch; the test split is not read. What wins here is worth GPU time; it is
 no claim about larger networks.
@@ -156,7 +156,7 @@ def moved(batch: Tensor, draw: torch.Generator, around: float) -> Tensor:
     return torch.stack([wide[i, :, down[i] : down[i] + side, right[i] : right[i] + side] for i in range(count)])
 
 
-def changed(batch: Tensor, draw: torch.Generator) -> Tensor:
+def augment(batch: Tensor, draw: torch.Generator) -> Tensor:
     """With other contrast and colours, and a square of 4x4 pixels blank."""
     side, count = batch.shape[-1], len(batch)
     out = batch * (0.7 + 0.6 * torch.rand(count, 1, 1, 1, generator=draw))
@@ -177,7 +177,7 @@ def train(
     total: int,
     pruner: sp.Pruner | None,
     crop: bool = False,
-    change: bool = False,
+    augmented: bool = False,
 ) -> float:
     """The mean loss of the last epoch. The learning rate follows one cosine from step 0 to ``total``."""
     other = torch.Generator().manual_seed(seed + 7)
@@ -194,9 +194,9 @@ def train(
             chosen = order[step * BATCH : (step + 1) * BATCH]
             mirrored = torch.rand(BATCH, generator=draw) < 0.5
             batch = torch.where(mirrored[:, None, None, None], x[chosen].flip(3), x[chosen])
-            if crop or change:
+            if crop or augmented:
                 batch = moved(batch, other, BLACK if crop else 0.0)
-            batch = changed(batch, other) if change else batch
+            batch = augment(batch, other) if augmented else batch
             for group in optimizer.param_groups:
                 group["lr"] = lr * 0.5 * (1 + math.cos(math.pi * done / total))
             found = F.cross_entropy(model(batch), y[chosen])
@@ -234,7 +234,7 @@ def main() -> None:
     )
     parser.add_argument("--crop", action="store_true", help="move the pictures of all stages about")
     parser.add_argument(
-        "--change", nargs="?", const="search", choices=("search", "pruning"), help="where pictures are strongly changed"
+        "--augment", nargs="?", const="search", choices=("search", "pruning"), help="where pictures are strongly changed"
     )
     parser.add_argument("--dense", type=Path, help="the trained dense model: read where the file exists, else written")
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
@@ -268,7 +268,7 @@ def main() -> None:
     protocol = f"{first} dense + {search} search + {last} fine-tuning epochs" + ", on other classes" * args.transfer
     protocol += f", lr {lr:g}" * (lr != network.pruning_lr) + ", cropped" * args.crop
     protocol += {None: "", "search": ", search on changed pictures", "pruning": ", search and fine-tuning on changed pictures"}[
-        args.change
+        args.augment
     ]
     common = {"model": f"{args.network}, small", "data": f"cifar10 at 16x16, {args.pictures:,} pictures", "block": "16x8"}
     common |= {"sparsity": args.macs or sparsity, "protocol": protocol + ", of MACs" * bool(args.macs)}
@@ -280,8 +280,8 @@ def main() -> None:
             model, total = copy.deepcopy(dense), (search + last) * steps
             asked = {"budget": sp.macs(args.macs, example=x[:1])} if args.macs else {"sparsity": sparsity}
             pruner = sp.attach(model, every[name], block=BLOCK, steps=search * steps, **asked)  # type: ignore[arg-type]
-            train(model, (x, y), search, lr, seed, 0, total, pruner, args.crop, args.change is not None)
-            loss = train(model, (x, y), last, lr, seed + 100, search * steps, total, None, args.crop, args.change == "pruning")
+            train(model, (x, y), search, lr, seed, 0, total, pruner, args.crop, args.augment is not None)
+            loss = train(model, (x, y), last, lr, seed + 100, search * steps, total, None, args.crop, args.augment == "pruning")
             right = accuracy(model, *held)
             print(f"{name:<50} seed {seed}: {right:.4f}, loss {loss:.4f}", flush=True)
             got["accuracy, held out"].append(right)

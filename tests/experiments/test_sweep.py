@@ -136,9 +136,9 @@ def test_one_dense_model_for_all_seeds(tmp_path: Path) -> None:
 def test_dense_models_are_shared_by_what_they_depend_on(tmp_path: Path) -> None:
     base = small(tmp_path)
     after: list[dict[str, Any]] = [{"method": "magnitude"}, {"sparsity": 0.9}, {"search_epochs": 9}, {"block": "8x4"}]
-    after += [{"change": 1.0}, {"change": 1.0, "change_over": "pruning"}, {"change_over": "all"}]
+    after += [{"augment": 1.0}, {"augment": 1.0, "augment_over": "pruning"}, {"augment_over": "all"}]
     before: list[dict[str, Any]] = [{"seed": 1}, {"dense_epochs": 3}, {"lr": 0.2}, {"task_settings": {"width": 5}}]
-    before += [{"change": 1.0, "change_over": "all"}]
+    before += [{"augment": 1.0, "augment_over": "all"}]
     assert {dense_name(small(tmp_path, **change)) for change in after} == {dense_name(base)}
     assert len({dense_name(small(tmp_path, **change)) for change in [{}, *before]}) == 6
     assert dense_name(dense_config(base, tmp_path / "d")) == dense_name(base)

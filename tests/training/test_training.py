@@ -53,8 +53,8 @@ ALL: dict[str, Any] = {
     "warmup_epochs": 0.5,
     "ema": 0.9,
     "distill": 0.5,
-    "change": 1.0,
-    "change_over": "all",
+    "augment": 1.0,
+    "augment_over": "all",
     "clip_norm": 1.0,
     "batch": 64,
     "accumulate": 4,  # 14 batches: three steps of four, and one of two

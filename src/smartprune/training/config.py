@@ -71,8 +71,12 @@ class Config:
     ema: float = option("decay of a running average of the weights, which is judged and kept in their place; 0: none")
     distill: float = option("weight of the distance to the dense model's outputs in the loss of search and fine-tuning", 0.0)
     distill_temperature: float = option("temperature at which these outputs are compared", 4.0)
-    change: float = option("how strongly training pictures are changed: contrast, colours, a blank square; 0: not, 1: clearly", 0.0)
-    change_over: str = option("stages in which --change does it: search; pruning: fine-tuning too; all: dense stage too", "search")
+    augment: float = option(
+        "how strongly training pictures are changed: contrast, colours, a blank square; 0: not, 1: clearly", 0.0
+    )
+    augment_over: str = option(
+        "stages in which --augment does it: search; pruning: fine-tuning too; all: dense stage too", "search"
+    )
     seed: int = option("seed of the weights and of the data order", 0)
     device: str = option("auto, cpu or cuda", "auto")
     threads: int = option("CPU threads; 0 leaves it to torch. Another number may change the last bits of the result")
@@ -232,7 +236,7 @@ POSITIVE = (
 )  # fmt: skip
 NOT_NEGATIVE = (
     "dense_epochs", "score_lr", "momentum", "weight_decay", "seed", "threads", "checkpoint_seconds", "warmup_epochs", "clip_norm",
-    "distill", "change",
+    "distill", "augment",
 )  # fmt: skip
 SMALL = ("lr", "search_lr", "finetune_lr", "score_lr", "momentum", "weight_decay", "clip_norm", "distill", "distill_temperature")
 LARGEST = 2.0**128 - 2.0**104  # of the numbers that weights are made of, float32
@@ -243,7 +247,7 @@ CHOICES = {
     "schedule": SCHEDULES,
     "search_schedule": SCHEDULES,
     "schedule_over": ("stage", "pruning"),
-    "change_over": ("search", "pruning", "all"),
+    "augment_over": ("search", "pruning", "all"),
     "amp": ("auto", "bf16", "off"),
     "compile": ("on", "off"),
     "graph": ("auto", "on", "off"),
@@ -261,7 +265,7 @@ def _check(config: Config, task: Task) -> None:
     from ..core.budget import as_share
     from ..hardware.npu import read_npu
     from ..models.named import HOW, foreign
-    from ..tasks.changed import STRONGEST
+    from ..tasks.augment import STRONGEST
 
     for name in POSITIVE:
         if getattr(config, name) <= 0:
@@ -279,8 +283,8 @@ def _check(config: Config, task: Task) -> None:
             raise SmartpruneError(f"{name}={getattr(config, name)!r}; it is one of {', '.join(allowed)}")
     if not 0 <= config.ema < 1:
         raise SmartpruneError(f"ema={config.ema} should be at least 0 and below 1, such as 0.999")
-    if config.change > STRONGEST:
-        raise SmartpruneError(f"change={config.change:g} should be 0 to {STRONGEST:g}")
+    if config.augment > STRONGEST:
+        raise SmartpruneError(f"augment={config.augment:g} should be 0 to {STRONGEST:g}")
     if not 0 <= config.warmup_start <= 1:
         raise SmartpruneError(f"warmup_start={config.warmup_start} should be 0 to 1")
     for name, epochs in _schedules(config).items():

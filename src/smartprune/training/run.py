@@ -22,7 +22,7 @@ from ..hardware.npu import read_npu
 from ..pruning.pruner import Pruner, attach
 from ..run_files import STAGES
 from ..tasks import Data, Task
-from ..tasks.changed import Changed
+from ..tasks.augment import Augmented
 from . import config as configs
 from . import ranks
 from .config import Config
@@ -235,8 +235,8 @@ def enter(run: Run, stage: str) -> None:
 
 def shown(data: Data, config: Config, stage: str) -> Data:
     """The training data as this stage sees it."""
-    stages = {"search": STAGES[1:2], "pruning": STAGES[1:], "all": STAGES}[config.change_over]
-    return Changed(data, config.change) if config.change and stage in stages else data
+    stages = {"search": STAGES[1:2], "pruning": STAGES[1:], "all": STAGES}[config.augment_over]
+    return Augmented(data, config.augment) if config.augment and stage in stages else data
 
 
 def budget_of(config: Config, example: Any) -> Budget | None:

@@ -168,7 +168,7 @@ def check(config: Config) -> None:
             load_weights(model, Path(config.dense))
         data, *_ = (task.data(split, torch.device("cpu")) for split in ("train", "validation", "test"))
         ranks.require_shares(data, config.batch)
-        if config.change:
+        if config.augment:
             next(shown(data, config, "search").batches(config.batch, config.seed, 0))
         steps = config.search_epochs * -(-data.steps(config.batch) // config.accumulate)
         with in_memory(network(config)):

@@ -33,9 +33,9 @@ ASIDE = ("out", "dense", "device", "threads", "compile", "graph", "checkpoint_se
 # settings that change nothing at this value, and settings that only go with another one
 NEUTRAL = {
     "amp": "off", "schedule_over": "stage", "accumulate": 1, "warmup_epochs": 0, "clip_norm": 0, "ema": 0, "distill": 0,
-    "change": 0, "deterministic": "off", "sync_bn": "off",
+    "augment": 0, "deterministic": "off", "sync_bn": "off",
 }  # fmt: skip
-GOES_WITH = {"warmup_start": "warmup_epochs", "distill_temperature": "distill", "change_over": "change"}
+GOES_WITH = {"warmup_start": "warmup_epochs", "distill_temperature": "distill", "augment_over": "augment"}
 MOST_SEEDS, LONGEST = 10_000, 10_000  # of a row; letters of a text in it
 # task, model, block, protocol, method, budget, seed: two runs of which all this is the same are the same run
 Key = tuple[str, str, str, str, str, tuple[str, float], int]

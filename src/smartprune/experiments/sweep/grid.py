@@ -126,7 +126,7 @@ def dense_name(config: Config) -> str:
 
 def before_pruning(config: Config) -> dict[str, Any]:
     """The settings that the dense stage may depend on."""
-    later = AFTER_DENSE + ("change", "change_over") * (config.change == 0 or config.change_over != "all")
+    later = AFTER_DENSE + ("augment", "augment_over") * (config.augment == 0 or config.augment_over != "all")
     return {name: value for name, value in asdict(config).items() if name not in later}
 
 

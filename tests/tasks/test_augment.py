@@ -15,7 +15,7 @@ from torch import Tensor
 from helpers.jobs import rows, small
 from smartprune import SmartpruneError
 from smartprune.tasks import TASKS
-from smartprune.tasks.changed import Changed, changed, within
+from smartprune.tasks.augment import Augmented, augment, within
 from smartprune.tasks.task import every_batch
 from smartprune.training.run import shown
 from smartprune.training.train import check, train
@@ -48,18 +48,18 @@ def test_against_a_loop_over_pixels(shape: tuple[int, ...], strength: float) -> 
     pictures = torch.randn(*shape, generator=draw, dtype=torch.float64) * 3 + 2
     draws = torch.rand(shape[0], 3 + shape[1], generator=draw, dtype=torch.float64)
     wanted = [slowly(p.numpy(), d.numpy(), strength) for p, d in zip(pictures, draws, strict=True)]
-    np.testing.assert_allclose(changed(pictures, draws, strength).numpy(), np.stack(wanted), rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(augment(pictures, draws, strength).numpy(), np.stack(wanted), rtol=1e-9, atol=1e-9)
 
 
 def test_it_is_the_same_change_however_pictures_were_normalised() -> None:
     pictures, draws = torch.rand(6, 3, 12, 12, dtype=torch.float64), torch.rand(6, 6, dtype=torch.float64)
-    torch.testing.assert_close(changed(4 * pictures - 1.5, draws, 1.0), 4 * changed(pictures, draws, 1.0) - 1.5)
+    torch.testing.assert_close(augment(4 * pictures - 1.5, draws, 1.0), 4 * augment(pictures, draws, 1.0) - 1.5)
 
 
 @pytest.mark.parametrize("edge", [0.0, 1 - 2**-24])
 def test_the_square_lies_in_the_picture_and_reaches_every_edge(edge: float) -> None:
     pictures = torch.randn(1, 3, 8, 12)
-    out = changed(pictures, torch.full((1, 6), edge), 1.0)
+    out = augment(pictures, torch.full((1, 6), edge), 1.0)
     blank = torch.isclose(out, pictures.mean((2, 3), keepdim=True), atol=1e-6).all(1)[0]
     rows_, columns = (slice(0, 2), slice(0, 2)) if edge == 0 else (slice(6, 8), slice(10, 12))
     assert int(blank.sum()) == 4
@@ -73,12 +73,12 @@ def test_rounding_moves_no_square_out_of_its_picture() -> None:
 
 def test_one_colour_all_over_stays_as_it_is() -> None:
     pictures = torch.full((2, 3, 8, 8), 0.25)
-    assert torch.equal(changed(pictures, torch.rand(2, 6), 2.0), pictures)
+    assert torch.equal(augment(pictures, torch.rand(2, 6), 2.0), pictures)
 
 
 def test_channels_last_stays() -> None:
     pictures = torch.randn(4, 3, 8, 8).to(memory_format=torch.channels_last)
-    assert changed(pictures, torch.rand(4, 6), 1.0).is_contiguous(memory_format=torch.channels_last)
+    assert augment(pictures, torch.rand(4, 6), 1.0).is_contiguous(memory_format=torch.channels_last)
 
 
 class Simple:
@@ -96,7 +96,7 @@ class Simple:
 @pytest.mark.parametrize("name", ["digits", "scenes", "sceneboxes", "simple"])
 def test_a_sample_is_changed_by_its_place_alone(name: str) -> None:
     plain: Any = Simple() if name == "simple" else TASKS[name]().data("train", CPU)
-    data = Changed(plain, 1.0)
+    data = Augmented(plain, 1.0)
     whole = list(data.batches(8, seed=3, epoch=5))
     assert len(whole) == data.steps(8) == plain.steps(8)
     for (pictures, *others), (before, *same) in zip(whole, plain.batches(8, seed=3, epoch=5), strict=True):
@@ -117,13 +117,13 @@ def test_a_sample_is_changed_by_its_place_alone(name: str) -> None:
     ("over", "stages"), [("search", {"search"}), ("pruning", {"search", "finetune"}), ("all", {"dense", "search", "finetune"})]
 )
 def test_the_stages_that_it_is_for(over: str, stages: set[str], tmp_path: Path) -> None:
-    config, data = small(tmp_path / "a", change=1.0, change_over=over), Simple()
-    assert {stage for stage in ("dense", "search", "finetune") if isinstance(shown(data, config, stage), Changed)} == stages
-    assert shown(data, small(tmp_path / "a", change_over=over), "search") is data
+    config, data = small(tmp_path / "a", augment=1.0, augment_over=over), Simple()
+    assert {stage for stage in ("dense", "search", "finetune") if isinstance(shown(data, config, stage), Augmented)} == stages
+    assert shown(data, small(tmp_path / "a", augment_over=over), "search") is data
 
 
 def test_a_run_sees_them_in_its_search_alone(tmp_path: Path) -> None:
-    for name, setting in (("plain", {}), ("search", {"change": 1.0}), ("pruning", {"change": 1.0, "change_over": "pruning"})):
+    for name, setting in (("plain", {}), ("search", {"augment": 1.0}), ("pruning", {"augment": 1.0, "augment_over": "pruning"})):
         train(small(tmp_path / name, **setting))
     dense, model = ({name: (tmp_path / name / f"{kind}.safetensors").read_bytes() for name in ("plain", "search", "pruning")}
                     for kind in ("dense", "model"))  # fmt: skip
@@ -145,23 +145,23 @@ class Words:
 def test_a_task_without_pictures_is_told_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("smartprune.tasks.digits.Digits.data", lambda *_: Words())
     with pytest.raises(
-        SmartpruneError, match=r"change=1 is for batches that begin with pictures, .* begin with dict. Use --change 0"
+        SmartpruneError, match=r"augment=1 is for batches that begin with pictures, .* begin with dict. Use --augment 0"
     ):
-        check(small(tmp_path / "a", change=1.0))
+        check(small(tmp_path / "a", augment=1.0))
     assert not (tmp_path / "a").exists()
     for wrong in (torch.zeros(2, 3), torch.zeros(2, 3, 8, 8, dtype=torch.uint8)):
         monkeypatch.setattr(Words, "batches", lambda *_, wrong=wrong: iter([(wrong, torch.zeros(2))]))
         with pytest.raises(SmartpruneError, match=r"begin with torch\.\w+ of shape \(2, 3"):
-            next(Changed(Words(), 1.0).batches(2, 0, 0))
+            next(Augmented(Words(), 1.0).batches(2, 0, 0))
 
 
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ({"change": -0.5}, r"change=-0\.5 should not be negative"),
-        ({"change": 3.5}, r"change=3\.5 should be 0 to 3"),
-        ({"change": "strong"}, r"change='strong' should be float"),
-        ({"change_over": "finetune"}, r"change_over='finetune'; it is one of search, pruning, all"),
+        ({"augment": -0.5}, r"augment=-0\.5 should not be negative"),
+        ({"augment": 3.5}, r"augment=3\.5 should be 0 to 3"),
+        ({"augment": "strong"}, r"augment='strong' should be float"),
+        ({"augment_over": "finetune"}, r"augment_over='finetune'; it is one of search, pruning, all"),
     ],
 )
 def test_wrong_settings(setting: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Training pictures that are harder to know by heart: other contrast and colours, and a blank square (``--change``).
+"""Training pictures that are harder to know by heart: other contrast and colours, and a blank square (``--augment``).
 
 It stands around the data of any task whose batches begin with pictures, and asks nothing of the task itself.
 """
@@ -21,7 +21,7 @@ STRONGEST = 3.0  # beyond it contrast would turn round
 APART = 1 << 60  # these random numbers are none of those that a task draws by ``generator``
 
 
-class Changed:
+class Augmented:
     """The data with its pictures changed. What is drawn for a sample depends on seed, epoch and its place in the epoch alone."""
 
     def __init__(self, data: Data, strength: float) -> None:
@@ -38,7 +38,7 @@ class Changed:
                 draw = torch.Generator().manual_seed(APART + (seed << 24) + epoch)
                 drawn = torch.rand(self.steps(size) * size, 3 + pictures.shape[1], generator=draw)
                 drawn = sent(drawn, pictures.device)
-            yield (changed(pictures, drawn[number * size :][: len(pictures)], self.strength), *others)
+            yield (augment(pictures, drawn[number * size :][: len(pictures)], self.strength), *others)
 
     def _parts(self, batch: Any) -> Any:
         first = batch[0] if isinstance(batch, (tuple, list)) and batch else batch
@@ -46,12 +46,12 @@ class Changed:
             return batch
         found = f"{first.dtype} of shape {tuple(first.shape)}" if isinstance(first, Tensor) else type(first).__name__
         raise SmartpruneError(
-            f"change={self.strength:g} is for batches that begin with pictures, [batch, channels, height, width] in floating "
-            f"point; this task's begin with {found}. Use --change 0"
+            f"augment={self.strength:g} is for batches that begin with pictures, [batch, channels, height, width] in floating "
+            f"point; this task's begin with {found}. Use --augment 0"
         )
 
 
-def changed(pictures: Tensor, draws: Tensor, strength: float) -> Tensor:
+def augment(pictures: Tensor, draws: Tensor, strength: float) -> Tensor:
     """Each picture [n, c, h, w] changed by its row of ``draws`` [n, 3 + c] in [0, 1): contrast, place of the square, colours.
 
     In units of the picture's own mean and spread, so that it is the same change however pictures were normalised.
