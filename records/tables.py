@@ -26,7 +26,7 @@ from typing import Any
 
 from smartprune.errors import SmartpruneError
 from smartprune.experiments.compare.record import LARGEST_FILE, NOT_YET, RESULT, check_rows, load_rows, save_record, table_lines
-from smartprune.files import parse_json, read_capped, write_whole
+from smartprune.files import parse_json, read_limited, write_atomic
 
 ROOT = Path(__file__).resolve().parent.parent
 PAPER = "paper-table2"
@@ -129,7 +129,7 @@ def update(root: Path) -> list[Path]:
     for page in pages(root):
         text = filled(page, root)
         if text != page.read_text(encoding="utf-8"):
-            write_whole(page, text.encode())
+            write_atomic(page, text.encode())
             changed.append(page)
     return changed
 
@@ -206,7 +206,7 @@ def wrapped(data: object, where: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def add(path: Path, name: str, note: str, command: str, root: Path) -> Path:
-    data = parse_json(read_capped(path, LARGEST_FILE), str(path))
+    data = parse_json(read_limited(path, LARGEST_FILE), str(path))
     result, told = wrapped(data, str(path))
     machine = {**told, **(told["versions"] if isinstance(told.get("versions"), dict) else {})}
     named = [f"{key} {machine[key]}" for key in ("device", "threads", "torch", "triton", "python") if machine.get(key)]

@@ -13,7 +13,7 @@ class SmartpruneError(Exception):
 
 
 @contextmanager
-def in_memory(what: str) -> Iterator[None]:
+def explain_memory_errors(what: str) -> Iterator[None]:
     """Says what asks for more memory than there is, where something does."""
     try:
         yield

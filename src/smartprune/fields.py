@@ -8,12 +8,12 @@ from fractions import Fraction
 
 from .errors import SmartpruneError
 
-LARGEST = 2**63 - 1
-LONGEST_TEXT = 1000
+MAX_INTEGER = 2**63 - 1
+MAX_TEXT = 1000
 
 
 class Fields:
-    """A dictionary from outside. Every read checks type and range; :meth:`done` refuses keys that nobody read.
+    """A dictionary from outside. Every read checks type and range; :meth:`reject_unknown_keys` refuses keys that nobody read.
 
     >>> fields = Fields({"blocks": 12, "name": "conv1"}, "receipt")
     >>> fields.integer("blocks"), fields.text("name")
@@ -36,26 +36,26 @@ class Fields:
             raise SmartpruneError(f"{self.where}: {key} is missing; the file may be damaged or cut off")
         return self.data[key]
 
-    def wrong(self, key: str, allowed: str) -> SmartpruneError:
+    def error(self, key: str, allowed: str) -> SmartpruneError:
         return SmartpruneError(f"{self.where}: {key} is {_shown(self.data.get(key))}; it must be {allowed}")
 
-    def integer(self, key: str, low: int = 0, high: int = LARGEST) -> int:
+    def integer(self, key: str, low: int = 0, high: int = MAX_INTEGER) -> int:
         value = self.raw(key)
         if type(value) is not int or not low <= value <= high:
-            raise self.wrong(key, f"an integer from {low} to {high}")
+            raise self.error(key, f"an integer from {low} to {high}")
         return value
 
-    def text(self, key: str, most: int = LONGEST_TEXT) -> str:
+    def text(self, key: str, max_length: int = MAX_TEXT) -> str:
         value = self.raw(key)
-        if not isinstance(value, str) or not is_name(value, most):
-            raise self.wrong(key, f"a text of at most {most} printable characters")
+        if not isinstance(value, str) or not is_valid_name(value, max_length):
+            raise self.error(key, f"a text of at most {max_length} printable characters")
         return value
 
     def string(self, key: str) -> str:
         """Any text, also one that does not print."""
         value = self.raw(key)
         if not isinstance(value, str):
-            raise self.wrong(key, "a text")
+            raise self.error(key, "a text")
         return value
 
     def number(self, key: str) -> float:
@@ -65,60 +65,60 @@ class Fields:
                 return float(value)
         except OverflowError:  # an integer of 400 digits
             pass
-        raise self.wrong(key, "a number")
+        raise self.error(key, "a number")
 
     def match(self, key: str, pattern: str, allowed: str) -> str:
         value = self.raw(key)
         if not isinstance(value, str) or re.fullmatch(pattern, value) is None:
-            raise self.wrong(key, allowed)
+            raise self.error(key, allowed)
         return value
 
     def boolean(self, key: str) -> bool:
         value = self.raw(key)
         if not isinstance(value, bool):
-            raise self.wrong(key, "true or false")
+            raise self.error(key, "true or false")
         return value
 
     def integers(self, key: str, low: int, most: int) -> tuple[int, ...]:
         """A list of at most ``most`` integers, none below ``low``."""
         value = self.raw(key)
         if not isinstance(value, list) or len(value) > most or any(type(v) is not int or v < low for v in value):
-            raise self.wrong(key, f"a list of at most {most} integers, none below {low}")
+            raise self.error(key, f"a list of at most {most} integers, none below {low}")
         return tuple(value)
 
     def items(self, key: str, most: int) -> list[Fields]:
         """A list of at most ``most`` dictionaries."""
         value = self.raw(key)
         if not isinstance(value, list) or len(value) > most:
-            raise self.wrong(key, f"a list of at most {most} dictionaries")
+            raise self.error(key, f"a list of at most {most} dictionaries")
         return [Fields(item, f"{self.where}: {key}[{i}]") for i, item in enumerate(value)]
 
-    def inner(self, key: str) -> Fields:
+    def nested(self, key: str) -> Fields:
         return Fields(self.raw(key), f"{self.where}: {key}")
 
     def optional(self, key: str) -> Fields | None:
-        return None if self.raw(key) is None else self.inner(key)
+        return None if self.raw(key) is None else self.nested(key)
 
     def share(self, key: str = "share") -> Fraction:
         """An exact share in [0, 1), written ``"19/20"``."""
         allowed = "an exact share in [0, 1) such as '19/20'"
         top, _, bottom = self.match(key, r"\d{1,30}(/\d{1,30})?", allowed).partition("/")
         if int(bottom or 1) == 0 or not 0 <= (share := Fraction(int(top), int(bottom or 1))) < 1:
-            raise self.wrong(key, allowed)
+            raise self.error(key, allowed)
         return share
 
-    def done(self) -> None:
+    def reject_unknown_keys(self) -> None:
         extra = [key for key in self.data if key not in self._read]
         if extra:
             raise SmartpruneError(f"{self.where}: unknown key {_shown(extra[0])}; it has: {', '.join(sorted(self._read))}")
 
 
-def is_name(text: str, most: int = LONGEST_TEXT) -> bool:
+def is_valid_name(text: str, max_length: int = MAX_TEXT) -> bool:
     """Whether the files of this package can hold a text as a name."""
-    return len(text) <= most and text.isprintable()
+    return len(text) <= max_length and text.isprintable()
 
 
-def plain(value: object, where: str, depth: int = 8) -> object:
+def plain_data(value: object, where: str, depth: int = 8) -> object:
     """A copy made of None, bool, int, finite float, str, list and dict only; anything else is refused."""
     if value is None or isinstance(value, (bool, str)):
         return value
@@ -127,9 +127,9 @@ def plain(value: object, where: str, depth: int = 8) -> object:
     if isinstance(value, float) and math.isfinite(value):
         return float(value)
     if depth and isinstance(value, (list, tuple)):
-        return [plain(item, f"{where}[{i}]", depth - 1) for i, item in enumerate(value)]
+        return [plain_data(item, f"{where}[{i}]", depth - 1) for i, item in enumerate(value)]
     if depth and isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        return {key: plain(item, f"{where}.{key}", depth - 1) for key, item in value.items()}
+        return {key: plain_data(item, f"{where}.{key}", depth - 1) for key, item in value.items()}
     raise SmartpruneError(f"{where} is {_shown(value)}; it must be plain data: numbers, texts, lists and dictionaries")
 
 

@@ -19,8 +19,8 @@ OPEN_FILES = r"/dev/std(out|err)|/(?:dev|proc/self|proc/thread-self|proc/{})/fd/
 MOST_LINKS = 40
 
 
-def check_target(path: str | os.PathLike[str]) -> None:
-    """Raises now what :func:`write_whole` would raise after the work: for a folder, a folder that is not there, a disk."""
+def check_writable(path: str | os.PathLike[str]) -> None:
+    """Raises now what :func:`write_atomic` would raise after the work: for a folder, a folder that is not there, a disk."""
     _target(path)
 
 
@@ -48,7 +48,7 @@ def check_name(path: str | os.PathLike[str]) -> None:
         ) from None
 
 
-def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
+def write_atomic(path: str | os.PathLike[str], data: bytes) -> None:
     """Writes a file that a crash leaves either as it was or complete: a temporary file beside it takes its place.
 
     A link is followed, and what it points to is replaced. A pipe or a device such as ``/dev/null`` is written to, and so is what
@@ -157,7 +157,7 @@ def as_path(path: object, where: str) -> Path:
     return Path(path)  # type: ignore[arg-type]
 
 
-def keep_apart(target: str | os.PathLike[str], read: Mapping[str, str | os.PathLike[str] | None], where: str) -> None:
+def check_no_overwrite(target: str | os.PathLike[str], read: Mapping[str, str | os.PathLike[str] | None], where: str) -> None:
     """Refuses to write over a file that is read, whatever name it goes by. ``read`` has a word for each of them."""
     for what, path in read.items():
         try:
@@ -168,7 +168,7 @@ def keep_apart(target: str | os.PathLike[str], read: Mapping[str, str | os.PathL
             raise SmartpruneError(f"{where} {os.fspath(target)} is {what} itself; give another path for the file to write")
 
 
-def read_capped(path: str | os.PathLike[str], most: int) -> bytes:
+def read_limited(path: str | os.PathLike[str], most: int) -> bytes:
     """The bytes of a file that has at most ``most`` of them."""
     try:
         with open(path, "rb") as file:

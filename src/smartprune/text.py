@@ -18,7 +18,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], align: str, widt
     conv1            12
     a.ver..name       7
     """
-    rows = [[printable(cell) for cell in row] for row in rows]
+    rows = [[escape(cell) for cell in row] for row in rows]
     widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
     excess = sum(widths) + GAP * (len(widths) - 1) - width
     while excess > 0:
@@ -41,7 +41,7 @@ def shorten(text: str, width: int) -> str:
     return f"{text[:head]}..{text[len(text) - (width - head - 2) :]}"
 
 
-def sizes(shape: Sequence[int]) -> str:
+def format_shape(shape: Sequence[int]) -> str:
     """``64x64x3x3``, as blocks are written."""
     return "x".join(map(str, shape)) if shape else "-"
 
@@ -72,12 +72,12 @@ def bar(part: int, whole: int, width: int, ascii_only: bool) -> str:
     return ink * full + paper * (width - full)
 
 
-def ascii_stdout() -> bool:
+def stdout_is_ascii() -> bool:
     """Whether standard output cannot show block characters."""
-    return not can_show(sys.stdout)
+    return not supports_unicode(sys.stdout)
 
 
-def can_show(stream: object) -> bool:
+def supports_unicode(stream: object) -> bool:
     """Whether a stream can show block characters."""
     try:
         "█░▒▓·▁▂▃▄▅▆▇".encode(getattr(stream, "encoding", None) or "ascii")
@@ -86,10 +86,10 @@ def can_show(stream: object) -> bool:
     return True
 
 
-def printable(text: str) -> str:
+def escape(text: str) -> str:
     r"""The text with its code for every character that does not print, such as one that a terminal would obey.
 
-    >>> printable("conv1"), printable("\x1b[2J\u202e")
+    >>> escape("conv1"), escape("\x1b[2J\u202e")
     ('conv1', '\\x1b[2J\\u202e')
     """
     if text.isprintable():

@@ -19,7 +19,7 @@ from smartprune.core.block import Block
 from smartprune.core.budget import Budget, macs, params
 from smartprune.core.occupancy import map_hash, nonzero, occupied, pack_bits, unpack_bits
 from smartprune.errors import SmartpruneError
-from smartprune.files import parse_json, read_capped, write_whole
+from smartprune.files import parse_json, read_limited, write_atomic
 from smartprune.pruning.plan import Plan, plan
 from smartprune.pruning.receipt import make_receipt
 
@@ -234,18 +234,18 @@ def test_through_a_file(name: str, tmp_path: Path) -> None:
 
 def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "receipt.json"
-    write_whole(path, b"old")
+    write_atomic(path, b"old")
 
     def broken(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", broken)
     with pytest.raises(SmartpruneError, match=r"receipt.json: cannot be written \(No space left on device\)"):
-        write_whole(path, b"new")
+        write_atomic(path, b"new")
     assert path.read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["receipt.json"]
     with pytest.raises(SmartpruneError, match="cannot be written"):
-        write_whole(tmp_path / "no" / "such", b"")
+        write_atomic(tmp_path / "no" / "such", b"")
 
 
 def test_unreadable_files(tmp_path: Path) -> None:
@@ -256,7 +256,7 @@ def test_unreadable_files(tmp_path: Path) -> None:
         Receipt.load(tmp_path)
     path.write_bytes(b"x" * 11)
     with pytest.raises(SmartpruneError, match="larger than 10 bytes"):
-        read_capped(path, 10)
+        read_limited(path, 10)
     deep = b"[" * 100_000
     for data in (
         b"",

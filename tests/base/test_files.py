@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from smartprune.errors import SmartpruneError
-from smartprune.files import as_path, check_folder, check_readable, check_target, keep_apart, write_whole
+from smartprune.files import as_path, check_folder, check_no_overwrite, check_readable, check_writable, write_atomic
 
 
 def test_a_link_is_followed(tmp_path: Path) -> None:
@@ -18,12 +18,12 @@ def test_a_link_is_followed(tmp_path: Path) -> None:
     real, link = tmp_path / "far" / "real", tmp_path / "link"
     real.write_bytes(b"old")
     link.symlink_to(Path("far") / "real")
-    write_whole(link, b"new")
+    write_atomic(link, b"new")
     assert link.is_symlink()
     assert real.read_bytes() == b"new"
     dead = tmp_path / "dead"
     dead.symlink_to(Path("far") / "not yet")
-    write_whole(dead, b"there")
+    write_atomic(dead, b"there")
     assert dead.is_symlink()
     assert (tmp_path / "far" / "not yet").read_bytes() == b"there"
     assert sorted(os.listdir(tmp_path / "far")) == ["not yet", "real"]
@@ -35,7 +35,7 @@ def test_links_that_lead_nowhere_are_refused(tmp_path: Path) -> None:
     lost.symlink_to(Path("no") / "such")
     for path in (circle, lost):
         with pytest.raises(SmartpruneError, match="cannot be written"):
-            write_whole(path, b"x")
+            write_atomic(path, b"x")
         assert path.is_symlink()
 
 
@@ -45,7 +45,7 @@ def test_a_pipe_stays_a_pipe(tmp_path: Path) -> None:
     reader = threading.Thread(target=lambda: got.append(pipe.read_bytes()))
     reader.start()
     data = os.urandom(1 << 20)  # more than a pipe holds at once
-    write_whole(pipe, data)
+    write_atomic(pipe, data)
     reader.join()
     assert got == [data]
     assert stat.S_ISFIFO(pipe.stat().st_mode)
@@ -54,16 +54,16 @@ def test_a_pipe_stays_a_pipe(tmp_path: Path) -> None:
 
 def test_a_device_stays_a_device(tmp_path: Path) -> None:
     before = os.stat("/dev/null")
-    write_whole("/dev/null", b"x" * 100)
+    write_atomic("/dev/null", b"x" * 100)
     after = os.stat("/dev/null")
     assert (before.st_ino, before.st_rdev, before.st_mode) == (after.st_ino, after.st_rdev, after.st_mode)
     link = tmp_path / "link"
     link.symlink_to("/dev/null")
-    write_whole(link, b"x")
+    write_atomic(link, b"x")
     assert link.is_symlink()
     if os.path.exists("/dev/full"):
         with pytest.raises(SmartpruneError, match=r"/dev/full: cannot be written \(No space left on device\)"):
-            write_whole("/dev/full", b"x")
+            write_atomic("/dev/full", b"x")
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/fd"), reason="needs descriptors that have paths")
@@ -79,26 +79,26 @@ def test_what_is_open_is_written_to_and_never_replaced(path: str, tmp_path: Path
         if path == "link":
             (tmp_path / "link").symlink_to(f"/dev/fd/{file.fileno()}")
             name = str(tmp_path / "link")
-        check_target(name)
-        write_whole(name, b" new")
-        write_whole(name, b" newer")
+        check_writable(name)
+        write_atomic(name, b" new")
+        write_atomic(name, b" newer")
     assert real.read_bytes() == b"old new newer"
     assert real.stat().st_ino == before
     with real.open("rb") as file, pytest.raises(SmartpruneError, match="cannot be written"):
-        check_target(f"/dev/fd/{file.fileno()}")
+        check_writable(f"/dev/fd/{file.fileno()}")
 
 
 def test_stdout_is_the_open_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     print("printed")
-    write_whole("/dev/stdout", b"out\n")
-    write_whole("/dev/stderr", b"err\n")
+    write_atomic("/dev/stdout", b"out\n")
+    write_atomic("/dev/stderr", b"err\n")
     print("printed later")
     assert capfd.readouterr() == ("printed\nout\nprinted later\n", "err\n")
 
 
 def test_paths_that_are_not_text(tmp_path: Path) -> None:
     bad = str(tmp_path / "bad\udcff")
-    for check in (check_target, check_folder, lambda path: write_whole(path, b"x")):
+    for check in (check_writable, check_folder, lambda path: write_atomic(path, b"x")):
         with pytest.raises(SmartpruneError, match=r"bad\\udcff' is not valid UTF-8.*give another path"):
             check(bad)
     assert not list(tmp_path.iterdir())
@@ -118,14 +118,14 @@ def test_what_cannot_be_written_is_said_before_the_work(tmp_path: Path) -> None:
         ("a\0b", "is no path of a file to write"),
     ):
         with pytest.raises(SmartpruneError, match=message):
-            check_target(path)
+            check_writable(path)
         with pytest.raises(SmartpruneError, match=message):
-            write_whole(path, b"")
+            write_atomic(path, b"")
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(SmartpruneError, match=r"cannot be written \(Not a directory\)"):
-        check_target(tmp_path / "file" / "inner")
-    check_target(tmp_path / "new")
-    write_whole(tmp_path / ("n" * 250), b"long")  # as long as a name can be, nearly
+        check_writable(tmp_path / "file" / "inner")
+    check_writable(tmp_path / "new")
+    write_atomic(tmp_path / ("n" * 250), b"long")  # as long as a name can be, nearly
     assert sorted(map(len, os.listdir(tmp_path))) == [4, 250]
 
 
@@ -145,9 +145,9 @@ def test_a_file_that_is_read_is_not_written(tmp_path: Path) -> None:
     os.link(model, tmp_path / "hard")
     for path in (model, tmp_path / "link", tmp_path / "hard", tmp_path / "." / "model"):
         with pytest.raises(SmartpruneError, match=r"--out .* is the model itself"):
-            keep_apart(path, {"the receipt": None, "the model": model}, "--out")
-    keep_apart(tmp_path / "other", {"the model": model}, "--out")
-    keep_apart("/dev/null", {"the model": "/dev/null"}, "--out")  # nothing is lost there
+            check_no_overwrite(path, {"the receipt": None, "the model": model}, "--out")
+    check_no_overwrite(tmp_path / "other", {"the model": model}, "--out")
+    check_no_overwrite("/dev/null", {"the model": "/dev/null"}, "--out")  # nothing is lost there
 
 
 @pytest.mark.parametrize("path", [None, 3, b"bytes", "a\0b"])

@@ -21,7 +21,7 @@ import smartprune as sp
 from helpers.jobs import FLAGS, command, environment, run, small
 from smartprune import SmartpruneError
 from smartprune.cli.streams import settle, tell
-from smartprune.errors import in_memory
+from smartprune.errors import explain_memory_errors
 from smartprune.experiments.bench import engines
 from smartprune.experiments.bench.engines import Bench, Timing
 from smartprune.experiments.compare import compare
@@ -252,10 +252,10 @@ def test_inputs_that_are_too_large(done: Path, capsys: pytest.CaptureFixture[str
 
 def test_only_a_lack_of_memory_is_called_one() -> None:
     for error in (RuntimeError("shapes differ"), TypeError("no such argument"), SmartpruneError("int8 sums overflow")):
-        with pytest.raises(type(error), match=str(error)), in_memory("x"):
+        with pytest.raises(type(error), match=str(error)), explain_memory_errors("x"):
             raise error
     for lack in (MemoryError(), RuntimeError("CUDA out of memory"), SmartpruneError("not enough memory"), OverflowError("too big")):
-        with pytest.raises(SmartpruneError, match="x takes more memory than there is"), in_memory("x"):
+        with pytest.raises(SmartpruneError, match="x takes more memory than there is"), explain_memory_errors("x"):
             raise lack
 
 

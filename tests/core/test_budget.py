@@ -14,7 +14,7 @@ from smartprune import Magnitude, attach
 from smartprune.core import budget
 from smartprune.core.block import Block
 from smartprune.core.budget import as_share, block_macs, blocks, keep_count, macs, min_keep, params
-from smartprune.core.layers import find
+from smartprune.core.layers import find_layers
 from smartprune.core.usage import count_macs, count_uses
 from smartprune.errors import SmartpruneError
 
@@ -83,13 +83,13 @@ def test_wrong_shares(value: object, words: str) -> None:
 
 
 def test_wrong_floor_is_not_called_a_share_to_remove() -> None:
-    layers, _ = find(zoo.plain_cnn()[0], Block(4, 4))
+    layers, _ = find_layers(zoo.plain_cnn()[0], Block(4, 4))
     with pytest.raises(SmartpruneError, match=r"floor=2 .*least share of its blocks that each layer keeps"):
         min_keep(layers, 2)
 
 
 def test_floor_rounds_up_in_every_layer() -> None:
-    layers, _ = find(zoo.plain_cnn()[0], Block(4, 4))
+    layers, _ = find_layers(zoo.plain_cnn()[0], Block(4, 4))
     for floor in ("0", "0.02", "0.1", "0.5", "0.999"):
         want = [math.ceil(Fraction(floor) * layer.n) for layer in layers]
         assert min_keep(layers, float(floor)).tolist() == want
@@ -109,24 +109,24 @@ def test_macs_agree_with_an_independent_counter(name: str) -> None:
 
 def test_uses_of_every_kind_of_layer() -> None:
     model, x = zoo.unet()
-    layers, _ = find(model, Block(4, 4), include="*")
+    layers, _ = find_layers(model, Block(4, 4), include="*")
     uses = count_uses(model, layers, x)
     assert uses == {"enter.0": (64,), "down.0": (16,), "deep.0": (4,), "up1": (4,), "up2": (16,), "out": (64,)}
     model, x = zoo.transformer_block()
-    layers, _ = find(model, Block(4, 4), include="*")
+    layers, _ = find_layers(model, Block(4, 4), include="*")
     uses = count_uses(model, layers, x)
     assert uses["attention.in_proj_weight"] == (4, 4, 4)
     assert uses["attention.out_proj"] == uses["mlp.0"] == (4,)
     assert sum(int(block_macs(layer, uses[layer.name]).sum()) for layer in layers) == count_macs(model, x)
     model, x = zoo.tied()
-    layers, _ = find(model, Block(4, 4), include="*")
+    layers, _ = find_layers(model, Block(4, 4), include="*")
     assert count_uses(model, layers, x)["a"] == (2,)  # once for each of its two users
 
 
 @pytest.mark.parametrize("name", sorted(zoo.SMALL))
 def test_block_macs_add_up_to_slow_counts(name: str) -> None:
     model, x = zoo.SMALL[name]()
-    layers, _ = find(model, Block(4, 4), include="*")
+    layers, _ = find_layers(model, Block(4, 4), include="*")
     uses = count_uses(model, layers, x)
     for layer in layers:
         cost = block_macs(layer, uses[layer.name])
@@ -177,7 +177,7 @@ def test_weights_that_are_read_without_calling_their_layer_have_macs() -> None:
     with FlopCounterMode(display=False) as counter:
         model(x)
     assert count_macs(model, x) == counter.get_total_flops() // 2 // 2
-    layers, _ = find(model, Block(4, 4), include="*")
+    layers, _ = find_layers(model, Block(4, 4), include="*")
     uses = {"qkv": (5,), "up": (5,), "both": (20,), "head": (10,)}
     assert count_uses(model, layers, x) == uses
     attach(model, Magnitude(), block=(4, 4), sparsity=0.5, steps=1)
@@ -209,7 +209,7 @@ class Pooling(nn.Module):
 
 def test_attention_with_the_weights_of_layers_has_macs() -> None:
     model, x = Pooling(), torch.randn(2, 5, 8)
-    layers, _ = find(model, Block(4, 4), include="*")
+    layers, _ = find_layers(model, Block(4, 4), include="*")
     uses = {"q": (1,), "k": (5,), "v": (5,), "out": (1,)}
     assert count_uses(model, layers, x) == uses
     attach(model, Magnitude(), block=(4, 4), sparsity=0.5, steps=1)
@@ -218,7 +218,7 @@ def test_attention_with_the_weights_of_layers_has_macs() -> None:
 
 def test_resolve() -> None:
     model, x = zoo.plain_cnn()
-    layers, _ = find(model, Block(4, 4))
+    layers, _ = find_layers(model, Block(4, 4))
     n = sum(layer.n for layer in layers)
     assert blocks(0.9).resolve(model, layers) == (None, reference.keep("0.9", n), None)
     cost, limit, _ = params(0.9).resolve(model, layers)
@@ -235,7 +235,7 @@ def test_resolve() -> None:
 
 def test_budget_texts() -> None:
     model, x = zoo.plain_cnn()
-    layers, _ = find(model, Block(4, 4))
+    layers, _ = find_layers(model, Block(4, 4))
     with pytest.raises(SmartpruneError, match=r"macs\(0.99, of='model'\) cannot be met.*include="):
         macs(0.99, x, of="model").resolve(model, layers)
     with pytest.raises(SmartpruneError, match="an example input is needed"):
@@ -256,7 +256,7 @@ def test_budget_texts() -> None:
             return x
 
     idle = Idle()
-    layers, _ = find(idle, Block(4, 4))
+    layers, _ = find_layers(idle, Block(4, 4))
     with pytest.raises(SmartpruneError, match="reaches none of the layers"):
         macs(0.5, x).resolve(idle, layers)
     assert str(budget.blocks(0.95)) == "blocks 0.95"
@@ -266,7 +266,7 @@ def test_budget_texts() -> None:
 @settings(max_examples=50, deadline=None)
 def test_costs_of_ragged_blocks_add_up(out: int, into: int, rows: int, columns: int) -> None:
     model = nn.Sequential(nn.Linear(into, out), nn.Linear(out, 3))
-    layers, _ = find(model, Block(rows, columns), include="*")
+    layers, _ = find_layers(model, Block(rows, columns), include="*")
     cost, limit, _ = params(0.5).resolve(model, layers)
     assert cost is not None
     assert int(cost.sum()) == into * out + 3 * out

@@ -8,7 +8,7 @@ from torch.nn.utils import parametrizations, prune
 
 from helpers import reference, zoo
 from smartprune.core.block import Block
-from smartprune.core.layers import Layer, Skipped, find
+from smartprune.core.layers import Layer, Skipped, find_layers
 from smartprune.core.vector import Blocks
 from smartprune.errors import SmartpruneError
 
@@ -20,12 +20,12 @@ def names(layers: tuple[Layer, ...] | tuple[Skipped, ...]) -> list[str]:
 
 
 def reasons(model: nn.Module, **options: object) -> dict[str, str]:
-    return {s.name: s.reason for s in find(model, BLOCK, **options)[1]}  # type: ignore[arg-type]
+    return {s.name: s.reason for s in find_layers(model, BLOCK, **options)[1]}  # type: ignore[arg-type]
 
 
 def test_stem_and_classifier_are_left_alone() -> None:
     model, _ = zoo.plain_cnn()
-    layers, skipped = find(model, BLOCK)
+    layers, skipped = find_layers(model, BLOCK)
     assert names(layers) == ["3", "6"]
     assert [(s.name, s.kind, s.shape, s.reason) for s in skipped] == [
         ("0", "Conv2d", (16, 3, 3, 3), "stem: reads the image (3 channels)"),
@@ -37,7 +37,7 @@ def test_stem_and_classifier_are_left_alone() -> None:
 
 def test_a_first_convolution_that_reads_many_channels_is_no_stem() -> None:
     model = nn.Sequential(nn.Conv2d(5, 8, 3), nn.Conv2d(8, 8, 3))
-    assert names(find(model, BLOCK)[0]) == ["0"]
+    assert names(find_layers(model, BLOCK)[0]) == ["0"]
 
 
 def test_grouped_and_depthwise() -> None:
@@ -48,7 +48,7 @@ def test_grouped_and_depthwise() -> None:
         "grouped": "grouped convolution (2 groups)",
         "head": "last layer, taken for the classifier",
     }
-    layers, _ = find(model, BLOCK, include=["grouped", "depthwise.*"])
+    layers, _ = find_layers(model, BLOCK, include=["grouped", "depthwise.*"])
     by_name = {layer.name: layer for layer in layers}
     assert by_name["grouped"].grid.shape == (2 * 2, 3, 3, 3)  # 6 output channels in each of 2 groups, 12 inputs
     assert by_name["depthwise.0"].grid.shape == (24, 1, 3, 3)  # a block never crosses a group
@@ -59,13 +59,13 @@ def test_grouped_and_depthwise() -> None:
 
 def test_transposed_convolutions_swap_axes() -> None:
     model, _ = zoo.unet()
-    by_name = {layer.name: layer for layer in find(model, Block(16, 8))[0]}
+    by_name = {layer.name: layer for layer in find_layers(model, Block(16, 8))[0]}
     assert by_name["up1"].transposed
     assert not by_name["deep.0"].transposed
     assert by_name["up1"].grid.weight_shape == (32, 18, 2, 2)  # stored as inputs, outputs
     assert by_name["up1"].grid.shape == (4, 2, 2, 2)  # 8 inputs and 16 outputs a block
     grouped = nn.ConvTranspose2d(12, 10, 3, groups=2)
-    layer = find(grouped, Block(4, 5), include="*")[0][0]
+    layer = find_layers(grouped, Block(4, 5), include="*")[0][0]
     assert layer.grid.weight_shape == (12, 5, 3, 3)
     assert layer.grid.shape == (4, 2, 3, 3)  # 6 inputs in each group make 2 blocks, 5 outputs make 2
     index = reference.block_index((12, 5, 3, 3), (4, 5), 2, True)
@@ -74,12 +74,12 @@ def test_transposed_convolutions_swap_axes() -> None:
 
 def test_attention() -> None:
     model, _ = zoo.transformer_block()
-    layers, _ = find(model, Block(16, 8))
+    layers, _ = find_layers(model, Block(16, 8))
     assert names(layers) == ["attention.in_proj_weight", "attention.out_proj", "mlp.0", "mlp.2"]
     first = layers[0]
     assert (first.kind, first.weight) == ("MultiheadAttention", "attention.in_proj_weight")
     assert first.grid.shape == (3, 2)  # query, key and value are cut apart
-    assert find(model, Block(24, 8))[0][0].grid.shape == (3, 2)
+    assert find_layers(model, Block(24, 8))[0][0].grid.shape == (3, 2)
     assert layers[1].weight == "attention.out_proj.weight"
 
 
@@ -92,10 +92,10 @@ def test_attention_with_separate_weights_is_refused_with_its_reason() -> None:
 
 def test_tied_weights_are_one_layer() -> None:
     model, _ = zoo.tied()
-    layers, _ = find(model, BLOCK)
+    layers, _ = find_layers(model, BLOCK)
     assert names(layers) == ["first", "a"]
     assert layers[1].sites == (("a", "weight"), ("b", "weight"))
-    assert names(find(model, BLOCK, skip="b")[0]) == ["first"]  # any of its names will do
+    assert names(find_layers(model, BLOCK, skip="b")[0]) == ["first"]  # any of its names will do
 
 
 def test_tied_weights_whose_users_disagree() -> None:
@@ -116,7 +116,7 @@ def test_tied_weights_whose_users_disagree() -> None:
 
 def test_one_module_used_twice_is_one_layer() -> None:
     shared = nn.Linear(8, 8)
-    assert names(find(nn.Sequential(shared, shared, nn.Linear(8, 2)), BLOCK)[0]) == ["0"]
+    assert names(find_layers(nn.Sequential(shared, shared, nn.Linear(8, 2)), BLOCK)[0]) == ["0"]
 
 
 class Standardized(nn.Conv2d):
@@ -172,12 +172,12 @@ def test_layers_that_make_something_else_of_zeros_are_left_alone_unless_named() 
     model = nn.Sequential(plain, made, nn.Linear(16, 4))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     drawn = torch.get_rng_state()
-    layers, skipped = find(model, Block(4, 4))
+    layers, skipped = find_layers(model, Block(4, 4))
     assert torch.equal(torch.get_rng_state(), drawn)
     assert [layer.name for layer in layers] == ["0.0", "0.1", "0.2", "0.3"]
     assert ["not zero where its weight is" in s.reason for s in skipped if s.kind != "Gated"] == [True, True, True, False]
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert [layer.name for layer in find(model, Block(4, 4), include="1.0")[0]] == ["0.0", "0.1", "0.2", "0.3", "1.0"]
+    assert [layer.name for layer in find_layers(model, Block(4, 4), include="1.0")[0]] == ["0.0", "0.1", "0.2", "0.3", "1.0"]
 
 
 class Keeping(nn.Linear):
@@ -195,7 +195,7 @@ class Keeping(nn.Linear):
 
 def test_a_layer_that_keeps_what_it_made_is_left_as_it_was() -> None:
     model = nn.Sequential(Keeping(16, 16), nn.Linear(16, 4))
-    assert names(find(model, Block(4, 4))[0]) == ["0"]
+    assert names(find_layers(model, Block(4, 4))[0]) == ["0"]
     assert model[0].kept == {}
 
 
@@ -203,7 +203,7 @@ def test_lazy_layers() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch says that lazy modules are new
         lazy, linear = nn.LazyConv2d(8, 3), nn.LazyLinear(8)
-    _, skipped = find(nn.Sequential(lazy, nn.Conv2d(8, 8, 3), linear, nn.Linear(8, 2)), BLOCK)
+    _, skipped = find_layers(nn.Sequential(lazy, nn.Conv2d(8, 8, 3), linear, nn.Linear(8, 2)), BLOCK)
     by_name = {s.name: s for s in skipped}
     assert by_name["0"].reason == by_name["2"].reason == "lazy layer without a shape yet: run one forward pass first"
     assert by_name["0"].shape == ()
@@ -214,7 +214,7 @@ def test_parametrized_and_hooked_layers() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 2))
     parametrizations.spectral_norm(model[0])
     prune.l1_unstructured(model[1], "weight", amount=2)
-    layers, skipped = find(model, BLOCK)
+    layers, skipped = find_layers(model, BLOCK)
     assert names(layers) == ["2"]
     found = {s.name: s.reason for s in skipped}
     assert found["0.parametrizations.weight.original"] == "already parametrized: remove the parametrization first"
@@ -224,7 +224,7 @@ def test_parametrized_and_hooked_layers() -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_scripted_models() -> None:
     model = torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)))
-    layers, skipped = find(model, BLOCK)
+    layers, skipped = find_layers(model, BLOCK)
     assert layers == ()
     assert {s.reason for s in skipped} == {"scripted module: prune the model before scripting it"}
 
@@ -249,21 +249,21 @@ def test_weights_that_cannot_be_cut() -> None:
 @pytest.mark.parametrize(("name", "counts"), [("conv1d_net", [3 * 5 * 5]), ("conv3d_net", [3 * 2 * 27])])
 def test_other_dimensions(name: str, counts: list[int]) -> None:
     model, _ = zoo.SMALL[name]()
-    layers, _ = find(model, BLOCK)
+    layers, _ = find_layers(model, BLOCK)
     assert [layer.n for layer in layers] == counts
 
 
 def test_include_and_skip() -> None:
     model, _ = zoo.plain_cnn()
     everything = ["0", "3", "6", "10"]
-    assert names(find(model, BLOCK, include="*")[0]) == everything
-    assert names(find(model, BLOCK, include=nn.Linear)[0]) == ["3", "6", "10"]
-    assert names(find(model, BLOCK, include=["0", nn.Linear])[0]) == everything
-    assert names(find(model, BLOCK, skip=[nn.Conv2d], include="10")[0]) == ["10"]
-    assert names(find(model, BLOCK, include="*", skip="[36]")[0]) == ["0", "10"]
+    assert names(find_layers(model, BLOCK, include="*")[0]) == everything
+    assert names(find_layers(model, BLOCK, include=nn.Linear)[0]) == ["3", "6", "10"]
+    assert names(find_layers(model, BLOCK, include=["0", nn.Linear])[0]) == everything
+    assert names(find_layers(model, BLOCK, skip=[nn.Conv2d], include="10")[0]) == ["10"]
+    assert names(find_layers(model, BLOCK, include="*", skip="[36]")[0]) == ["0", "10"]
     assert reasons(model, include="*", skip="3") == {"3": "named by skip"}  # skip wins
     nested, _ = zoo.mobilenet_block()
-    assert "grouped" in names(find(nested, BLOCK, include="group*")[0])
+    assert "grouped" in names(find_layers(nested, BLOCK, include="group*")[0])
 
 
 class Head(nn.Module):
@@ -278,44 +278,44 @@ class Head(nn.Module):
 
 def test_a_model_says_what_to_leave_alone() -> None:
     model = nn.Sequential(nn.Conv2d(8, 8, 3), nn.ModuleDict({"head": Head()}), nn.Conv2d(8, 8, 1), nn.Linear(8, 2))
-    layers, skipped = find(model, BLOCK)
+    layers, skipped = find_layers(model, BLOCK)
     assert names(layers) == ["0", "1.head.hidden", "1.head.classes", "2"]
     assert [(s.name, s.reason) for s in skipped] == [
         ("1.head.boxes", "the model asks to leave it alone"),
         ("3", "last layer, taken for the classifier"),
     ]
-    assert "1.head.boxes" in names(find(model, BLOCK, include="1.head.*")[0])  # the user knows better
+    assert "1.head.boxes" in names(find_layers(model, BLOCK, include="1.head.*")[0])  # the user knows better
     assert reasons(model, include="*", skip="*boxes") == {"1.head.boxes": "named by skip"}
-    assert names(find(Head(), BLOCK)[0]) == ["hidden"]  # classes are the last layer here
+    assert names(find_layers(Head(), BLOCK)[0]) == ["hidden"]  # classes are the last layer here
 
 
 def test_a_model_may_ask_by_type_by_one_name_and_for_tied_weights() -> None:
     model = nn.Sequential(nn.Conv2d(8, 8, 3), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 2))
     model.smartprune_skip = [nn.Conv2d]  # type: ignore[assignment]
-    assert names(find(model, BLOCK)[0]) == ["1", "2"]
+    assert names(find_layers(model, BLOCK)[0]) == ["1", "2"]
     model.smartprune_skip = "2"  # type: ignore[assignment]
-    assert names(find(model, BLOCK)[0]) == ["0", "1"]
+    assert names(find_layers(model, BLOCK)[0]) == ["0", "1"]
     model[1].weight = model[2].weight
-    assert names(find(model, BLOCK)[0]) == ["0"]
+    assert names(find_layers(model, BLOCK)[0]) == ["0"]
     model.smartprune_skip = (3,)  # type: ignore[assignment]
     with pytest.raises(SmartpruneError, match=r"^smartprune_skip: 3 is neither a layer name \(globs allowed\) nor a module type"):
-        find(model, BLOCK)
+        find_layers(model, BLOCK)
 
 
 @pytest.mark.parametrize("option", ["include", "skip"])
 def test_wrong_patterns(option: str) -> None:
     model, _ = zoo.plain_cnn()
     with pytest.raises(SmartpruneError, match=r"'head\.\*' matches no layer of the model; it has: 0, 3, 6, 10"):
-        find(model, BLOCK, **{option: "head.*"})  # type: ignore[arg-type]
+        find_layers(model, BLOCK, **{option: "head.*"})  # type: ignore[arg-type]
     with pytest.raises(SmartpruneError, match="ConvTranspose2d matches no layer"):
-        find(model, BLOCK, **{option: [nn.ConvTranspose2d]})  # type: ignore[arg-type]
+        find_layers(model, BLOCK, **{option: [nn.ConvTranspose2d]})  # type: ignore[arg-type]
     with pytest.raises(SmartpruneError, match=f"{option}: 3 is neither a layer name"):
-        find(model, BLOCK, **{option: [3]})  # type: ignore[arg-type, list-item]
+        find_layers(model, BLOCK, **{option: [3]})  # type: ignore[arg-type, list-item]
 
 
 def test_blocks_are_one_flat_vector() -> None:
     model, _ = zoo.plain_cnn()
-    layers, _ = find(model, BLOCK)
+    layers, _ = find_layers(model, BLOCK)
     blocks = Blocks(model, layers, None, 5, None)
     assert blocks.n == blocks.total == 195
     assert blocks.layer.tolist() == [0] * 180 + [1] * 15
@@ -334,7 +334,7 @@ def test_blocks_are_one_flat_vector() -> None:
 def test_every_model_of_the_zoo_is_cut_as_by_slow_loops(name: str) -> None:
     model, _ = zoo.SMALL[name]()
     for block in (BLOCK, Block(16, 8), Block.of("channel"), Block(3, 5, 2)):
-        layers, skipped = find(model, block, include="*")
+        layers, skipped = find_layers(model, block, include="*")
         assert all("has kernel sizes" in s.reason and len(s.shape) == 2 for s in skipped)
         assert len(skipped) == 0 or block == Block(3, 5, 2)
         assert [layer.start for layer in layers] == [sum(x.n for x in layers[:i]) for i in range(len(layers))]

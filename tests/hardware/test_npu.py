@@ -20,7 +20,7 @@ from helpers.jobs import run
 from helpers.npus import IDEAL, MACHINES, SYSTOLIC
 from smartprune import NPU, SmartpruneError
 from smartprune.core.block import Block
-from smartprune.core.layers import find
+from smartprune.core.layers import find_layers
 from smartprune.core.usage import find_calls
 from smartprune.hardware.npu import PRESETS, read_npu
 from smartprune.pruning.receipt import make_receipt
@@ -174,7 +174,7 @@ def layers(draw: st.DrawFn) -> tuple[nn.Module, Tensor, tuple[int, ...], tuple[i
 def test_every_figure_is_that_of_a_slow_simulation(case: Any, npu: NPU, density: float, seed: int) -> None:
     module, x, block, pixels = case
     draw = torch.Generator().manual_seed(seed)
-    grid = find(module, Block(*block), include="*")[0][0].grid
+    grid = find_layers(module, Block(*block), include="*")[0][0].grid
     with torch.no_grad():
         module.weight.copy_(torch.rand(module.weight.shape, generator=draw) + 0.1)
         module.weight.mul_(grid.expand((torch.rand(grid.n, generator=draw) < density).float()))
@@ -330,7 +330,7 @@ def test_calls_and_samples() -> None:
 @pytest.mark.parametrize("name", sorted(zoo.SMALL))
 def test_calls_agree_with_the_count_of_macs(name: str) -> None:
     model, x = zoo.SMALL[name]()
-    found, _ = find(model, Block(4, 4), include="*")
+    found, _ = find_layers(model, Block(4, 4), include="*")
     calls = find_calls(model, found, x)
     total = 0
     for layer in found:
@@ -345,7 +345,7 @@ def test_every_kind_of_model(name: str, npu: NPU) -> None:
     model, x = zoo.SMALL[name]()
     torch.manual_seed(0)
     with torch.no_grad():
-        for layer in find(model, Block(4, 4), include="*")[0]:
+        for layer in find_layers(model, Block(4, 4), include="*")[0]:
             dict(model.named_parameters())[layer.weight].mul_(layer.grid.expand((torch.rand(layer.n) < 0.3).float()))
     found = npu.estimate(model, x, (4, 4))
     shown = str(found)

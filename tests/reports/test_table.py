@@ -175,7 +175,7 @@ def test_a_terminal_that_knows_ascii_only(monkeypatch: pytest.MonkeyPatch) -> No
     assert shown("latin-1").isascii()
     assert "█" in shown("utf-8")
     monkeypatch.setattr(sys, "stdout", None)
-    assert text.ascii_stdout()
+    assert text.stdout_is_ascii()
     monkeypatch.undo()
     assert isinstance(got, Report)
 
@@ -189,4 +189,4 @@ def test_bars_and_percents_never_lie() -> None:
     assert text.bar(0, 0, 5, True) == "....."
     for width in range(2, 40):
         assert len(text.shorten("a" * 100, width)) == width
-    assert text.sizes(()) == "-"
+    assert text.format_shape(()) == "-"

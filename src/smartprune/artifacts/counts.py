@@ -14,7 +14,7 @@ from ..core.block import Block, Grid
 from ..core.budget import keep_count
 from ..core.occupancy import unpack_bits
 from ..errors import SmartpruneError
-from ..fields import LARGEST, Fields
+from ..fields import MAX_INTEGER, Fields
 
 if TYPE_CHECKING:
     from ..hardware.npu import NPU
@@ -45,7 +45,7 @@ class Count:
         total = fields.integer("total")
         out = Count(total, fields.integer("kept", 0, total))
         fields.integer("removed", out.removed, out.removed)
-        fields.done()
+        fields.reject_unknown_keys()
         return out
 
     @staticmethod
@@ -91,8 +91,8 @@ class Asked:
             npu=_machine(fields) if "npu" in fields.data else None,
         )
         if fields.raw("value") != float(out.share):
-            raise fields.wrong("value", f"{float(out.share)}, as share says")
-        fields.done()
+            raise fields.error("value", f"{float(out.share)}, as share says")
+        fields.reject_unknown_keys()
         count = {"blocks": blocks, "params": weights}.get(out.kind, Count(out.total, used))
         if (out.total, used) != (count.total, count.kept) or used > out.total:
             raise SmartpruneError(
@@ -101,7 +101,7 @@ class Asked:
             )
         limit = {"blocks": keep_count(out.share, out.total), "params": math.floor((1 - out.share) * out.total)}
         if out.limit != limit.get(out.kind, out.limit):
-            raise fields.wrong("limit", f"{limit[out.kind]}, which follows from the share and the total")
+            raise fields.error("limit", f"{limit[out.kind]}, which follows from the share and the total")
         return out
 
 
@@ -144,19 +144,19 @@ class Row:
     @staticmethod
     def read(fields: Fields, block: Block) -> Row:
         shape = fields.integers("shape", 1, MOST_AXES)
-        if len(shape) < 2 or math.prod(shape) > LARGEST:
-            raise fields.wrong("shape", f"the sizes of a weight with 2 to {MOST_AXES} axes")
+        if len(shape) < 2 or math.prod(shape) > MAX_INTEGER:
+            raise fields.error("shape", f"the sizes of a weight with 2 to {MOST_AXES} axes")
         parts, transposed = fields.integer("parts", 1), fields.boolean("transposed")
         try:
             grid = block.grid(shape, parts, transposed)
         except SmartpruneError as error:
             raise SmartpruneError(f"{fields.where}: {error}") from None
         if fields.integers("grid", 1, MOST_AXES) != grid.shape:
-            raise fields.wrong("grid", f"{list(grid.shape)}, which follows from shape and block")
-        inner = fields.inner("blocks")
+            raise fields.error("grid", f"{list(grid.shape)}, which follows from shape and block")
+        inner = fields.nested("blocks")
         occupied = inner.integer("occupied")
         blocks = Count.read(inner)
-        packed = fields.text("map", most=4 * -(-grid.n // 24))
+        packed = fields.text("map", max_length=4 * -(-grid.n // 24))
         try:
             kept = unpack_bits(packed, grid.n)
         except SmartpruneError as error:
@@ -164,7 +164,7 @@ class Row:
         weights = Count(math.prod(shape), int(grid.sizes()[kept].sum()))
         if blocks != Count(grid.n, int(kept.sum())) or occupied > blocks.kept:
             raise SmartpruneError(f"{fields.where}: blocks does not add up with shape, block and map")
-        Count.expect(fields.inner("weights"), weights)
+        Count.expect(fields.nested("weights"), weights)
         macs = fields.optional("macs")
         out = Row(
             name=fields.text("name"),
@@ -180,7 +180,7 @@ class Row:
             macs=None if macs is None else Count.read(macs),
             map=packed,
         )
-        fields.done()
+        fields.reject_unknown_keys()
         return out
 
 

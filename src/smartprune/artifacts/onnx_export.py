@@ -17,7 +17,7 @@ from ..core.block import Block
 from ..core.kinds import is_masked
 from ..core.occupancy import map_hash, occupied, pack_bits
 from ..errors import SmartpruneError
-from ..files import as_path, check_target, write_whole
+from ..files import as_path, check_writable, write_atomic
 from .counts import Count
 from .onnx_graph import check_half_steps, clean, describe, export_graph, outputs_of, quantized, serialized, session_of
 from .onnx_read import OnnxFile, need, parse_onnx
@@ -148,7 +148,7 @@ def export_onnx(
         raise SmartpruneError(f"export_onnx: {target} must end in .onnx, or nothing will know what it is")
     mask = target.with_suffix(SIDECAR)
     for file_path in (target, mask):
-        check_target(file_path)
+        check_writable(file_path)
     check_not_masked(model.state_dict(), f"export_onnx: {type(model).__name__}")
     if any(tensor.dtype == torch.bfloat16 for tensor in model.parameters()):
         raise SmartpruneError(
@@ -191,8 +191,8 @@ def export_onnx(
     blocks, vanished = _zeros(file, [cut for cut in cuts if cut.weight not in (*missing, *remade)], where)
     if receipt is not None and not vanished and not (found := verify(file.tensors(), receipt=receipt)).ok:
         raise SmartpruneError(f"{where}: the graph is not what the receipt says: {found.problems[0]}")
-    write_whole(target, data)
-    write_whole(mask, (json.dumps(mask_json(file, block), indent=1) + "\n").encode())
+    write_atomic(target, data)
+    write_atomic(mask, (json.dumps(mask_json(file, block), indent=1) + "\n").encode())
     return Exported(
         path=str(target),
         mask_path=str(mask),
@@ -266,7 +266,8 @@ def _steps(calibration: Iterable[Tensor | Sequence[Tensor]], inputs: tuple[Tenso
         raise SmartpruneError("export_onnx: calibration= holds no batches")
     for step in steps:
         given, wanted = (
-            ", ".join(f"{text.sizes(x.shape[1:])} {str(x.dtype).removeprefix('torch.')}" for x in batch) for batch in (step, inputs)
+            ", ".join(f"{text.format_shape(x.shape[1:])} {str(x.dtype).removeprefix('torch.')}" for x in batch)
+            for batch in (step, inputs)
         )
         if given != wanted:
             raise SmartpruneError(f"export_onnx: calibration= holds samples of {given}, and the example's are {wanted}; give such")
@@ -293,7 +294,7 @@ def _run(model: nn.Module, batch: tuple[Tensor, ...]) -> list[Tensor]:
         with torch.no_grad():
             found = model(*batch)
     except Exception as error:  # whatever happens in code that is not ours
-        shapes = ", ".join(text.sizes(x.shape) for x in batch)
+        shapes = ", ".join(text.format_shape(x.shape) for x in batch)
         raise SmartpruneError(
             f"export_onnx: the model failed on inputs of {shapes} with {type(error).__name__}: {error}; "
             "if it takes one batch size only, give dynamic_batch=False"
@@ -310,7 +311,7 @@ def _compare(
     for batch, expected in zip(batches, wanted, strict=True):
         found = outputs_of(session, batch)
         if [x.shape for x in found] != [x.shape for x in expected]:
-            shapes = [[text.sizes(x.shape) for x in outputs] for outputs in (found, expected)]
+            shapes = [[text.format_shape(x.shape) for x in outputs] for outputs in (found, expected)]
             raise SmartpruneError(f"export_onnx: the graph gives outputs of {shapes[0]} where the model gives {shapes[1]}")
         for a, b in zip(found, expected, strict=True):
             if not torch.equal(a.isfinite(), b.isfinite()):

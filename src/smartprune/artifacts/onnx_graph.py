@@ -56,7 +56,7 @@ def _cause(error: BaseException) -> str:
     while (inner := seen[-1].__cause__) is not None and inner not in seen:
         seen.append(inner)
     lines = [line for line in str(seen[-1]).strip().splitlines() if line.strip()] or [""]
-    return text.printable(f"{type(seen[-1]).__name__}: {lines[0].strip()[:300]}")
+    return text.escape(f"{type(seen[-1]).__name__}: {lines[0].strip()[:300]}")
 
 
 @contextmanager
@@ -204,7 +204,7 @@ def outputs_of(session: Any, batch: tuple[Tensor, ...]) -> list[Tensor]:
     try:
         found = session.run(None, _feed(session, batch))
     except Exception as error:
-        shapes = ", ".join(text.sizes(x.shape) for x in batch)
+        shapes = ", ".join(text.format_shape(x.shape) for x in batch)
         raise SmartpruneError(f"export_onnx: the graph failed on inputs of {shapes} ({str(error)[:300]})") from error
     return [torch.from_numpy(np.asarray(out)) for out in found]
 

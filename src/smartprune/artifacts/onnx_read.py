@@ -14,10 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..core.block import Block
-from ..core.layout import Layout
+from ..core.block import Block, Layout
 from ..errors import SmartpruneError
-from ..files import parse_json, read_capped
+from ..files import parse_json, read_limited
 from .receipt import Receipt
 
 MOST_BYTES = 1 << 31  # what one protobuf message can hold
@@ -84,7 +83,7 @@ class OnnxFile:
 
 def read_onnx(path: Path) -> OnnxFile:
     """Reads an ONNX file of any origin."""
-    return parse_onnx(read_capped(path, MOST_BYTES), str(path))
+    return parse_onnx(read_limited(path, MOST_BYTES), str(path))
 
 
 def parse_onnx(data: bytes, where: str) -> OnnxFile:

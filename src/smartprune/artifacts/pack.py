@@ -10,11 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from .. import text
-from ..core.block import Block
+from ..core.block import Block, Layout
 from ..core.kinds import is_masked
-from ..core.layout import Layout
 from ..errors import SmartpruneError
-from ..files import as_path, check_target, keep_apart, write_whole
+from ..files import as_path, check_no_overwrite, check_writable, write_atomic
 from .counts import Count
 from .packfile import MOST_AXES, PackedFile, PackedWeight, read_packed, safetensors_size
 from .receipt import Receipt
@@ -65,7 +64,7 @@ class Packed:
         rows = [
             (
                 row.name,
-                text.sizes(row.shape),
+                text.format_shape(row.shape),
                 f"{row.blocks.kept:,}/{row.blocks.total:,}",
                 f"{row.dense:,}",
                 f"{row.size:,}" if row.packed else "as it is",
@@ -115,11 +114,11 @@ def pack(
         found = verify(model, receipt=receipt)
         if not found.ok:
             raise SmartpruneError(f"pack: {source.where} is not what its receipt says: {found.problems[0]}")
-    keep_apart(target, files_of(model), "pack:")
-    check_target(target)
+    check_no_overwrite(target, files_of(model), "pack:")
+    check_writable(target)
     file, rows, assumed = _packed(source, wanted, receipt)
     data = file.to_bytes()
-    write_whole(target, data)
+    write_atomic(target, data)
     return Packed(str(target), wanted, _dense_size(source, file), len(data), file.mask_hash, rows, assumed)
 
 
@@ -235,8 +234,8 @@ def load_into(model: nn.Module, state: Mapping[str, Tensor], where: str) -> None
     for name, tensor in state.items():
         if tensor.shape != own[name].shape or tensor.dtype != own[name].dtype:
             raise SmartpruneError(
-                f"{where} does not fit the model: {name} is {tensor.dtype} {text.sizes(tensor.shape)} there and "
-                f"{own[name].dtype} {text.sizes(own[name].shape)} in the model"
+                f"{where} does not fit the model: {name} is {tensor.dtype} {text.format_shape(tensor.shape)} there and "
+                f"{own[name].dtype} {text.format_shape(own[name].shape)} in the model"
             )
     own.update(state)  # which keeps what torch notes beside the tensors and some modules ask for: the version of their format
     model.load_state_dict(own)

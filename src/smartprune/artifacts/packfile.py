@@ -13,11 +13,10 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from ..core.block import Axis, Block, Grid
-from ..core.layout import Layout
+from ..core.block import Axis, Block, Grid, Layout
 from ..core.occupancy import map_hash, nonzero
 from ..errors import SmartpruneError
-from ..fields import LARGEST, Fields
+from ..fields import MAX_INTEGER, Fields
 from ..files import parse_json
 from .receipt import Receipt
 
@@ -219,14 +218,14 @@ class _Reader:
 
     def read(self, fields: Fields) -> PackedFile:
         if fields.raw("version") != VERSION or type(fields.raw("version")) is not int:
-            raise fields.wrong("version", f"{VERSION}; a newer smartprune may read it")
+            raise fields.error("version", f"{VERSION}; a newer smartprune may read it")
         fields.match("edge", "pad", "'pad'")
         try:
-            block = Block.of(fields.text("block", most=100))
+            block = Block.of(fields.text("block", max_length=100))
         except SmartpruneError as error:
             raise SmartpruneError(f"{fields.where}: {error}") from None
         if str(block) != fields.data["block"]:
-            raise fields.wrong("block", f"{str(block)!r}, which is how that block is written")
+            raise fields.error("block", f"{str(block)!r}, which is how that block is written")
         names, tied = self._names(fields), self._tied(fields)
         layouts: dict[str, Layout] = {}
         weights: dict[str, PackedWeight] = {}
@@ -234,13 +233,13 @@ class _Reader:
         for entry in fields.items("weights", MOST_NAMES):
             name, layout, dtype = self._layout(entry, block)
             if name in layouts or name not in names or name in tied:
-                raise entry.wrong("name", "one of names, not tied to another, and no name twice")
+                raise entry.error("name", "one of names, not tied to another, and no name twice")
             layouts[name] = layout
             if entry.raw("blocks") is None:
                 dense.append((entry, layout, dtype))
             else:
                 weights[name] = self._weight(entry, name, layout, dtype, block)
-            entry.done()
+            entry.reject_unknown_keys()
         plain = self.left
         for entry, layout, dtype in dense:
             tensor = plain.get(str(entry.data["name"]))
@@ -248,7 +247,7 @@ class _Reader:
                 raise SmartpruneError(f"{entry.where}: there is no tensor of that name, shape and dtype")
         stored = {*plain, *weights}
         if set(names) != stored | set(tied) or stored & set(tied) or not set(tied.values()) <= stored:
-            raise fields.wrong("names", "every tensor of the file, every weight in blocks and every tied name, once")
+            raise fields.error("names", "every tensor of the file, every weight in blocks and every tied name, once")
         receipt = fields.optional("receipt")
         out = PackedFile(
             where=self.where,
@@ -261,7 +260,7 @@ class _Reader:
             receipt=None if receipt is None else Receipt.from_json(receipt.data, receipt.where),
         )
         said = fields.match("mask_hash", "sha256:[0-9a-f]{64}", "'sha256:' and 64 hexadecimal digits")
-        fields.done()
+        fields.reject_unknown_keys()
         if out.mask_hash != said:
             raise SmartpruneError(f"{self.where}: the hash of the kept blocks is {out.mask_hash}, and mask_hash is {said}")
         return out
@@ -269,32 +268,32 @@ class _Reader:
     def _names(self, fields: Fields) -> tuple[str, ...]:
         names = fields.raw("names")
         if not isinstance(names, list) or len(names) > MOST_NAMES or not all(isinstance(name, str) for name in names):
-            raise fields.wrong("names", f"a list of at most {MOST_NAMES} texts")
+            raise fields.error("names", f"a list of at most {MOST_NAMES} texts")
         if len(set(names)) != len(names):
-            raise fields.wrong("names", "a list without repetition")
+            raise fields.error("names", "a list without repetition")
         return tuple(names)
 
     def _tied(self, fields: Fields) -> dict[str, str]:
-        tied = fields.inner("tied").data
+        tied = fields.nested("tied").data
         out = {name: other for name, other in tied.items() if isinstance(other, str) and other not in tied}
         if len(out) != len(tied):
-            raise fields.wrong("tied", "a dictionary from names to names of stored tensors")
+            raise fields.error("tied", "a dictionary from names to names of stored tensors")
         return out
 
     def _layout(self, entry: Fields, block: Block) -> tuple[str, Layout, torch.dtype]:
         shape = entry.integers("shape", 1, MOST_AXES)
-        if len(shape) < 2 or math.prod(shape) > LARGEST:
-            raise entry.wrong("shape", f"the sizes of a weight with 2 to {MOST_AXES} axes")
+        if len(shape) < 2 or math.prod(shape) > MAX_INTEGER:
+            raise entry.error("shape", f"the sizes of a weight with 2 to {MOST_AXES} axes")
         layout = Layout(
             name=entry.text("layer"),
-            kind=entry.text("kind", most=100),
+            kind=entry.text("kind", max_length=100),
             shape=shape,
             parts=entry.integer("groups", 1),
             transposed=entry.boolean("transposed"),
         )
-        dtype = DTYPES.get(entry.text("dtype", most=10))
+        dtype = DTYPES.get(entry.text("dtype", max_length=10))
         if dtype is None:
-            raise entry.wrong("dtype", f"one of {', '.join(DTYPES)}")
+            raise entry.error("dtype", f"one of {', '.join(DTYPES)}")
         try:
             grid = layout.cut(block)
         except SmartpruneError as error:
@@ -310,7 +309,7 @@ class _Reader:
         }
         for key, value in follows.items():
             if json.dumps(entry.raw(key)) != json.dumps(value):  # as text: true is not 1
-                raise entry.wrong(key, f"{value}, which follows from shape, groups, transposed and block")
+                raise entry.error(key, f"{value}, which follows from shape, groups, transposed and block")
         return entry.text("name"), layout, dtype
 
     def _weight(self, entry: Fields, name: str, layout: Layout, dtype: torch.dtype, block: Block) -> PackedWeight:

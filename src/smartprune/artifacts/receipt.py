@@ -17,8 +17,8 @@ from .. import text
 from ..core.block import Block
 from ..core.occupancy import map_hash
 from ..errors import SmartpruneError
-from ..fields import Fields, plain
-from ..files import parse_json, read_capped, write_whole
+from ..fields import Fields, plain_data
+from ..files import parse_json, read_limited, write_atomic
 from .counts import Asked, Count, Row
 
 if TYPE_CHECKING:
@@ -115,19 +115,19 @@ class Receipt:
         rows = ",\n".join(f"  {json.dumps(row.to_json())}" for row in self.layers)
         lines = [f'"{key}": {json.dumps(value, allow_nan=False)}' for key, value in data.items() if key != "layers"]
         lines.append(f'"layers": [\n{rows}\n]')
-        write_whole(path, ("{\n" + ",\n".join(lines) + "\n}\n").encode())
+        write_atomic(path, ("{\n" + ",\n".join(lines) + "\n}\n").encode())
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Receipt:
         where = os.fspath(path)
-        return Receipt.from_json(parse_json(read_capped(path, MOST_BYTES), where), where)
+        return Receipt.from_json(parse_json(read_limited(path, MOST_BYTES), where), where)
 
     def __str__(self) -> str:
-        plain_bars = text.ascii_stdout()
+        plain_bars = text.stdout_is_ascii()
         rows = [
             (
                 row.name,
-                text.sizes(row.shape),
+                text.format_shape(row.shape),
                 f"{row.blocks.kept:,}/{row.blocks.total:,}",
                 text.bar(row.blocks.kept, row.blocks.total, 14, plain_bars),
                 text.percent(row.blocks.removed, row.blocks.total),
@@ -173,32 +173,32 @@ class Receipt:
 def _read(fields: Fields) -> Receipt:
     made = fields.raw("format")
     if made != FORMAT:
-        raise fields.wrong("format", f"{FORMAT}; a newer smartprune may read it")
+        raise fields.error("format", f"{FORMAT}; a newer smartprune may read it")
     try:
-        block = Block.of(fields.text("block", most=100))
+        block = Block.of(fields.text("block", max_length=100))
     except SmartpruneError as error:
         raise SmartpruneError(f"{fields.where}: {error}") from None
     layers = tuple(Row.read(item, block) for item in fields.items("layers", MOST_LAYERS))
     names = [row.weight for row in layers]
     if not layers or len(set(names)) != len(names):
-        raise fields.wrong("layers", "at least one layer, and no weight twice")
-    floor, asked, done = fields.optional("floor"), fields.optional("asked"), fields.inner("achieved")
+        raise fields.error("layers", "at least one layer, and no weight twice")
+    floor, asked, done = fields.optional("floor"), fields.optional("asked"), fields.nested("achieved")
     used = None if asked is None else done.integer("used")
     blocks, weights = Count.sum([row.blocks for row in layers]), Count.sum([row.weights for row in layers])
     model_macs = done.optional("model_macs")
     out = Receipt(
-        version=fields.text("smartprune", most=100),
-        method=fields.text("method", most=100),
+        version=fields.text("smartprune", max_length=100),
+        method=fields.text("method", max_length=100),
         settings=_settings(fields.raw("settings"), f"{fields.where}: settings"),
         block=block,
         floor=None if floor is None else floor.share(),
         asked=None if asked is None or used is None else Asked.read(asked, used, blocks, weights),
         layers=layers,
-        model_weights=Count.read(done.inner("model_weights")),
+        model_weights=Count.read(done.nested("model_weights")),
         model_macs=None if model_macs is None else Count.read(model_macs),
         mask_hash=fields.match("mask_hash", "sha256:[0-9a-f]{64}", "'sha256:' and 64 hexadecimal digits"),
     )
-    fields.done()
+    fields.reject_unknown_keys()
     again = out.to_json()
     wrong = [key for key in again if json.dumps(again[key], sort_keys=True) != json.dumps(fields.data[key], sort_keys=True)]
     if wrong:  # sums, and values that are equal but of another type, such as 1 for true
@@ -211,7 +211,7 @@ def _read(fields: Fields) -> Receipt:
 
 
 def _settings(value: object, where: str) -> dict[str, object]:
-    out = plain(value, where)
+    out = plain_data(value, where)
     if not isinstance(out, dict):
         raise SmartpruneError(f"{where} must be a dictionary")
     return out

@@ -17,9 +17,8 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from .. import text
-from ..core.block import Block, Grid
-from ..core.layers import Skipped, candidates, find, plain_name
-from ..core.layout import Layout
+from ..core.block import Block, Grid, Layout
+from ..core.layers import Skipped, candidates, find_layers, plain_name
 from ..core.occupancy import nonzero
 from ..errors import SmartpruneError
 from ..files import as_path, check_readable
@@ -103,7 +102,7 @@ class Source:
         if self.model is not None:
             if next(candidates(self.model), None) is None:
                 return (), ()
-            layers, skipped = find(self.model, block, include="*")
+            layers, skipped = find_layers(self.model, block, include="*")
             return tuple(Cut(x.name, x.weight, x.kind, x.grid, x.transposed, self.tensors[x.weight]) for x in layers), skipped
         known: dict[str, Row | Layout] = {plain_name(name): layout for name, layout in self.layouts.items()}
         if self.receipt is not None:
@@ -161,7 +160,7 @@ def about_axes(assumed: Sequence[str], width: int, cure: str = "give the model, 
     """Lines that say whose axes were taken for granted; none where nothing was."""
     if not assumed:
         return []
-    names = ", ".join(map(text.printable, assumed[:SHOWN])) + (", ..." if len(assumed) > SHOWN else "")
+    names = ", ".join(map(text.escape, assumed[:SHOWN])) + (", ..." if len(assumed) > SHOWN else "")
     many = "1 weight" if len(assumed) == 1 else f"{len(assumed)} weights"
     told = (
         f"axes of {many} taken as (out, in, ...), without groups, for nothing here says which layers are transposed or "
@@ -241,17 +240,17 @@ def _belonging(source: Source, network: nn.Module) -> Source:
         if tensor is None and weight.dim() < 2:  # such as a normalization that was folded away
             continue
         if tensor is None or tensor.shape != weight.shape:
-            given = "nothing" if tensor is None else text.sizes(tensor.shape)
+            given = "nothing" if tensor is None else text.format_shape(tensor.shape)
             raise SmartpruneError(
-                f"{source.where} does not belong to the model: {name} is {text.sizes(weight.shape)} in the model and {given} "
-                "there; give the model that it was made from"
+                f"{source.where} does not belong to the model: {name} is {text.format_shape(weight.shape)} in the model and "
+                f"{given} there; give the model that it was made from"
             )
         own[name] = tensor
     for name, tensor in source.unwrapped.items():
         if name not in own and tensor.dim() > 1 and _learnable(name, tensor) and not source.rounded:  # a graph has constants
             raise SmartpruneError(
-                f"{source.where} does not belong to the model: {name} ({text.sizes(tensor.shape)}) is not in the model; give the "
-                "model that it was made from"
+                f"{source.where} does not belong to the model: {name} ({text.format_shape(tensor.shape)}) is not in the model; "
+                "give the model that it was made from"
             )
         stem = name.rpartition("#")[0]
         if name in source.layouts and name not in own and stem in own and not torch.equal(tensor.float(), own[stem].float()):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import text
 from ..core.block import Block
-from ..core.occupancy import finite, map_hash, nonzero, occupied
+from ..core.occupancy import is_finite, map_hash, nonzero, occupied
 from ..errors import SmartpruneError
 from .counts import Row
 from .receipt import Receipt
@@ -134,7 +134,8 @@ class Verification:
             lines.append("sparse in no block shape" if self.block is None else f"sparse in blocks of {self.block}")
         if self.layers and self.block is not None:
             checks = [
-                (x.name, text.sizes(x.shape), f"{x.zero:,}", f"{x.blocks:,}", text.percent(x.zero, x.blocks)) for x in self.layers
+                (x.name, text.format_shape(x.shape), f"{x.zero:,}", f"{x.blocks:,}", text.percent(x.zero, x.blocks))
+                for x in self.layers
             ]
             header = ("layer", "weight", "zero", f"blocks of {self.block}", "sparsity")
             total = ("all", "", f"{self.zero:,}", f"{self.blocks:,}", text.percent(self.zero, self.blocks))
@@ -216,7 +217,9 @@ def _against(source: Source, receipt: Receipt, wanted: Block | None) -> Verifica
         if tensor is None:
             problems.append(f"{row.weight}: is in the receipt and not in {source.where}")
         elif tuple(tensor.shape) != row.shape:
-            problems.append(f"{row.weight}: has shape {text.sizes(tensor.shape)}, the receipt says {text.sizes(row.shape)}")
+            problems.append(
+                f"{row.weight}: has shape {text.format_shape(tensor.shape)}, the receipt says {text.format_shape(row.shape)}"
+            )
         else:
             bits, check = _check(row, tensor, receipt.block, problems, source.rounded)
             maps.append((row.weight, row.grid, bits))
@@ -252,7 +255,7 @@ def _check(row: Row, tensor: Tensor, block: Block, problems: list[str], rounded:
     wrong = (bits & ~kept).nonzero().reshape(-1)
     for index in wrong[:SHOWN].tolist():
         at = tuple(int(i) for i in torch.unravel_index(torch.tensor(index, device="cpu"), grid.shape))
-        problems.append(f"{row.weight}: block {index} at {at} of the grid {text.sizes(grid.shape)} is removed, but not zero")
+        problems.append(f"{row.weight}: block {index} at {at} of the grid {text.format_shape(grid.shape)} is removed, but not zero")
     if len(wrong) > SHOWN:
         problems.append(f"{row.weight}: {len(wrong) - SHOWN:,} more removed blocks are not zero")
     found = int((bits & kept).sum())
@@ -280,7 +283,7 @@ def _count(source: Source, block: Block) -> tuple[tuple[LayerCheck, ...], tuple[
 
 
 def _finite(name: str, tensor: Tensor, problems: list[str]) -> None:
-    if not finite(tensor):
+    if not is_finite(tensor):
         problems.append(f"{name}: holds NaN or infinity")
 
 

@@ -9,7 +9,7 @@ import shlex
 from pathlib import Path
 
 from .. import run_files
-from ..errors import SmartpruneError, in_memory
+from ..errors import SmartpruneError, explain_memory_errors
 from ..training.config import MOST_THREADS
 from .common import Verbs, add_verb, arguments, check_outputs, files_of_run
 from .export import from_run, load_weights, training_inputs
@@ -49,7 +49,7 @@ def run_bench(args: argparse.Namespace) -> int:
 
     from ..core.block import Block
     from ..experiments.bench.engines import CPU, GPU, bench
-    from ..files import write_whole
+    from ..files import write_atomic
     from ..training.page import write_run_page
 
     folder = Path(args.model)
@@ -88,7 +88,7 @@ def run_bench(args: argparse.Namespace) -> int:
             raise SmartpruneError(f"--engines {unknown.pop()!r} is not known; there are: {', '.join((*CPU, *GPU))}")
     if args.weights:
         load_weights(model, args.weights)
-    with in_memory(f"--batch {max(args.batch)}" + (f" with --input {args.input}" if args.input else "")):
+    with explain_memory_errors(f"--batch {max(args.batch)}" + (f" with --input {args.input}" if args.input else "")):
         found = bench(
             model,
             inputs[0][:1] if inputs else example,
@@ -105,7 +105,7 @@ def run_bench(args: argparse.Namespace) -> int:
         )
     data, timed = json.dumps(found.to_json(), indent=2), any(timing.failed is None for timing in found.timings)
     if out is not None and (timed or args.out is not None):
-        write_whole(out, f"{data}\n".encode())
+        write_atomic(out, f"{data}\n".encode())
     elif out is not None:
         tell(f"no engine could be timed, so nothing is written and {out} stays as it is; --out FILE writes this all the same")
     if timed and folder.is_dir() and args.out is None:

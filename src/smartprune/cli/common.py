@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import SmartpruneError
-from ..files import check_target, keep_apart
+from ..files import check_no_overwrite, check_writable
 from ..run_files import BENCH, CHECKPOINT, CONFIG, DENSE, METRICS, MODEL, RECEIPT, RESULT, SCORES
 
 Verbs = Any  # argparse keeps the type of its sub-commands to itself
@@ -50,10 +50,10 @@ def check_outputs(outputs: Mapping[str, Target], read: Mapping[str, Target]) -> 
         if path is None:
             continue
         try:
-            check_target(path)
+            check_writable(path)
         except SmartpruneError as error:
             raise SmartpruneError(f"{flag} {error}") from None
-        keep_apart(path, read, flag)
+        check_no_overwrite(path, read, flag)
         real = os.path.realpath(path)
         if real in seen and (os.path.isfile(real) or not os.path.exists(real)):
             raise SmartpruneError(f"{seen[real]} and {flag} are both {path}; give two files")

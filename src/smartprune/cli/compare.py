@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import SmartpruneError
-from ..files import check_folder, write_whole
+from ..files import check_folder, write_atomic
 from .common import Verbs, add_verb, arguments, check_outputs, files_of_run
 from .streams import tell
 
@@ -65,9 +65,9 @@ def run_compare(args: argparse.Namespace) -> int:
             check_outputs(outputs, files_of_run(entry.folder))
     print(found)
     if args.csv:
-        write_whole(args.csv, found.csv().encode())
+        write_atomic(args.csv, found.csv().encode())
     if args.json:
-        write_whole(args.json, (json.dumps(found.to_json(), indent=1, allow_nan=False) + "\n").encode())
+        write_atomic(args.json, (json.dumps(found.to_json(), indent=1, allow_nan=False) + "\n").encode())
     if args.plot:
         from ..experiments.compare.chart import save_charts
 
@@ -75,7 +75,7 @@ def run_compare(args: argparse.Namespace) -> int:
     if args.html:
         from ..experiments.compare.page import comparison_page
 
-        write_whole(args.html, comparison_page(found, charts(found)).encode())
+        write_atomic(args.html, comparison_page(found, charts(found)).encode())
     if args.record:
         from ..experiments.compare.record import write_record
 

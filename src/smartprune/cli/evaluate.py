@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import run_files
-from ..errors import SmartpruneError, in_memory
+from ..errors import SmartpruneError, explain_memory_errors
 from .common import Verbs, add_verb, arguments
 from .train import read_settings
 
@@ -113,7 +113,7 @@ def _judged(path: Path, config: Config, split: str) -> dict[str, Any]:
     device = torch.device(config.device)
     with settled(config):
         task = make_task(config.task, config.task_settings)
-        with in_memory(network(config)):
+        with explain_memory_errors(network(config)):
             model = task.model(config.model)
         load_weights(model, path)
         if task.data(split, device).steps(1) == 0:
@@ -135,7 +135,7 @@ def _unscored(args: argparse.Namespace) -> bool:
 
 def _score_run(folder: Path, config: Config) -> list[dict[str, Any]]:
     """Scores what the models of a run found, and writes that down in its ``result.json``."""
-    from ..files import parse_json, read_capped
+    from ..files import parse_json, read_limited
     from ..training.config import make_task
     from ..training.folder import locked, write_json
     from ..training.page import write_run_page
@@ -146,7 +146,7 @@ def _score_run(folder: Path, config: Config) -> list[dict[str, Any]]:
         result = asdict(Result.load(folder))
         for form, name in run_files.DETECTIONS.items():
             path = folder / name
-            found = parse_json(read_capped(path, LARGEST_FILE), str(path))
+            found = parse_json(read_limited(path, LARGEST_FILE), str(path))
             try:
                 figures = _scored(task.score(found, "test"), task)  # type: ignore[attr-defined]
             except SmartpruneError as error:
@@ -161,13 +161,13 @@ def _score_run(folder: Path, config: Config) -> list[dict[str, Any]]:
 
 
 def _score_file(finds: Path, boxes: Path) -> dict[str, Any]:
-    from ..files import parse_json, read_capped
+    from ..files import parse_json, read_limited
     from ..tasks.detection import Detection
     from ..tasks.detection_files import checked_finds, read
     from ..tasks.detection_score import scored
 
-    truth = read(read_capped(boxes, LARGEST_FILE), str(boxes))
-    found = checked_finds(parse_json(read_capped(finds, LARGEST_FILE), str(finds)), truth, str(finds))
+    truth = read(read_limited(boxes, LARGEST_FILE), str(boxes))
+    found = checked_finds(parse_json(read_limited(finds, LARGEST_FILE), str(finds)), truth, str(finds))
     return {"file": str(finds), "annotations": str(boxes), "figures": _scored(scored(truth, found), Detection)}
 
 

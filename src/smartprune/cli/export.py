@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import run_files
-from ..errors import SmartpruneError, in_memory
+from ..errors import SmartpruneError, explain_memory_errors
 from .common import Verbs, add_verb, arguments, check_outputs, files_of_run, show
 from .inspect import find_model, sample
 
@@ -80,7 +80,7 @@ def run_export(args: argparse.Namespace) -> int:
     batches = None
     if args.int8:
         batches = _array(args.calibration) if args.calibration else training_inputs(task, model, config)  # type: ignore[arg-type]
-    with in_memory(f"--input {args.input}" if args.input else args.model):
+    with explain_memory_errors(f"--input {args.input}" if args.input else args.model):
         found = export_onnx(
             model,
             out,

@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import SmartpruneError, in_memory
-from ..files import check_folder, write_whole
+from ..errors import SmartpruneError, explain_memory_errors
+from ..files import check_folder, write_atomic
 from ..run_files import CONFIG
 from .common import Verbs, add_verb, arguments, check_outputs, files_of_run, show
 from .streams import tell
@@ -57,7 +57,7 @@ def run_plan(args: argparse.Namespace) -> int:
     from ..hardware.npu import UnmetError, read_npu
     from ..pruning.plan import plan
 
-    with arguments(args), in_memory(f"--input {args.input}" if args.input else args.model):
+    with arguments(args), explain_memory_errors(f"--input {args.input}" if args.input else args.model):
         model, block, example = find_model(args.model, args.data)
         if args.input:
             example = sample(args.input)
@@ -118,7 +118,7 @@ def sample(text: str) -> Any:
         shape = []
     if not shape or min(shape) < 1:
         raise SmartpruneError(f"--input {text} cannot be read; write the shape of one sample, such as 3x32x32")
-    with in_memory(f"--input {text}"):
+    with explain_memory_errors(f"--input {text}"):
         return torch.zeros(1, *shape)
 
 
@@ -195,7 +195,7 @@ def _write_report(args: argparse.Namespace) -> int:
         if not png:
             tell("for .png files as well, run: pip install 'smartprune[plot]'")
     if args.html:
-        write_whole(args.html, render(view).encode())
+        write_atomic(args.html, render(view).encode())
         tell(f"written to {args.html}")
     return 0
 
@@ -238,7 +238,7 @@ def _cycles(args: argparse.Namespace) -> Estimate:
             example = sample(args.input)
         if example is None:
             raise SmartpruneError("--npu needs the shape of one sample: add --input, such as --input 3x32x32")
-    with in_memory(f"--input {args.input}" if args.input else args.path):
+    with explain_memory_errors(f"--input {args.input}" if args.input else args.path):
         return npu.estimate(model, example, block, weights=args.path)
 
 

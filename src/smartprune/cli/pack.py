@@ -74,7 +74,7 @@ def unpack_verb(verbs: Verbs) -> None:
 def run_unpack(args: argparse.Namespace) -> int:
     from ..artifacts.pack import unpack
     from ..artifacts.packfile import safetensors_bytes
-    from ..files import write_whole
+    from ..files import write_atomic
 
     out = Path(args.out)
     with arguments(args):
@@ -85,7 +85,7 @@ def run_unpack(args: argparse.Namespace) -> int:
         check_outputs({"--out": out}, {"the packed file": args.file})
     state = unpack(args.file, limit=args.limit)
     data = b"".join(safetensors_bytes(state))
-    write_whole(out, data)
+    write_atomic(out, data)
     sizes: dict[str, Any] = {"packed": Path(args.file).stat().st_size, "dense": len(data), "tensors": len(state)}
     if args.json:
         print(json.dumps({"path": str(out), **sizes}, indent=2))

@@ -43,7 +43,7 @@ def run_watch(args: argparse.Namespace) -> int:
         if not config.is_file():
             raise SmartpruneError(f"{args.path} holds no run (no {CONFIG}); add --wait if it is about to start")
         if args.once:
-            print("\n".join(lines(snapshot(args.path), text.ascii_stdout())))
+            print("\n".join(lines(snapshot(args.path), text.stdout_is_ascii())))
         else:
             follow(args.path, args.every)
     except KeyboardInterrupt:  # the way to stop watching

@@ -220,3 +220,20 @@ def spread(values: Tensor, dim: int, axis: Axis) -> Tensor:
         return out
     cropped: Tensor = out.unflatten(dim, (axis.parts, axis.per_part * axis.step)).narrow(dim + 1, 0, axis.length)
     return cropped.flatten(dim, dim + 1)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the axes of a stored weight are read: (out, in / groups, *kernel), or (in, out / groups, *kernel) if ``transposed``.
+
+    ``parts`` is the number of groups. They divide the first stored axis, and no block crosses from one to the next.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    parts: int = 1
+    transposed: bool = False
+
+    def cut(self, block: Block) -> Grid:
+        return block.grid(self.shape, self.parts, self.transposed)

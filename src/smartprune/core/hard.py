@@ -21,7 +21,7 @@ FACTS = {
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
-def kind_of(value: Tensor) -> str:
+def describe_tensor(value: Tensor) -> str:
     return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)} on {value.device}"
 
 
@@ -31,12 +31,13 @@ def check_vectors(where: str, scores: Tensor, cost: Tensor | None) -> None:
             raise SmartpruneError(f"{where}: {name} is a {type(value).__name__}; give a tensor, torch.as_tensor({name})")
     if scores.dim() != 1 or scores.dtype not in DTYPES or scores.numel() == 0:
         raise SmartpruneError(
-            f"{where}: scores are {kind_of(scores)}; they must be one non-empty vector of float64, float32, bfloat16 or "
+            f"{where}: scores are {describe_tensor(scores)}; they must be one non-empty vector of float64, float32, bfloat16 or "
             "float16: flatten the scores of all layers into it"
         )
     if cost is not None and (cost.shape != scores.shape or cost.device != scores.device or cost.is_complex()):
         raise SmartpruneError(
-            f"{where}: cost is {kind_of(cost)}; it must be real, {list(scores.shape)} and on {scores.device}, one cost per score"
+            f"{where}: cost is {describe_tensor(cost)}; it must be real, {list(scores.shape)} and on {scores.device}, "
+            "one cost per score"
         )
 
 
@@ -80,7 +81,7 @@ def hard_topk(
     limit = k.item() if isinstance(k, Tensor) and k.numel() == 1 else k
     if isinstance(limit, bool) or not isinstance(limit, numbers.Real) or math.isnan(limit):
         raise SmartpruneError(f"hard_topk: k={k!r} is not a number; give the number (or the cost) of blocks to keep")
-    forced = forced_blocks(scores, floor, layer)
+    forced = floor_blocks(scores, floor, layer)
     if cost is None:
         if not math.isfinite(limit) or limit != int(limit) or not 0 <= limit <= n:
             raise SmartpruneError(f"hard_topk: k={limit!r} is not an integer in [0, {n}]; give the number to keep")
@@ -136,13 +137,13 @@ def _best(scores: Tensor, k: int) -> Tensor:
     return mask
 
 
-def forced_blocks(scores: Tensor, floor: float | Tensor | None, layer: Tensor | None) -> Tensor:
+def floor_blocks(scores: Tensor, floor: float | Tensor | None, layer: Tensor | None) -> Tensor:
     """The blocks that a floor keeps whatever the limit: the best of every layer."""
     forced = torch.zeros_like(scores, dtype=torch.bool)
     if floor is None:
         return forced
     if not isinstance(layer, Tensor) or layer.shape != scores.shape or layer.is_floating_point() or int(layer.min()) < 0:
-        given = "missing" if layer is None else kind_of(layer) if isinstance(layer, Tensor) else f"a {type(layer).__name__}"
+        given = "missing" if layer is None else describe_tensor(layer) if isinstance(layer, Tensor) else f"a {type(layer).__name__}"
         raise SmartpruneError(
             f"hard_topk: floor={_shown(floor)} but layer is {given}; floor needs layer, {list(scores.shape)} integers "
             ">= 0 saying which layer each block belongs to"
@@ -152,7 +153,7 @@ def forced_blocks(scores: Tensor, floor: float | Tensor | None, layer: Tensor | 
     if isinstance(floor, Tensor):
         if floor.is_floating_point() or floor.dim() != 1 or floor.numel() < sizes.numel() or bool((floor < 0).any()):
             raise SmartpruneError(
-                f"hard_topk: floor is {kind_of(floor)}; it must be one count >= 0 for each of the {sizes.numel()} layers"
+                f"hard_topk: floor is {describe_tensor(floor)}; it must be one count >= 0 for each of the {sizes.numel()} layers"
             )
         least = floor.to(scores.device, torch.long)[: sizes.numel()]
         if bool((least > sizes).any()):

@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 from ..errors import SmartpruneError
 from .block import Block, Grid
 from .kinds import CONVOLUTIONS, LAYER_TYPES, TRANSPOSED, user_class
-from .transforms import zeros_stay
+from .transforms import zeros_survive
 
 Pattern = str | type[nn.Module]
 Patterns = Pattern | Sequence[Pattern]
@@ -107,7 +107,7 @@ class Candidate:
         return False
 
 
-def find(
+def find_layers(
     model: nn.Module, block: Block, include: Patterns = (), skip: Patterns = ()
 ) -> tuple[tuple[Layer, ...], tuple[Skipped, ...]]:
     """All weights with two axes or more: those to be cut, in definition order, and those left alone, with the reason.
@@ -152,7 +152,7 @@ def find(
                 reason = "last layer, taken for the classifier"
             elif c is stem:
                 reason = f"stem: reads the image ({c.weight.shape[1]} channels)"
-            elif not zeros_stay(c.module):
+            elif not zeros_survive(c.module):
                 reason = "computes with numbers that are not zero where its weight is (weight standardization?)"
         if reason is None:
             try:

@@ -22,10 +22,10 @@ def nonzero(weight: Tensor) -> Tensor:
         raise SmartpruneError("the weight is on the meta device and has no values; load the model first")
     if weight.layout is not torch.strided:  # making it dense could take any amount of memory
         raise SmartpruneError(f"{weight.layout} weights are not dense")
-    return readable(weight) != 0
+    return comparable(weight) != 0
 
 
-def readable(weight: Tensor) -> Tensor:
+def comparable(weight: Tensor) -> Tensor:
     """The same numbers in a form that torch compares: no quantized ones, and no 8-bit floats, which not every device knows."""
     weight = weight.detach()
     if weight.is_quantized:
@@ -36,15 +36,15 @@ def readable(weight: Tensor) -> Tensor:
         raise SmartpruneError(f"torch cannot read {weight.dtype} weights; convert them first") from None
 
 
-def finite(weight: Tensor) -> bool:
+def is_finite(weight: Tensor) -> bool:
     """Whether a dense tensor is free of NaN and infinity.
 
-    >>> finite(torch.zeros(2, dtype=torch.float8_e5m2)), finite(torch.tensor([1.0, torch.nan]))
+    >>> is_finite(torch.zeros(2, dtype=torch.float8_e5m2)), is_finite(torch.tensor([1.0, torch.nan]))
     (True, False)
     """
     if weight.layout is not torch.strided or not weight.is_floating_point():
         return True
-    return bool(readable(weight).isfinite().all())
+    return bool(comparable(weight).isfinite().all())
 
 
 def occupied(grid: Grid, weight: Tensor) -> Tensor:

@@ -16,17 +16,17 @@ def is_sharded(tensor: Any) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """All of it, on every rank; all ranks must ask together."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
-def part(tensor: Tensor) -> Tensor:
+def local_tensor(tensor: Tensor) -> Tensor:
     """What lies in the memory of this rank: writing to it writes to the tensor."""
     return tensor.detach().to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
-def put_away(model: nn.Module) -> None:
+def reshard(model: nn.Module) -> None:
     """Weights that FSDP holds whole after a forward pass without a backward one, as its root does, are in parts again: what is
     written to the whole ones is lost."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
@@ -37,7 +37,7 @@ def put_away(model: nn.Module) -> None:
             module.reshard()
 
 
-def rows(tensor: Tensor) -> slice:
+def local_rows(tensor: Tensor) -> slice:
     """Which part of the first axis of the whole tensor this rank holds."""
     first, length, mesh = 0, tensor.shape[0], tensor.device_mesh  # type: ignore[attr-defined]
     for i, placement in enumerate(tensor.placements):  # type: ignore[attr-defined]
@@ -46,7 +46,7 @@ def rows(tensor: Tensor) -> slice:
         size = -(-length // mesh.size(i))
         start = min(mesh.get_local_rank(i) * size, length)
         first, length = first + start, min(size, length - start)
-    local = tuple(part(tensor).shape)
+    local = tuple(local_tensor(tensor).shape)
     if local != (length, *tensor.shape[1:]):
         raise SmartpruneError(
             f"a weight of {tuple(tensor.shape)} is split as {tensor.placements}, of which this rank holds {local}; "  # type: ignore[attr-defined]
@@ -55,7 +55,7 @@ def rows(tensor: Tensor) -> slice:
     return slice(first, first + length)
 
 
-def joined(local: Tensor, like: Any) -> Tensor:
+def from_local(local: Tensor, like: Any) -> Tensor:
     """Every rank's part as one tensor that is split as ``like`` is; where that is whole, the part itself."""
     if not is_sharded(like):
         return local
@@ -65,13 +65,13 @@ def joined(local: Tensor, like: Any) -> Tensor:
     return made
 
 
-def split_like(value: Any, like: Any) -> Any:
+def shard_like(value: Any, like: Any) -> Any:
     """A whole tensor in the parts of another one of its shape; where that is whole, and for other values, as it is."""
     if not is_sharded(like) or not isinstance(value, Tensor) or value.shape != like.shape:
         return value
-    return joined(value[rows(like)].to(like.device).contiguous(), like)
+    return from_local(value[local_rows(like)].to(like.device).contiguous(), like)
 
 
-def split_all(values: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
-    """:func:`split_like` for two dictionaries, such as state dicts."""
-    return {name: split_like(value, like.get(name)) for name, value in values.items()}
+def shard_state(values: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
+    """:func:`shard_like` for two dictionaries, such as state dicts."""
+    return {name: shard_like(value, like.get(name)) for name, value in values.items()}

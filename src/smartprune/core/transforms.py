@@ -13,7 +13,7 @@ from .kinds import LAYER_FUNCTIONS, TRANSPOSED, user_class
 from .sharding import is_sharded
 
 
-def zeros_stay(module: nn.Module) -> bool:
+def zeros_survive(module: nn.Module) -> bool:
     """Whether a zero in a layer's weight is a zero in what the layer computes with. Code that first subtracts a mean, say,
     makes another number of it. Tried on a copy, with a weight whose first input channel is all zero."""
     cls = user_class(module)

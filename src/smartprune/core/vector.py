@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..errors import SmartpruneError
 from .layers import Layer
-from .sharding import whole
+from .sharding import full_tensor
 
 SMALLEST_SHARE = 1e-12
 
@@ -52,9 +52,9 @@ class Blocks:
     @property
     def weights(self) -> list[nn.Parameter]:
         """The weights as stored, unmasked."""
-        return [self.weights_at(index) for index in range(len(self._owners))]
+        return [self.weight_of_layer(index) for index in range(len(self._owners))]
 
-    def weights_at(self, index: int) -> nn.Parameter:
+    def weight_of_layer(self, index: int) -> nn.Parameter:
         """The weight of layer ``index`` as stored."""
         owner, name = self._owners[index]
         weight = owner._parameters.get(name)
@@ -67,7 +67,7 @@ class Blocks:
 
     @property
     def device(self) -> torch.device:
-        return self.weights_at(0).device
+        return self.weight_of_layer(0).device
 
     @property
     def cost(self) -> Tensor | None:
@@ -87,7 +87,7 @@ class Blocks:
         """Sum of ``function(weight)``, of a float32 weight, over every block, [n] on the weights' device."""
         with torch.no_grad():
             pairs = zip(self.layers, self.weights, strict=True)
-            parts = [layer.grid.sum(function(whole(w.detach()).float())) for layer, w in pairs]
+            parts = [layer.grid.sum(function(full_tensor(w.detach()).float())) for layer, w in pairs]
             return torch.cat([part.to(self.device) for part in parts])
 
     def mean(self, function: Callable[[Tensor], Tensor]) -> Tensor:

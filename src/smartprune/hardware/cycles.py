@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..core.budget import Budget, as_share
-from ..core.hard import forced_blocks
+from ..core.hard import floor_blocks
 from ..core.usage import Call
 from ..errors import SmartpruneError
 from .work import Work, pruned
@@ -43,7 +43,7 @@ class Latency:
         """The highest ranked blocks, as many as the goal allows; equal ranks go to the lower index. The next one in rank would
         exceed it. ``floor`` are the fewest blocks of each layer: the highest ranked, or those that take least where these take too
         long. None if they do too."""
-        forced = forced_blocks(rank, floor, layer)
+        forced = floor_blocks(rank, floor, layer)
         if floor is not None and self.of(forced) > self.goal:
             forced = self.least(floor).to(rank.device)
         order = rank.masked_fill(forced, torch.inf).sort(descending=True, stable=True).indices

@@ -21,12 +21,12 @@ from ..artifacts.counts import Count
 from ..artifacts.source import Model, check_not_masked, read_source
 from ..core.block import Block
 from ..core.budget import as_share
-from ..core.layers import Layer, Skipped, candidates, find
+from ..core.layers import Layer, Skipped, candidates, find_layers
 from ..core.occupancy import occupied
-from ..core.transforms import zeros_stay
+from ..core.transforms import zeros_survive
 from ..core.usage import Call, find_calls
 from ..errors import SmartpruneError
-from ..files import parse_json, read_capped
+from ..files import parse_json, read_limited
 from .cycles import Latency
 from .work import Cost, Work, dense, line, pruned
 
@@ -180,22 +180,22 @@ class NPU:
             block = (self.rows, self.columns) if source.receipt is None else source.receipt.block
         block = Block.of(block)
         check_not_masked(model.state_dict(), type(model).__name__)
-        layers, skipped = find(model, block, include="*") if next(candidates(model), None) else ((), ())
+        layers, skipped = find_layers(model, block, include="*") if next(candidates(model), None) else ((), ())
         calls = find_calls(model, layers, example)
         rows = []
         for layer in layers:
             tensor = source.get(layer.weight)
             if tensor is None or tuple(tensor.shape) != layer.grid.weight_shape:
-                given = "nothing" if tensor is None else text.sizes(tensor.shape)
+                given = "nothing" if tensor is None else text.format_shape(tensor.shape)
                 raise SmartpruneError(
-                    f"NPU.estimate: {layer.weight} is {text.sizes(layer.grid.weight_shape)} in the model and {given} in "
+                    f"NPU.estimate: {layer.weight} is {text.format_shape(layer.grid.weight_shape)} in the model and {given} in "
                     f"{source.where}; give the weights of this model"
                 )
             try:
                 live = occupied(layer.grid, tensor)
             except SmartpruneError as error:
                 raise SmartpruneError(f"NPU.estimate: {layer.weight}: {error}") from None
-            if not zeros_stay(model.get_submodule(layer.sites[0][0])):  # no block can be skipped
+            if not zeros_survive(model.get_submodule(layer.sites[0][0])):  # no block can be skipped
                 live.fill_(True)
             rows.append(self._row(layer, calls[layer.name], live))
         if not any(row.calls for row in rows):
@@ -229,7 +229,7 @@ class NPU:
         For :func:`smartprune.cycles`. The cost is the slope of a line near the latency (:func:`smartprune.npu_work.line`), and what
         the line starts at is taken off the limit.
         """
-        every = layers if of == "layers" else find(model, Block(1, None, None), include="*")[0]
+        every = layers if of == "layers" else find_layers(model, Block(1, None, None), include="*")[0]
         calls = find_calls(model, [*layers, *every], example)
         if not any(calls[layer.name] for layer in layers):
             raise SmartpruneError("cycles: the example reaches none of the layers to prune; give an input of the model")
@@ -283,7 +283,7 @@ def read_npu(name: str) -> NPU:
         return PRESETS[name]
     if not name.endswith(".json"):
         raise SmartpruneError(f"npu {name!r} is not known; there are: {', '.join(PRESETS)}; or give a .json file of its settings")
-    return NPU.from_json(parse_json(read_capped(name, MOST_BYTES), name), name)
+    return NPU.from_json(parse_json(read_limited(name, MOST_BYTES), name), name)
 
 
 @dataclass(frozen=True)
@@ -432,7 +432,7 @@ class Estimate:
             f"time     {self.npu.ms(whole.latency):.4g} ms dense, {self.ms:.4g} ms pruned",
         ]
         if self.skipped:
-            missing = [(s.name, text.sizes(s.shape), s.reason) for s in self.skipped]
+            missing = [(s.name, text.format_shape(s.shape), s.reason) for s in self.skipped]
             lines += ["", *text.table(("not counted", "weight", "reason"), missing, "<<<", WIDTH, (0, 2))]
         return "\n".join(lines)
 

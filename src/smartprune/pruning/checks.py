@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import text
-from ..core.sharding import is_sharded, whole
+from ..core.sharding import full_tensor, is_sharded
 from ..core.vector import Blocks
 from ..errors import SmartpruneError
 from ..methods.method import Method, State
@@ -51,7 +51,7 @@ class Careful:
         return [self._host._parameters[PREFIX + name] for name in self._trained]  # type: ignore[misc]
 
     def _require_unsplit(self) -> None:
-        if is_sharded(self.blocks.weights_at(0)) and not self._sharded:
+        if is_sharded(self.blocks.weight_of_layer(0)) and not self._sharded:
             raise SmartpruneError(
                 "the weights were split (FSDP) after attach, and the scores with them; call fully_shard first, then attach: scores "
                 "stay whole on every rank"
@@ -61,8 +61,8 @@ class Careful:
         for layer, weight in zip(self.blocks.layers, weights, strict=True):
             if weight.shape != layer.grid.weight_shape and not self._sharded:
                 raise SmartpruneError(
-                    f"{layer.weight} is {text.sizes(weight.shape)} now and was {text.sizes(layer.grid.weight_shape)} when the "
-                    "pruner was attached; change the model before you attach"
+                    f"{layer.weight} is {text.format_shape(weight.shape)} now and was "
+                    f"{text.format_shape(layer.grid.weight_shape)} when the pruner was attached; change the model before you attach"
                 )
 
     def _require_attached(self, call: str) -> None:
@@ -189,7 +189,7 @@ class Careful:
 
     def _require_finite_weights(self, call: str) -> None:
         pairs = zip(self.blocks.layers, self.blocks.weights, strict=True)
-        bad = [layer.name for layer, weight in pairs if not bool(whole(weight.detach()).isfinite().all())]
+        bad = [layer.name for layer, weight in pairs if not bool(full_tensor(weight.detach()).isfinite().all())]
         if bad:
             raise SmartpruneError(
                 f"pruner.{call}(): the weights of {bad[0]} ({len(bad)} of {len(self.blocks.layers)} layers) hold NaN or infinity "
@@ -208,7 +208,7 @@ def require_values(blocks: Blocks) -> None:
             raise SmartpruneError(
                 f"attach: {layer.weight} was made in inference_mode and cannot train; make the model, or load it, outside"
             )
-        bad += [] if bool(whole(weight.detach()).isfinite().all()) else [layer.name]
+        bad += [] if bool(full_tensor(weight.detach()).isfinite().all()) else [layer.name]
     if bad:
         raise SmartpruneError(
             f"attach: the weights of {bad[0]} ({len(bad)} of {len(blocks.layers)} layers) hold NaN or infinity; load sound ones "

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from ..core.block import Grid, spread
-from ..core.sharding import is_sharded, part
-from ..core.sharding import rows as own_rows
+from ..core.sharding import is_sharded, local_rows, local_tensor
 from ..errors import SmartpruneError
 
 CHUNK = 1 << 22  # elements: layers are multiplied in runs of about this size, so that gradients become ready in pieces
@@ -195,7 +194,7 @@ class Masking:
         """``weight *= piece`` in place, for the weight number i; piece: the mask of its blocks."""
         piece = piece.to(weight.device)
         if is_sharded(weight):
-            part(weight).mul_(self.grids[i].expand(piece)[own_rows(weight)])
+            local_tensor(weight).mul_(self.grids[i].expand(piece)[local_rows(weight)])
             return
         rows = self.rows(i, weight)
         view = rows.view(weight.detach())

@@ -14,11 +14,11 @@ from .. import text
 from ..core.block import Block
 from ..core.budget import Budget, Kind, as_share, block_macs, min_keep
 from ..core.budget import blocks as blocks_budget
-from ..core.layers import Layer, Patterns, Skipped, find
+from ..core.layers import Layer, Patterns, Skipped, find_layers
 from ..core.usage import count_macs, count_uses
 from ..core.vector import Blocks
 from ..errors import SmartpruneError
-from ..fields import LONGEST_TEXT, is_name
+from ..fields import MAX_TEXT, is_valid_name
 
 if TYPE_CHECKING:
     from ..hardware.cycles import Latency
@@ -133,9 +133,9 @@ class Plan:
         for layer in self.layers:
             weight = parameters.get(layer.weight)
             if weight is None or tuple(weight.shape) != layer.grid.weight_shape:
-                given = "nothing" if weight is None else f"a weight of {text.sizes(weight.shape)}"
+                given = "nothing" if weight is None else f"a weight of {text.format_shape(weight.shape)}"
                 raise SmartpruneError(
-                    f"plan: {layer.weight} is a weight of {text.sizes(layer.grid.weight_shape)} in the plan, and the "
+                    f"plan: {layer.weight} is a weight of {text.format_shape(layer.grid.weight_shape)} in the plan, and the "
                     f"model has {given} there; plan the model that you prune"
                 )
         return Blocks(model, self.layers, self.cost, self.limit, self.min_keep)
@@ -195,8 +195,8 @@ class Plan:
             [
                 layer.name,
                 layer.kind,
-                text.sizes(layer.grid.weight_shape),
-                text.sizes(layer.grid.shape),
+                text.format_shape(layer.grid.weight_shape),
+                text.format_shape(layer.grid.shape),
                 f"{layer.n:,}",
                 f"{layer.params:,}",
                 text.percent(slots(layer, self.block) - layer.params, slots(layer, self.block)),
@@ -210,7 +210,7 @@ class Plan:
         align = "<<<<" + ">" * (len(header) - 4)
         lines = [f"Blocks of {self.block}", "", *text.table(header, rows, align, WIDTH, (0, 1))]
         if self.skipped:
-            left = [(s.name, s.kind, text.sizes(s.shape), s.reason) for s in self.skipped]
+            left = [(s.name, s.kind, text.format_shape(s.shape), s.reason) for s in self.skipped]
             lines += ["", *text.table(("not pruned", "kind", "weight", "reason"), left, "<<<<", WIDTH, (0, 1))]
         return "\n".join([*lines, "", *self._totals()])
 
@@ -274,7 +274,7 @@ def plan(
         as_share(sparsity, "sparsity")  # so that a wrong number is named as it was given
         budget = blocks_budget(sparsity)
     block = Block.of(block)
-    layers, skipped = find(model, block, include, skip)
+    layers, skipped = find_layers(model, block, include, skip)
     if not layers:
         names: dict[str, list[str]] = {}
         for s in skipped:
@@ -312,10 +312,10 @@ def plan(
 def _check_name(layer: Layer) -> None:
     """Refuses what a receipt could not hold."""
     for name in (layer.name, layer.weight, layer.kind):
-        if not is_name(name):
+        if not is_valid_name(name):
             raise SmartpruneError(
                 f"plan: layer {text.shorten(name, WIDTH)!r} has a name that a receipt cannot hold: give it one of at most "
-                f"{LONGEST_TEXT} characters, all of which print, or leave it alone by skip="
+                f"{MAX_TEXT} characters, all of which print, or leave it alone by skip="
             )
 
 

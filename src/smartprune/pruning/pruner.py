@@ -17,7 +17,7 @@ from ..core.block import Block
 from ..core.budget import Budget
 from ..core.kinds import LAYER_TYPES, is_masked, user_class
 from ..core.layers import Patterns, plain_name
-from ..core.sharding import is_sharded, put_away, whole
+from ..core.sharding import full_tensor, is_sharded, reshard
 from ..errors import SmartpruneError
 from ..methods.method import Clock, Method, State, settings
 from ..topk import hard_topk
@@ -62,7 +62,7 @@ class Pruner(Careful):
         self.seed = seed
         self.count = 0
         self.phase = "search"
-        put_away(model)  # an evaluation, or the example of a budget, may have gathered them
+        reshard(model)  # an evaluation, or the example of a budget, may have gathered them
         self.blocks = planned.blocks(model)
         require_values(self.blocks)
         method.check(self.blocks, steps)
@@ -262,7 +262,7 @@ class Pruner(Careful):
             self._require_finite_weights("receipt")
             self._clean()
         pairs = zip(self.plan.layers, self.blocks.weights, strict=True)
-        weights = {layer.weight: whole(weight.detach()) for layer, weight in pairs}
+        weights = {layer.weight: full_tensor(weight.detach()) for layer, weight in pairs}
         return make_receipt(self.plan, weights, self._hard.cpu(), self.method.name, settings(self.method))
 
     def apply_to(self, other: nn.Module) -> None:
@@ -280,7 +280,7 @@ class Pruner(Careful):
             other = self._unwrapped(other)
         if self.phase == "baked" or (self._hard is not None and theirs is None):
             assert self._hard is not None
-            put_away(other)
+            reshard(other)
             weights = self.plan.blocks(other).weights if theirs is None else theirs.blocks.weights
             self.masking.multiply_(self._hard.to(torch.float32), weights)
             if theirs is not None:
@@ -442,7 +442,7 @@ class Pruner(Careful):
 
     def _fresh(self, live: Live, index: int) -> bool:
         """Whether the masked weights still belong to the weights and scores as they are."""
-        same_weight = live.versions[index] == self.blocks.weights_at(index)._version
+        same_weight = live.versions[index] == self.blocks.weight_of_layer(index)._version
         return bool(live.weights) and same_weight and live.autocast == _autocast() and self._solved(live)
 
     def _solved(self, live: Live) -> bool:
@@ -462,7 +462,7 @@ class Pruner(Careful):
     def _one(self, index: int) -> Tensor:
         """The masked weight of one layer. FSDP gathers weights just before their layer needs them, and not all at once;
         at other times the layer has the part of its weight that is stored here."""
-        weight: Tensor = self.blocks.weights_at(index)
+        weight: Tensor = self.blocks.weight_of_layer(index)
         if is_sharded(weight):
             return weight
         if self._live is None or not self._solved(self._live):
@@ -614,7 +614,7 @@ class Pruner(Careful):
 
     def _put_away(self) -> None:
         if self._sharded:
-            put_away(self.model)
+            reshard(self.model)
 
     def _clean(self) -> None:
         """Removed blocks of a frozen model are zero again, whatever touched them."""

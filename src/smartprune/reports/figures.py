@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import SmartpruneError
-from ..files import write_whole
+from ..files import write_atomic
 from ..run_files import STAGE_NAMES, STAGES
-from ..text import printable, shorten
+from ..text import escape, shorten
 from .draw import Drawing, Point, require_pillow, room, ticks
 from .runlog import Story, number, sampled
 from .view import Array, LayerView, View
@@ -81,10 +81,10 @@ def save_figures(view: View, folder: str | Path, layer: str | None = None) -> tu
         raise SmartpruneError(f"{folder}: the folder cannot be made ({error.strerror or error})") from None
     for key, drawing in named:
         written.append(folder / f"{key}.svg")
-        write_whole(written[-1], drawing.svg().encode())
+        write_atomic(written[-1], drawing.svg().encode())
         if png:
             written.append(folder / f"{key}.png")
-            write_whole(written[-1], drawing.png())
+            write_atomic(written[-1], drawing.png())
     return written, png
 
 
@@ -211,7 +211,7 @@ def layers_figure(view: View) -> Figure | None:
     """Kept blocks and kept MACs of every layer, in network order."""
     layers = [layer for layer in view.layers if layer.pruned] or list(view.layers)
     names = len(layers) <= 40
-    longest = max(room(shorten(printable(layer.row.name), 26), 10) for layer in layers) if names else 0.0
+    longest = max(room(shorten(escape(layer.row.name), 26), 10) for layer in layers) if names else 0.0
     step = max(6.0, min(26.0, 640 / len(layers)))
     left, top, bottom = LEFT, 30.0, 210.0
     right = left + step * len(layers)
@@ -236,7 +236,7 @@ def layers_figure(view: View) -> Figure | None:
         for j, (role, share) in enumerate(shares):
             drawing.box(role, x + j * wide, bottom - (bottom - top) * share, x + (j + 1) * wide, bottom)
         if names:
-            drawing.text("quiet", x + step * 0.5, bottom + 8, shorten(printable(layer.row.name), 26), "end", 10, upright=True)
+            drawing.text("quiet", x + step * 0.5, bottom + 8, shorten(escape(layer.row.name), 26), "end", 10, upright=True)
     if not names:
         drawing.text("quiet", (left + right) / 2, bottom + 24, f"{len(layers)} layers in network order", "middle", 11)
     drawing.line("axis", (left, bottom), (right, bottom))
@@ -251,8 +251,8 @@ def map_drawing(layer: LayerView) -> Drawing:
     cell = max(0.75, min(8.0, 640 / (wide * columns)))
     gap = 10.0
     width, height = wide * (columns * cell + gap) - gap + 20, -(-count // wide) * (rows * cell + gap) - gap + 44
-    drawing = Drawing(max(width, 240), height, f"Blocks of {shorten(printable(layer.row.name), 60)}: dark is kept")
-    title = f"{shorten(printable(layer.row.name), 40)}: {layer.row.blocks.kept:,} of {layer.row.blocks.total:,} kept"
+    drawing = Drawing(max(width, 240), height, f"Blocks of {shorten(escape(layer.row.name), 60)}: dark is kept")
+    title = f"{shorten(escape(layer.row.name), 40)}: {layer.row.blocks.kept:,} of {layer.row.blocks.total:,} kept"
     drawing.text("ink", 10, 20, title, size=12)
     for number_, panel in enumerate(panels):
         x0, y0 = 10 + (number_ % wide) * (columns * cell + gap), 32 + (number_ // wide) * (rows * cell + gap)

@@ -14,7 +14,7 @@ from torch import nn
 from .. import text
 from ..artifacts.source import Model, about_axes, files_of
 from ..core.block import Block
-from ..files import keep_apart, write_whole
+from ..files import check_no_overwrite, write_atomic
 from ..hardware.npu import Estimate
 from ..run_files import STAGE_NAMES, STAGES
 from .figures import BOTTOM, LEFT, RIGHT, TOP, WIDTH, Figure, figures
@@ -36,8 +36,8 @@ def write_page(
     network: nn.Module | None = None,
 ) -> None:
     """Writes the page of a model, a file or a run folder; ``estimate`` are its cycles on an NPU, ``network`` what it belongs to."""
-    keep_apart(path, files_of(model), "report:")
-    write_whole(path, render(look(model, block, estimate, network)).encode())
+    check_no_overwrite(path, files_of(model), "report:")
+    write_atomic(path, render(look(model, block, estimate, network)).encode())
 
 
 def render(view: View) -> str:
@@ -210,7 +210,7 @@ def _layers(view: View, numbers: Mapping[str, int]) -> str:
         if place is not None:
             label = f'<button type="button" class="plain" data-layer="{place}" title="Show its blocks">{label}</button>'
         cells = [
-            words(text.sizes(row.shape)),
+            words(text.format_shape(row.shape)),
             f"{row.blocks.kept:,} / {row.blocks.total:,}",
             _bar(row.blocks.kept, row.blocks.total),
             _share(row.blocks.removed, row.blocks.total),
@@ -246,7 +246,7 @@ def _layers(view: View, numbers: Mapping[str, int]) -> str:
     told = " ".join(about_axes(view.report.assumed, 1000))
     assumed = f'<p class="note">{words(told.strip())}.</p>' if told else ""
     skipped = "".join(
-        f"<tr><th scope='row'>{name(s.name)}</th><td>{words(text.sizes(s.shape))}</td><td>{words(s.reason)}</td></tr>"
+        f"<tr><th scope='row'>{name(s.name)}</th><td>{words(text.format_shape(s.shape))}</td><td>{words(s.reason)}</td></tr>"
         for s in view.report.skipped
     )
     if skipped:
@@ -377,7 +377,7 @@ def _flat(values: Mapping[str, object], before: str = "") -> list[tuple[str, obj
 def _layer_data(layer: LayerView, values: bool) -> dict[str, object]:
     row = layer.row
     return {
-        "name": text.printable(row.name or row.weight),
+        "name": text.escape(row.name or row.weight),
         "transposed": row.transposed,
         "axes": [[axis.parts, axis.length, axis.step] for axis in layer.axes],
         "counts": [int(layer.kept.sum()), row.blocks.total],

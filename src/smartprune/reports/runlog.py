@@ -13,7 +13,7 @@ import numpy as np
 from safetensors import safe_open
 
 from ..errors import SmartpruneError
-from ..files import parse_json, read_capped
+from ..files import parse_json, read_limited
 from ..run_files import BENCH, CONFIG, METRICS, RESULT, SCORES, STAGES
 
 SAMPLE = 64  # blocks whose mask is followed over time
@@ -101,7 +101,7 @@ def read_story(folder: str | Path) -> Story:
 def read_rows(path: Path) -> list[Row]:
     """The rows of ``metrics.jsonl``. A last line that is still being written is left out, and so is any that is no row."""
     try:
-        data = read_capped(path, MOST_METRICS)
+        data = read_limited(path, MOST_METRICS)
     except SmartpruneError:
         return []
     out = []
@@ -143,7 +143,7 @@ def _counts(value: object) -> bool:
 
 def _read(path: Path) -> dict[str, Any] | None:
     try:
-        found = parse_json(read_capped(path, LARGEST_FILE), str(path))
+        found = parse_json(read_limited(path, LARGEST_FILE), str(path))
     except SmartpruneError:
         return None
     return found if isinstance(found, dict) else None

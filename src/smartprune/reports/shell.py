@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from ..text import printable
+from ..text import escape
 
 HERE = Path(__file__).parent
 
@@ -49,7 +49,7 @@ def words(text: object) -> str:
     >>> words('a<b & "c"'), words("\\u202etxt.exe")
     ('a&lt;b &amp; &quot;c&quot;', '\\\\u202etxt.exe')
     """
-    return html.escape(printable(str(text)))
+    return html.escape(escape(str(text)))
 
 
 def name(text: object) -> str:

@@ -104,11 +104,11 @@ class Report:
 
     def text(self, ascii_only: bool | None = None) -> str:
         """The table; in plain ASCII if asked for, or if standard output can show nothing else."""
-        ascii_only = text.ascii_stdout() if ascii_only is None else ascii_only
+        ascii_only = text.stdout_is_ascii() if ascii_only is None else ascii_only
         rows = [
             (
                 row.name,
-                text.sizes(row.shape),
+                text.format_shape(row.shape),
                 f"{row.blocks.kept:,}/{row.blocks.total:,}",
                 text.bar(row.blocks.kept, row.blocks.total, BAR, ascii_only),
                 text.percent(row.blocks.removed, row.blocks.total),
@@ -117,12 +117,12 @@ class Report:
         ]
         about = f", blocks of {self.block}"
         lines = [
-            text.shorten(text.printable(self.where), WIDTH - len(about)) + about,
+            text.shorten(text.escape(self.where), WIDTH - len(about)) + about,
             "",
             *text.table(("layer", "weight", "kept/blocks", "kept", "sparsity"), rows, "<<><>", WIDTH, (0, 1)),
         ]
         if self.skipped:
-            left = [(s.name, text.sizes(s.shape), s.reason) for s in self.skipped]
+            left = [(s.name, text.format_shape(s.shape), s.reason) for s in self.skipped]
             lines += ["", *text.table(("not in blocks", "weight", "reason"), left, "<<<", WIDTH, (0, 2))]
         pruned = Count.sum([row.blocks for row in self.pruned])
         totals = [
@@ -145,7 +145,7 @@ class Report:
         if row is None:
             known = ", ".join(row.name for row in self.layers)
             raise SmartpruneError(f"report: there is no layer {layer!r}; it has: {known}")
-        shades = ASCII_SHADES if (text.ascii_stdout() if ascii_only is None else ascii_only) else SHADES
+        shades = ASCII_SHADES if (text.stdout_is_ascii() if ascii_only is None else ascii_only) else SHADES
         outs, ins = (1, 0) if row.transposed else (0, 1)
         kernel = row.grid[2:]
         panels = row.occupied.reshape(row.grid).float().movedim((outs, ins), (-2, -1))
@@ -156,7 +156,7 @@ class Report:
         drawn = [_draw(panel, shades) for panel in panels]
         names = [_position(i, kernel) for i in range(len(drawn))]
         lines = textwrap.wrap(
-            f"{text.printable(row.name)}: {row.blocks.kept:,} of {row.blocks.total:,} blocks of {self.block} kept; "
+            f"{text.escape(row.name)}: {row.blocks.kept:,} of {row.blocks.total:,} blocks of {self.block} kept; "
             f"{shades[-1]} kept, {shades[0]} zero",
             WIDTH,
         )

@@ -17,7 +17,7 @@ from ..artifacts.receipt import Receipt
 from ..artifacts.source import Cut, Model, read_source
 from ..artifacts.verify import verify
 from ..core.block import Axis, Block
-from ..core.occupancy import finite, readable
+from ..core.occupancy import comparable, is_finite
 from ..errors import SmartpruneError
 from ..hardware.npu import Estimate
 from ..run_files import CONFIG
@@ -115,7 +115,7 @@ def look(
     problems = () if receipt is None else verify(model, model=network).problems
     sizes = None if problems else _sizes(model, slices.block, network)
     title = folder.resolve().name if folder is not None else Path(source.where).name
-    broken = tuple(cut.weight for cut in slices.cuts if not finite(cut.tensor))
+    broken = tuple(cut.weight for cut in slices.cuts if not is_finite(cut.tensor))
     return View(title, report, tuple(layers), receipt, story, sizes, estimate, problems, broken)
 
 
@@ -127,7 +127,7 @@ def to_panels(values: Array, row: ReportRow) -> Array:
 
 
 def _norms(cut: Cut) -> Array:
-    weight: Tensor = readable(cut.tensor).cpu().double()
+    weight: Tensor = comparable(cut.tensor).cpu().double()
     return cut.grid.sum(weight * weight).sqrt().float().numpy()
 
 

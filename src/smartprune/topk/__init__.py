@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from ..core.hard import FACTS, TAU_RANGE, check_vectors, hard_topk, kind_of
+from ..core.hard import FACTS, TAU_RANGE, check_vectors, describe_tensor, hard_topk
 from ..errors import SmartpruneError
 from . import cpu as topk_cpu
 from . import eager as topk_torch
@@ -237,7 +237,7 @@ def _check(
         and not warm.requires_grad
     ):
         raise SmartpruneError(
-            f"soft_topk: warm is {kind_of(warm)}; it must be float64 [2] on {device}, or [2, 2], contiguous and without "
+            f"soft_topk: warm is {describe_tensor(warm)}; it must be float64 [2] on {device}, or [2, 2], contiguous and without "
             "gradient: make it with torch.full((2,), math.nan, dtype=torch.float64)"
         )
     if type(k) is not float:
@@ -258,7 +258,7 @@ def _check(
 def _number(name: str, value: float | Tensor, device: torch.device) -> float | Tensor:
     if isinstance(value, Tensor):
         if value.dim() != 0:
-            raise SmartpruneError(f"soft_topk: {name} is {kind_of(value)}; give a number or a 0-dim tensor")
+            raise SmartpruneError(f"soft_topk: {name} is {describe_tensor(value)}; give a number or a 0-dim tensor")
         if value.device == device and device.type != "cpu":
             return value.detach() if value.requires_grad else value
         value = value.item()

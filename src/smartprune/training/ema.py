@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from ..core import sharding as shards
+from ..core import sharding
 
 
 def ramped(decay: float, step: int) -> float:
@@ -27,7 +27,7 @@ class Ema:
         self.decay = decay
         tensors = [*model.parameters(), *(b for b in model.buffers() if b.is_floating_point())]
         self.own = tensors  # of the model
-        self.average = [shards.part(tensor).detach().clone() for tensor in tensors]
+        self.average = [sharding.local_tensor(tensor).detach().clone() for tensor in tensors]
 
     @torch.no_grad()
     def update(self, step: int) -> None:
@@ -38,7 +38,7 @@ class Ema:
     def put_in(self) -> None:
         """The model has the averaged weights from now on."""
         for own, average in zip(self.own, self.average, strict=True):
-            shards.part(own).copy_(average)
+            sharding.local_tensor(own).copy_(average)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -54,13 +54,13 @@ class Ema:
 
     def state(self) -> list[Tensor]:
         """The averages, in whole."""
-        return [shards.whole(shards.joined(a, own)) for a, own in zip(self.average, self.own, strict=True)]
+        return [sharding.full_tensor(sharding.from_local(a, own)) for a, own in zip(self.average, self.own, strict=True)]
 
     def load(self, state: Sequence[Tensor]) -> None:
         for own, average, saved in zip(self.own, self.average, state, strict=True):
             if saved.shape != own.shape:
                 raise ValueError(f"an average of {tuple(saved.shape)} for a tensor of {tuple(own.shape)}")
-            average.copy_(shards.part(shards.split_like(saved, own)))
+            average.copy_(sharding.local_tensor(sharding.shard_like(saved, own)))
 
     def _parts(self) -> list[Tensor]:
-        return [shards.part(tensor).detach() for tensor in self.own]
+        return [sharding.local_tensor(tensor).detach() for tensor in self.own]

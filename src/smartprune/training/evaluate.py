@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..errors import SmartpruneError
-from ..files import write_whole
+from ..files import write_atomic
 from ..tasks import Data, Task
 
 Figures = dict[str, float | None]  # by name, the task's measure first; None: not scored
@@ -49,4 +49,4 @@ def _deferred(task: Any) -> Any:
 def write_found(path: Path, found: list[dict[str, Any]]) -> None:
     """One line per find, so that files can be looked at and compared."""
     lines = ",\n".join(json.dumps(find, allow_nan=False) for find in found)
-    write_whole(path, f"[\n{lines}\n]\n".encode())
+    write_atomic(path, f"[\n{lines}\n]\n".encode())

@@ -23,9 +23,9 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from ..artifacts.packfile import check_header
-from ..core.sharding import whole
+from ..core.sharding import full_tensor
 from ..errors import SmartpruneError
-from ..files import check_name, write_whole
+from ..files import check_name, write_atomic
 from ..run_files import CHECKPOINT, CONFIG, METRICS
 from . import ranks
 from .config import Config
@@ -94,7 +94,7 @@ def save_checkpoint(folder: Path, state: Mapping[str, Any]) -> None:
         torch.save(dict(state), buffer)
     finally:
         torch.serialization.set_crc32_options(checked)
-    write_whole(folder / CHECKPOINT, buffer.getvalue())
+    write_atomic(folder / CHECKPOINT, buffer.getvalue())
 
 
 def load_checkpoint(folder: Path) -> dict[str, Any] | None:
@@ -148,7 +148,7 @@ def trim_metrics(folder: Path, done: Callable[[str, int], bool]) -> int:
         raise SmartpruneError(f"{path} cannot be read ({error.strerror or error}); make it readable, then resume again") from None
     rows = [line for line in (data or b"").splitlines(keepends=True) if (place := _place(line)) and done(*place)]
     if data != b"".join(rows):
-        write_whole(path, b"".join(rows))
+        write_atomic(path, b"".join(rows))
     return len(rows)
 
 
@@ -163,13 +163,13 @@ def _place(line: bytes) -> tuple[str, int] | None:
 
 
 def write_json(path: Path, value: object) -> None:
-    write_whole(path, (json.dumps(value, indent=2, allow_nan=False) + "\n").encode())
+    write_atomic(path, (json.dumps(value, indent=2, allow_nan=False) + "\n").encode())
 
 
 def save_weights(model: nn.Module, path: Path) -> None:
     """Whole tensors, written by the first rank; all ranks must call it."""
-    state = {name: whole(value.detach()).cpu() for name, value in model.state_dict().items()}
-    ranks.first(lambda: write_whole(path, save({name: value.contiguous().clone() for name, value in state.items()})))
+    state = {name: full_tensor(value.detach()).cpu() for name, value in model.state_dict().items()}
+    ranks.first(lambda: write_atomic(path, save({name: value.contiguous().clone() for name, value in state.items()})))
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
@@ -199,7 +199,7 @@ def load_weights(model: nn.Module, path: Path) -> None:
 def to_cpu(value: Any) -> Any:
     """Nested dictionaries and lists with every tensor whole and on the CPU."""
     if isinstance(value, Tensor):
-        return whole(value.detach()).cpu()
+        return full_tensor(value.detach()).cpu()
     if isinstance(value, Mapping):
         return {key: to_cpu(item) for key, item in value.items()}
     return [to_cpu(item) for item in value] if isinstance(value, (list, tuple)) else value

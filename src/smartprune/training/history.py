@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from ..files import write_whole
+from ..files import write_atomic
 from ..reports.runlog import sampled
 from ..run_files import SCORES
 from . import ranks
@@ -33,4 +33,4 @@ def save_scores(pruner: Pruner, folder: Path) -> None:
     scores: Tensor | None = pruner.ranked
     if scores is not None:
         found = scores.detach().float().cpu().reshape(-1).clone()
-        ranks.first(lambda: write_whole(folder / SCORES, save({"scores": found})))
+        ranks.first(lambda: write_atomic(folder / SCORES, save({"scores": found})))

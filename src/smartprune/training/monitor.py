@@ -79,8 +79,8 @@ def lines(found: Snapshot, ascii_only: bool, width: int = 80) -> list[str]:
     """The state of a run in a few lines, none wider than ``width``."""
     story = found.story
     config, rows = story.config, story.rows
-    named = [text.printable(str(config[key])) for key in ("model", "task", "method") if isinstance(config.get(key), str)]
-    out = [", ".join([text.printable(str(story.folder)), *named])]
+    named = [text.escape(str(config[key])) for key in ("model", "task", "method") if isinstance(config.get(key), str)]
+    out = [", ".join([text.escape(str(story.folder)), *named])]
     if not rows:
         out.append("no epoch has ended yet" if not found.ended else "no metrics")
     for stage in STAGES:
@@ -96,7 +96,7 @@ def lines(found: Snapshot, ascii_only: bool, width: int = 80) -> list[str]:
             out.append(f"now         {STAGE_NAMES[last['stage']]}, epoch {last['epoch']:,}, step {last['step']:,}")
         for key, name, form in (
             ("loss", "loss", "{:.4f}"),
-            (story.measure or "", text.printable(story.measure or ""), "{:.2%}"),
+            (story.measure or "", text.escape(story.measure or ""), "{:.2%}"),
             ("tau", "tau", "{:.2e}"),
             ("undecided", "undecided", "{:,.0f}"),
             ("changed", "churn", "{:,.0f}"),
@@ -157,7 +157,7 @@ def follow(
     """Shows a run until it ends: over and over in the same place on a terminal, elsewhere only what is new, a line at a time."""
     stream = sys.stdout if stream is None else stream
     live = stream.isatty() if live is None else live
-    ascii_only = not text.can_show(stream)
+    ascii_only = not text.supports_unicode(stream)
     shown, said = 0, ""
     while True:
         found = snapshot(folder)
@@ -190,7 +190,7 @@ def one_line(found: Snapshot) -> str:
     ]
     for key, form in (
         ("loss", "loss {:.4f}"),
-        (story.measure or "", f"{text.printable(story.measure or '')} {{:.2%}}"),
+        (story.measure or "", f"{text.escape(story.measure or '')} {{:.2%}}"),
         ("tau", "tau {:.2e}"),
     ):
         if (value := number(last.get(key))) is not None:
@@ -199,7 +199,7 @@ def one_line(found: Snapshot) -> str:
         parts.append(f"undecided {undecided:.0f}")
     if found.ended:
         pruned = story.figure("pruned")
-        parts.append("ended" if pruned is None else f"ended: {text.printable(story.measure or 'metric')} {pruned:.2%}")
+        parts.append("ended" if pruned is None else f"ended: {text.escape(story.measure or 'metric')} {pruned:.2%}")
     elif found.left is not None and not found.quiet:
         parts.append(f"{clock(found.left)} left")
     return "  ".join(parts) + QUIET_WORDS * found.quiet

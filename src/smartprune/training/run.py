@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import run_files
-from ..core import sharding as shards
+from ..core import sharding
 from ..core.budget import Budget, macs
 from ..errors import SmartpruneError
 from ..hardware.cycles import cycles
@@ -271,7 +271,7 @@ def put_away(run: Run) -> None:
     require_finite(run)
     run.tell_time()
     losses = torch.tensor(ranks.gathered(float(run.losses)), dtype=torch.float64, device="cpu")
-    split = shards.is_sharded(next(run.model.parameters()))  # then it takes all ranks to make them whole
+    split = sharding.is_sharded(next(run.model.parameters()))  # then it takes all ranks to make them whole
     state = to_cpu(_state(run) | {"losses": losses}) if split or ranks.rank() == 0 else {}
     ranks.first(lambda: save_checkpoint(run.folder, state))
 
@@ -301,7 +301,7 @@ def restore(run: Run, state: dict[str, Any]) -> None:
     path = run.folder / run_files.CHECKPOINT
     try:
         enter(run, state["stage"])
-        run.model.load_state_dict(shards.split_all(state["model"], run.model.state_dict()))
+        run.model.load_state_dict(sharding.shard_state(state["model"], run.model.state_dict()))
         if run.pruner is not None:
             run.pruner.load_state_dict(state["pruner"])
         run.optimizer.load_state_dict(_split_state(state["optimizer"], run.optimizer))
@@ -325,7 +325,7 @@ def _split_state(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dic
     """The state of an optimizer in whole tensors, in the parts of the parameters that it belongs to."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     own = {
-        number: {name: shards.split_like(value, parameters[number]) for name, value in values.items()}
+        number: {name: sharding.shard_like(value, parameters[number]) for name, value in values.items()}
         for number, values in state["state"].items()
     }
     return {**state, "state": own}

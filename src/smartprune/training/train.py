@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from .. import run_files
 from ..artifacts.receipt import Receipt
 from ..artifacts.verify import verify
-from ..errors import SmartpruneError, in_memory
-from ..fields import LONGEST_TEXT, Fields, is_name
-from ..files import parse_json, read_capped
+from ..errors import SmartpruneError, explain_memory_errors
+from ..fields import MAX_TEXT, Fields, is_valid_name
+from ..files import parse_json, read_limited
 from ..hardware.npu import read_npu
 from ..models.named import foreign
 from ..pruning.pruner import WHOLE, bake
@@ -88,11 +88,11 @@ class Result:
     def load(folder: str | Path) -> Result:
         """Reads a ``result.json``, every value by its type."""
         path = Path(folder) / run_files.RESULT
-        data = read_capped(path, LARGEST_RESULT)
+        data = read_limited(path, LARGEST_RESULT)
         try:
             found = Fields(parse_json(data, str(path)), str(path))
-            stages, versions = found.inner("stage_seconds"), found.inner("versions")
-            also, files = (found.inner(name) if name in found.data else Fields({}, name) for name in ("also", "files"))
+            stages, versions = found.nested("stage_seconds"), found.nested("versions")
+            also, files = (found.nested(name) if name in found.data else Fields({}, name) for name in ("also", "files"))
             return Result(
                 folder=found.string("folder"),
                 task=found.string("task"),
@@ -105,7 +105,7 @@ class Result:
                 seconds=found.number("seconds"),
                 stage_seconds={name: stages.number(name) for name in stages.data},
                 versions={name: versions.string(name) for name in versions.data},
-                also={form: {name: _figure(also.inner(form), name) for name in also.inner(form).data} for form in also.data},
+                also={form: {name: _figure(also.nested(form), name) for name in also.nested(form).data} for form in also.data},
                 files={name: files.string(name) for name in files.data},
             )
         except SmartpruneError as error:
@@ -161,7 +161,7 @@ def check(config: Config) -> None:
         events.require()
     with torch.random.fork_rng(devices=[]):
         task = configs.make_task(config.task, config.task_settings)
-        with in_memory(network(config)):
+        with explain_memory_errors(network(config)):
             model = task.model(config.model)
         _check_names(model, config)
         if config.dense is not None:
@@ -171,7 +171,7 @@ def check(config: Config) -> None:
         if config.augment:
             next(shown(data, config, "search").batches(config.batch, config.seed, 0))
         steps = config.search_epochs * -(-data.steps(config.batch) // config.accumulate)
-        with in_memory(network(config)):
+        with explain_memory_errors(network(config)):
             reason = capturable(prune(model, config, task, steps).method)
     if config.parallel == "fsdp" and ranks.world() > 1 and config.method in WHOLE:
         raise SmartpruneError(f"parallel='fsdp': {config.method} needs whole weights in every step; use --parallel ddp")
@@ -197,10 +197,10 @@ def network(config: Config) -> str:
 def _check_names(model: nn.Module, config: Config) -> None:
     """Refuses names that the files at the end of a run cannot hold."""
     for name in model.state_dict():
-        if not is_name(name):
+        if not is_valid_name(name):
             raise SmartpruneError(
                 f"model={config.model!r}: {shorten(name, 100)!r} is a name that a packed file cannot hold; give that part of the "
-                f"model one of at most {LONGEST_TEXT} characters, all of which print"
+                f"model one of at most {MAX_TEXT} characters, all of which print"
             )
 
 

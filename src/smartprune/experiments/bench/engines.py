@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from ... import text
 from ...core.block import Block
 from ...errors import SmartpruneError
-from ...files import write_whole
+from ...files import write_atomic
 from ...reports.draw import Drawing, room
 from ...runtime import accelerate
 
@@ -161,7 +161,7 @@ class Bench:
         path = Path(path)
         if path.suffix not in (".svg", ".png"):
             raise SmartpruneError(f"{path} must end in .svg or .png")
-        write_whole(path, self.drawing().svg().encode() if path.suffix == ".svg" else self.drawing().png())
+        write_atomic(path, self.drawing().svg().encode() if path.suffix == ".svg" else self.drawing().png())
 
 
 def bench(
@@ -517,7 +517,7 @@ def alone(name: str, model: nn.Module, x: Tensor, seconds: float = 0.05) -> dict
             layer = accelerate(nn.Sequential(layer), example=given, threads=torch.get_num_threads())
         with torch.inference_mode():
             taken = least(partial(layer, given), seconds)
-        out[path] = ("linear" if size is None else f"{text.sizes(size)} conv", taken)
+        out[path] = ("linear" if size is None else f"{text.format_shape(size)} conv", taken)
     return out
 
 

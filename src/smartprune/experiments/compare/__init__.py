@@ -19,7 +19,7 @@ from typing import Any
 from ... import text
 from ...errors import SmartpruneError
 from ...fields import Fields
-from ...files import parse_json, read_capped
+from ...files import parse_json, read_limited
 from ...methods import METHODS
 from ...run_files import CONFIG, RECEIPT, RESULT
 from ...tasks import TASKS
@@ -164,7 +164,7 @@ class Comparison:
     def __str__(self) -> str:
         from .table import comparison_text
 
-        return comparison_text(self, text.ascii_stdout())
+        return comparison_text(self, text.stdout_is_ascii())
 
 
 def compare(paths: Sequence[str | Path]) -> Comparison:
@@ -243,11 +243,11 @@ def read_entry(folder: Path) -> Entry:
     """A finished run, or a :class:`SmartpruneError` that says why it is none."""
     if not (folder / RESULT).exists():
         raise SmartpruneError(f"unfinished (no {RESULT})")
-    result, config = (Fields(parse_json(read_capped(folder / name, LARGEST_FILE), name), name) for name in (RESULT, CONFIG))
+    result, config = (Fields(parse_json(read_limited(folder / name, LARGEST_FILE), name), name) for name in (RESULT, CONFIG))
     for name in ("task", "model", "method", "block"):
         config.text(name)
     for name in ("task_settings", "settings"):
-        config.inner(name)
+        config.nested(name)
     config.integer("seed")
     config.number(asked(config.data)[0])
     if not result.boolean("verified"):
@@ -255,7 +255,7 @@ def read_entry(folder: Path) -> Entry:
     for name in ("dense", "pruned"):
         if result.raw(name) is None:
             raise SmartpruneError(f"{RESULT}: {name} is not scored yet; score it with: smartprune eval {shlex.quote(str(folder))}")
-    versions = result.inner("versions")
+    versions = result.nested("versions")
     return Entry(
         folder=folder,
         config=dict(config.data),
@@ -273,8 +273,8 @@ def _macs_left(path: Path) -> float | None:
     if not path.exists():
         return None
     try:
-        receipt = Fields(parse_json(read_capped(path, LARGEST_RECEIPT), RECEIPT), RECEIPT)
-        macs = receipt.inner("achieved").inner("macs")
+        receipt = Fields(parse_json(read_limited(path, LARGEST_RECEIPT), RECEIPT), RECEIPT)
+        macs = receipt.nested("achieved").nested("macs")
         total = macs.integer("total", 1)
         return macs.integer("kept", 0, total) / total
     except SmartpruneError:
@@ -293,11 +293,11 @@ def row_keys(row: Mapping[str, Any], where: str) -> list[Key]:
         return []
     told = Fields(dict(row), where)
     data, model, block, line, method = (told.text(name, LONGEST) for name in ("data", "model", "block", "protocol", "method"))
-    method = method_name(method.partition("(")[0], told.inner("settings").data)
+    method = method_name(method.partition("(")[0], told.nested("settings").data)
     kind = next((name for name in BUDGETS if row.get(name) is not None), BUDGETS[0])
     seeds = told.integers("seeds", 0, MOST_SEEDS)
     if len(seeds) != row["n"]:
-        raise told.wrong("seeds", f"a list of {row['n']} integers, one for each of the values")
+        raise told.error("seeds", f"a list of {row['n']} integers, one for each of the values")
     return [(data, model, block, line, method, (kind, told.number(kind)), seed) for seed in seeds]
 
 

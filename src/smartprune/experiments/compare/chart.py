@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 
 from ...errors import SmartpruneError
-from ...files import write_whole
+from ...files import write_atomic
 from ...reports.draw import ticks
 from ...text import shorten
 
@@ -47,7 +47,7 @@ def save_charts(charts: Sequence[Chart], path: str | Path) -> None:
     """Writes the panels one below the other; the ending of the name says the format."""
     ending = Path(path).suffix.lower()
     if ending == ".svg":
-        write_whole(path, svg(charts).encode())
+        write_atomic(path, svg(charts).encode())
     elif ending == ".png":
         _save_png(charts, Path(path))
     else:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...errors import SmartpruneError
-from ...files import parse_json, read_capped, write_whole
+from ...files import parse_json, read_limited, write_atomic
 from ...training.config import BUDGETS
 from .names import method_name, plain
 
@@ -68,7 +68,7 @@ def load_rows(folder: Path) -> list[dict[str, Any]]:
     """The rows of a record. Methods go by the names that today's defaults give them, where a row has all settings: the name in
     the file was made with those of its day."""
     path = folder / RESULT
-    rows = check_rows(parse_json(read_capped(path, LARGEST_FILE), str(path)), str(path))
+    rows = check_rows(parse_json(read_limited(path, LARGEST_FILE), str(path)), str(path))
     return [_renamed(row) if isinstance(row.get("settings"), dict) else row for row in rows]
 
 
@@ -228,14 +228,14 @@ def save_record(
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise SmartpruneError(f"{folder}: cannot be made ({error.strerror or error})") from None
-    write_whole(folder / RESULT, (json.dumps(result, indent=1, allow_nan=False) + "\n").encode())
-    write_whole(folder / CONFIG, (json.dumps(settings, indent=1, allow_nan=False) + "\n").encode())
-    write_whole(folder / README, "\n".join(page).encode())
+    write_atomic(folder / RESULT, (json.dumps(result, indent=1, allow_nan=False) + "\n").encode())
+    write_atomic(folder / CONFIG, (json.dumps(settings, indent=1, allow_nan=False) + "\n").encode())
+    write_atomic(folder / README, "\n".join(page).encode())
 
 
 def _peek(path: Path) -> dict[str, Any]:
     try:
-        found = parse_json(read_capped(path, LARGEST_FILE), str(path))
+        found = parse_json(read_limited(path, LARGEST_FILE), str(path))
     except SmartpruneError:
         return {}
     return found if isinstance(found, dict) else {}

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from ...errors import SmartpruneError
-from ...files import parse_json, read_capped, write_whole
+from ...files import parse_json, read_limited, write_atomic
 from ...run_files import CONFIG, DENSE, METRICS, RESULT
 from ...training.config import Config, load
 from ...training.folder import write_json
@@ -123,7 +123,7 @@ class Sweep:
         for name, value in (("commands", command), ("sources", git_commit())):
             if value and value not in told[name]:
                 told[name].append(value)
-        write_whole(self.out / NOTES, (json.dumps(told, indent=1) + "\n").encode())
+        write_atomic(self.out / NOTES, (json.dumps(told, indent=1) + "\n").encode())
         for name, cell in {cell.dense: cell for cell in self.cells if cell.dense is not None}.items():
             if self._harvest(name) and self._dense_work(name).exists():
                 self._let_go(name, cell)
@@ -279,14 +279,14 @@ class Sweep:
         """Takes the dense model out of its run, which writes it whole at the end of the dense stage."""
         path, made = self.dense_path(name), self._dense_work(name) / DENSE
         if not path.exists() and made.exists():
-            write_whole(path, made.read_bytes())
+            write_atomic(path, made.read_bytes())
         return path.exists()
 
 
 def noted(out: Path) -> dict[str, list[str]]:
     """The commands by which the runs in a sweep's folder were made, and the commits of the source that made them."""
     path = out / NOTES
-    data = parse_json(read_capped(path, 1 << 20), str(path)) if path.exists() else {}
+    data = parse_json(read_limited(path, 1 << 20), str(path)) if path.exists() else {}
     told: dict[str, list[str]] = {"commands": [], "sources": []}
     for name, kept in told.items():
         found = data.get(name) if isinstance(data, dict) else None

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import SmartpruneError
-from ...files import parse_json, read_capped
+from ...files import parse_json, read_limited
 from ...training.config import BUDGETS, Config, configure
 
 LARGEST_FILE = 1 << 20
@@ -141,7 +141,7 @@ def dense_config(config: Config, out: Path) -> Config:
 
 def read_grids(path: Path) -> list[Grid]:
     """Grids from a JSON file: an object, or a list of objects that are run one after the other."""
-    data = parse_json(read_capped(path, LARGEST_FILE), str(path))
+    data = parse_json(read_limited(path, LARGEST_FILE), str(path))
     if data == []:
         raise SmartpruneError(f"{path} holds no grid; a grid is an object with methods, sparsities, seeds")
     out = []

@@ -116,8 +116,8 @@ class Layer(nn.Module, ABC):
         size = self.size(x) if x.dim() == 4 and x.shape[1] == self.channels else torch.Size((0,))
         if min(size[2:], default=0) < 1 or (lead is not None and size[2:] != (1, 1)):  # or the kernel reads elsewhere
             raise SmartpruneError(
-                f"accelerate: a layer of {self.channels} channels and a {text.sizes(self.kernel)} kernel is given "
-                f"{text.sizes(given)}; batches and sides other than those of the example may be given if the model takes them"
+                f"accelerate: a layer of {self.channels} channels and a {text.format_shape(self.kernel)} kernel is given "
+                f"{text.format_shape(given)}; batches and sides other than those of the example may be given if the model takes them"
             )
         whole = size if lead is None else torch.Size((*lead, size[1]))
         if other is None:
