@@ -34,19 +34,9 @@ import torch
 from torch import Tensor, nn
 
 import smartprune
-from smartprune.experiments.bench.engines import (
-    CPU,
-    DENSE,
-    DENSE_INT8,
-    OURS,
-    OURS_INT8,
-    Engine,
-    Timing,
-    engines,
-    prepare,
-    times,
-    versions,
-)
+from smartprune.experiments.bench.engines import CPU, DENSE, DENSE_INT8, OURS, OURS_INT8, available_engines, package_versions
+from smartprune.experiments.bench.result import Timing
+from smartprune.experiments.bench.run import EngineProcess, time_in_turns, write_case
 from smartprune.models import MODELS
 
 BLOCK = (16, 8)
@@ -180,7 +170,7 @@ def measure(case: str, batch: int, args: argparse.Namespace) -> list[Lane]:
     x = torch.randn(batch, *shape(case))
     torch.manual_seed(1)
     calibration = [torch.randn_like(x) for _ in range(3)]
-    group: list[Engine] = []
+    group: list[EngineProcess] = []
     found: list[tuple[Any, ...]] = []
     with tempfile.TemporaryDirectory() as temporary, ExitStack() as stack:
         for asked in args.sparsity:
@@ -188,13 +178,13 @@ def measure(case: str, batch: int, args: argparse.Namespace) -> list[Lane]:
             folder.mkdir()
             model = build(case, asked, args.model_file, args.profile)
             names = [name for name in args.engines if name in (OURS, OURS_INT8) or asked == args.sparsity[0]]
-            left_out = prepare(model, x, calibration, folder, names, BLOCK)
+            left_out = write_case(model, x, calibration, folder, names, BLOCK)
             zeros = asked, zero_share(model), kept_macs(model, x)
             for name in names:
                 label = f"{name} {asked}" if name in (OURS, OURS_INT8) else name
                 if name not in left_out:
                     allowed = RIVAL_INT8 if name in DENSE_INT8 else None
-                    engine = stack.enter_context(closing(Engine(name, folder, args.threads, allowed)))
+                    engine = stack.enter_context(closing(EngineProcess(name, folder, args.threads, allowed)))
                     if engine.failed is None:
                         group.append(engine)
                         found.append((label, *zeros) if name in (OURS, OURS_INT8) else (label,))
@@ -204,7 +194,7 @@ def measure(case: str, batch: int, args: argparse.Namespace) -> list[Lane]:
                 if name == OURS:
                     raise SystemExit(args.left_out[-1])
                 print(args.left_out[-1], flush=True)
-        timings = times(group, batch, args.rounds, args.seconds)
+        timings = time_in_turns(group, batch, args.rounds, args.seconds)
     lanes = [Lane(timing, *more) for timing, more in zip(timings, found, strict=True)]
     return sorted(lanes, key=lambda lane: CPU.index(lane.timing.engine))
 
@@ -296,7 +286,7 @@ def main() -> None:
     if min(*args.batch, args.threads, args.rounds, args.seconds) <= 0 or not all(0 <= s < 1 for s in args.sparsity):
         parser.error("--batch, --threads, --rounds and --seconds should be above 0, --sparsity from 0 to less than 1")
     args.sparsity = list(dict.fromkeys(args.sparsity))
-    names, missing = engines()
+    names, missing = available_engines()
     wanted = args.engines or CPU
     args.left_out = [f"{name}: {why}" for name, why in missing.items() if name in wanted]
     args.engines = [name for name in names if name in wanted]
@@ -323,7 +313,7 @@ def main() -> None:
             "device": processor(),
             "threads": args.threads,
             "rounds": args.rounds,
-            "versions": {**versions(), "python": platform.python_version(), "smartprune": smartprune.__version__},
+            "versions": {**package_versions(), "python": platform.python_version(), "smartprune": smartprune.__version__},
             "left_out": args.left_out,
             "rows": rows,
         }

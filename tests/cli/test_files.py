@@ -22,8 +22,7 @@ from helpers.jobs import FLAGS, command, environment, run, small
 from smartprune import SmartpruneError
 from smartprune.cli.streams import settle, tell
 from smartprune.errors import explain_memory_errors
-from smartprune.experiments.bench import engines
-from smartprune.experiments.bench.engines import Bench, Timing
+from smartprune.experiments.bench.result import Bench, Timing
 from smartprune.experiments.compare import compare
 from smartprune.training.progress import Progress, Tick
 from smartprune.training.train import train
@@ -196,7 +195,7 @@ def test_a_bench_that_failed_leaves_what_was_measured(
     shutil.copytree(done, folder)
     (folder / "bench.json").write_text("{}")
     page = (folder / "report.html").stat().st_mtime_ns
-    monkeypatch.setattr(engines, "bench", failing)
+    monkeypatch.setattr("smartprune.experiments.bench.run.bench", failing)
     assert run("bench", str(folder)) == 1
     said = capsys.readouterr()
     assert f"nothing is written and {folder / 'bench.json'} stays as it is" in said.err

@@ -48,7 +48,8 @@ def run_bench(args: argparse.Namespace) -> int:
     import torch
 
     from ..core.block import Block
-    from ..experiments.bench.engines import CPU, GPU, bench
+    from ..experiments.bench.engines import CPU, GPU
+    from ..experiments.bench.run import bench
     from ..files import write_atomic
     from ..training.page import write_run_page
 
