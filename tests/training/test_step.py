@@ -13,8 +13,9 @@ import torch
 from helpers.jobs import rows, small
 from helpers.pictures import write_binary
 from smartprune import METHODS, SmartpruneError
+from smartprune.methods import capabilities
 from smartprune.training.config import Config, configure
-from smartprune.training.cuda_graph import capturable, place_rates
+from smartprune.training.cuda_graph import place_rates
 from smartprune.training.optimizer import set_rates, share_of_rate
 from smartprune.training.train import Result, check, resolved, resume, train
 
@@ -72,10 +73,10 @@ def test_what_is_left_to_the_machine() -> None:
 
 
 def test_which_searches_can_be_recorded() -> None:
-    reasons = {name: capturable(method()) for name, method in METHODS.items()}
+    reasons = {name: capabilities(method()).why_not_capturable for name, method in METHODS.items()}
     assert [name for name, reason in reasons.items() if reason is None] == ["smart", "magnitude", "gradual"]
     assert "decides on the host" in str(reasons["acdc"])
-    assert "mask_type='stochastic'" in str(capturable(METHODS["smart"](mask_type="stochastic")))
+    assert "mask_type='stochastic'" in str(capabilities(METHODS["smart"](mask_type="stochastic")).why_not_capturable)
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from .acdc import Acdc
 from .awg import Awg
 from .gradual import Gradual
 from .magnitude import Magnitude
-from .method import Method, make, settings
+from .method import Capabilities, Method, capabilities, make, settings
 from .pas import Pas, find_strength
 from .pdp import Pdp
 from .smart import Smart
@@ -17,12 +17,14 @@ __all__ = [
     "METHODS",
     "Acdc",
     "Awg",
+    "Capabilities",
     "Gradual",
     "Magnitude",
     "Method",
     "Pas",
     "Pdp",
     "Smart",
+    "capabilities",
     "find_strength",
     "make",
     "settings",

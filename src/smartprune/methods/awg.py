@@ -33,6 +33,7 @@ class Awg:
     """
 
     name: ClassVar[str] = "awg"
+    needs_whole_weights: ClassVar[bool] = True
 
     stages: int = 8
     calibration: float = 0.2

@@ -28,11 +28,16 @@ class Gradual:
     removed weights go on training on the gradient of the masked ones."""
 
     name: ClassVar[str] = "gradual"
+    why_not_capturable: ClassVar[str | None] = None
 
     ramp: float = 1.0
     updates: int = 200
     norm: str = "mean"
     through: bool = False
+
+    @property
+    def straight_through(self) -> bool:
+        return self.through
 
     def check(self, blocks: Blocks, steps: int) -> None:
         within("Gradual: ramp", self.ramp, 1e-6, 1)

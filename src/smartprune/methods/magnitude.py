@@ -22,6 +22,7 @@ class Magnitude:
     """``norm``: mean (of |w| over a block's real elements) or l2 (its Euclidean norm)."""
 
     name: ClassVar[str] = "magnitude"
+    why_not_capturable: ClassVar[str | None] = None
 
     norm: str = "mean"
 

@@ -1,4 +1,4 @@
-"""The contract of a method: settings, and pure functions from blocks and state to a mask."""
+"""The contract of a method: settings, pure functions from blocks and state to a mask, and declared capabilities."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ State = dict[str, Any]
 
 @dataclass(frozen=True)
 class Clock:
-    """Where a search stands after an optimizer step: ``count`` steps of ``steps`` are done."""
+    """The position of a search after an optimizer step: ``count`` of ``steps`` are done."""
 
     count: int
     steps: int
@@ -29,7 +29,7 @@ class Clock:
         return self.count / self.steps
 
     def enters(self, parts: int) -> int | None:
-        """The number of the part of the search that this step entered, if ``parts`` equal ones divide it; else None.
+        """If the search is divided into ``parts`` equal parts: the index of the part that this step entered, else None.
 
         >>> [Clock(count, 10).enters(4) for count in range(1, 11)]
         [None, None, 1, None, 2, None, None, 3, None, None]
@@ -40,38 +40,67 @@ class Clock:
 
 @dataclass(frozen=True)
 class Change:
-    """What a method wants changed after a step: values of its state; weights multiplied by a mask [n] in place;
-    the momentum of the model's parameters forgotten."""
+    """What a method changes after a step: values of its state, weights (multiplied in place by a mask [n]), and whether optimizers
+    reset the momentum of the model's parameters."""
 
     state: State = field(default_factory=dict)
     multiply: Tensor | None = None
     forget: bool = False
 
 
+@dataclass(frozen=True)
+class Capabilities:
+    """What the engine must know about a method. A method declares an attribute or property of the same name where it differs from
+    the default, so a method that declares none of them works."""
+
+    trains_weights: bool = True
+    """The pruned weights train during the search."""
+    needs_whole_weights: bool = False
+    """Every forward pass reads all weights at once. FSDP, which splits them, is then refused."""
+    straight_through: bool = False
+    """The gradient of a weight is that of the masked weight, without the mask."""
+    plain_autograd: bool = False
+    """Gradients of ``mask`` or ``amplify`` use PyTorch's own operations, whose graph allows one backward pass. The pruner then
+    keeps the graph, so that more than one backward pass is possible."""
+    why_not_capturable: str | None = "the method decides on the host between steps"
+    """Why a search step cannot be recorded as a CUDA graph. None: it can, since every step launches the same kernels on tensors
+    that stay in place."""
+
+
+def capabilities(method: Any) -> Capabilities:
+    """The capabilities that a method declares, with defaults for the others.
+
+    >>> capabilities(object()).trains_weights
+    True
+    """
+    names = [f.name for f in dataclasses.fields(Capabilities)]
+    return Capabilities(**{name: getattr(method, name) for name in names if hasattr(method, name)})
+
+
 class Method(Protocol):
-    """A frozen dataclass whose fields are its settings, with these functions. Tensors in a state are [n], per block.
+    """A frozen dataclass of settings with these functions. They are pure. Tensors in a state have one entry per block, [n].
 
-    - ``check(blocks, steps)`` raises where the settings cannot work; called once, by attach.
-    - ``state(blocks)`` gives the state at the start: tensors (those that require grad are trained by the user's
-      optimizer), or floats.
-    - ``scalars(blocks, state, progress)`` gives numbers that change with progress in [0, 1]; they appear in the
-      state as 0-dim tensors on the device, so that ``mask`` never waits for the host.
-    - ``mask(blocks, state, seed)`` gives the mask, [n] in [0, 1], at every forward pass; random methods draw from
-      ``seed``, which is None in evaluation.
-    - ``rank(blocks, state)`` gives the numbers by which the hard mask is chosen at the end; highest are kept.
+    - ``check(blocks, steps)`` raises if the settings cannot work. ``attach`` calls it once.
+    - ``state(blocks)`` returns the initial state: tensors and floats. The user's optimizer trains the tensors that require grad.
+    - ``scalars(blocks, state, progress)`` returns numbers that depend on progress in [0, 1]. The state holds them as 0-dim tensors
+      on the device, so ``mask`` never waits for the host.
+    - ``mask(blocks, state, seed)`` returns the mask of a forward pass, [n] in [0, 1]. Random methods draw from ``seed``, which is
+      None in evaluation.
+    - ``rank(blocks, state)`` returns the numbers that the hard mask is chosen by. Blocks with higher numbers are kept.
 
-    Optional:
+    Optional functions:
 
-    - ``update(blocks, state, clock)`` gives a :class:`Change`, after every optimizer step.
-    - ``penalty(blocks, state)`` gives a scalar that the user adds to the loss, by ``pruner.penalty()``.
-    - ``calibrates(clock)``: True while the method only watches: no parameter of the model moves then, and ``update``
-      finds in ``state["watched"]`` the sum of ``|gradient * weight|`` over every block, [n].
-    - ``amplify(blocks, mask)`` gives what weights are multiplied by in place of the mask; a hard one must come back as it is.
-    - ``plain``: True where gradients of the mask, or of ``amplify``, go through torch's own operations, which stand one backward
-      pass; the pruner then keeps what more than one need.
-    - ``warmth(blocks, state)``: how far the soft mask is from its hard form at the end; too far raises.
-    - ``floor(blocks)``: the fewest blocks each layer keeps, [number of layers], where that is not the budget's own floor.
-    - ``final(blocks, state)``: the hard mask itself, bool [n], of a method that does not keep to the budget.
+    - ``update(blocks, state, clock)`` returns a :class:`Change` after every optimizer step.
+    - ``penalty(blocks, state)`` returns a scalar that the user adds to the loss through ``pruner.penalty()``.
+    - ``calibrates(clock)`` is True while the method only observes gradients. No parameter of the model moves then, and
+      ``state["watched"]`` holds the sum of ``|gradient * weight|`` over every block, [n], for ``update``.
+    - ``amplify(blocks, mask)`` returns the factors that weights are multiplied by, if these are not the mask. A hard mask must be
+      returned unchanged.
+    - ``warmth(blocks, state)`` returns the distance of the soft mask to its hard form. ``freeze`` raises if it is too large.
+    - ``floor(blocks)`` returns the fewest blocks that each layer keeps, [number of layers], in place of the budget's floor.
+    - ``final(blocks, state)`` returns the hard mask, bool [n], of a method that does not follow the budget.
+
+    Optional attributes: the fields of :class:`Capabilities`.
     """
 
     name: ClassVar[str]
@@ -87,18 +116,18 @@ M = TypeVar("M")
 
 
 def settings(method: Any) -> dict[str, Any]:
-    """A method's settings as plain values."""
+    """The settings of a method as plain values."""
     return dataclasses.asdict(method)
 
 
 def make(cls: type[M], values: dict[str, Any]) -> M:
-    """A method from plain values; an unknown setting lists those there are."""
+    """Makes a method from plain values. The error for an unknown setting lists the known ones."""
     _require_known(cls, values)
     return cls(**values)
 
 
 def lists_settings(cls: type[M]) -> type[M]:
-    """The dataclass, which then says the same of an unknown setting wherever it is made."""
+    """Class decorator: an unknown setting raises the same error as in :func:`make`, in place of a TypeError."""
     init = cls.__init__
 
     @functools.wraps(init)
@@ -118,19 +147,19 @@ def _require_known(cls: type[Any], values: dict[str, Any]) -> None:
 
 
 def choose(where: str, value: Any, allowed: Any) -> None:
-    """Raises unless a setting has one of the allowed values."""
+    """Raises unless the value is one of the allowed ones."""
     if value not in allowed:
         raise SmartpruneError(f"{where}={value!r} is not known; it can be: {', '.join(map(str, allowed))}")
 
 
 def within(where: str, value: Any, low: float, high: float) -> None:
-    """Raises unless a setting is a number in [low, high]."""
-    good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not good or not low <= value <= high:
+    """Raises unless the value is a number in [low, high]."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not is_number or not low <= value <= high:
         raise SmartpruneError(f"{where}={value!r} is outside [{low:g}, {high:.10g}]")
 
 
 def count(where: str, value: Any) -> None:
-    """Raises unless a setting is an integer of at least one."""
+    """Raises unless the value is an integer of at least 1."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
         raise SmartpruneError(f"{where}={value!r} must be an integer, at least 1")

@@ -28,7 +28,8 @@ class Pdp:
     norm gives each layer at the start)."""
 
     name: ClassVar[str] = "pdp"
-    plain: ClassVar[bool] = True
+    plain_autograd: ClassVar[bool] = True
+    needs_whole_weights: ClassVar[bool] = True
 
     tau: float = 1e-4
     ramp: float = 0.8

@@ -85,14 +85,20 @@ class Smart:
         return cls(start, end, **{"unit": "absolute", "schedule": schedule, "follow": False, "reach": None, **settings})
 
     @property
-    def plain(self) -> bool:
-        """Whether its gradients go through torch's own operations."""
+    def trains_weights(self) -> bool:
+        return self.train_weights
+
+    @property
+    def straight_through(self) -> bool:
+        return self.mask_type == "binary"
+
+    @property
+    def plain_autograd(self) -> bool:
         return self.gain
 
     @property
-    def through(self) -> bool:
-        """Whether weights get the gradient of the masked weights unmasked."""
-        return self.mask_type == "binary"
+    def why_not_capturable(self) -> str | None:
+        return None if self.mask_type == "deterministic" else f"mask_type={self.mask_type!r} draws or selects blocks at every step"
 
     @property
     def _limit(self) -> float | None:

@@ -19,7 +19,7 @@ from ..core.kinds import LAYER_TYPES, is_masked, user_class
 from ..core.layers import Patterns, plain_name
 from ..core.sharding import full_tensor, is_sharded, reshard
 from ..errors import SmartpruneError
-from ..methods.method import Clock, Method, State, settings
+from ..methods.method import Clock, Method, State, capabilities, settings
 from ..topk import hard_topk
 from . import guard, watch
 from .autograd import again
@@ -32,7 +32,6 @@ from .receipt import make_receipt
 from .telemetry import Telemetry, theorem_3_7
 
 LINK = "_smartprune"  # the attribute of the model that holds its pruner
-WHOLE = ("awg", "pdp")  # methods that need all weights whole in every forward pass, which FSDP never has
 DECIDED = 0.1  # of a mask whose distance to its hard form is less, it can be said which layers have lost everything
 TOO_WARM = 0.1  # a search whose mask is further than this from its hard form has not decided
 
@@ -57,6 +56,7 @@ class Pruner(Careful):
     def __init__(self, model: nn.Module, method: Method, planned: Plan, steps: int, seed: int) -> None:
         self.model = model
         self.method = method
+        self.capabilities = capabilities(method)
         self.plan = planned
         self.steps = steps
         self.seed = seed
@@ -68,11 +68,8 @@ class Pruner(Careful):
         method.check(self.blocks, steps)
         self.masking = Masking([layer.grid for layer in planned.layers])
         self._sharded = is_sharded(self.blocks.weights[0])
-        if self._sharded and method.name in WHOLE:
+        if self._sharded and self.capabilities.needs_whole_weights:
             raise SmartpruneError(f"attach: {method.name} needs whole weights, and FSDP has split them; use DDP, or another method")
-        self._through = bool(getattr(method, "through", False))
-        self._plain = bool(getattr(method, "plain", False))
-        self._train_weights = bool(getattr(method, "train_weights", True))
         self._host_name, self._host = _last_module(model)
         self._state: State = {}
         self._trained: list[str] = []
@@ -409,7 +406,6 @@ class Pruner(Careful):
         )  # which a pruner of before has not
         self.__dict__.update(state)
         self._paused = [entry if isinstance(entry, tuple) else (entry, "track_running_stats", True) for entry in self._paused]
-        self._plain = bool(getattr(self.method, "plain", False))
         self._last = watch.now()
 
     def _forgetful(self) -> list[str]:
@@ -469,9 +465,11 @@ class Pruner(Careful):
             self._refresh()
         assert self._live is not None
         with torch.autocast(weight.device.type, enabled=False):
-            if not self._train_weights and self._hard is None:
+            if not self.capabilities.trains_weights and self._hard is None:
                 weight = weight.detach()
-            return self.masking.one(self._live.factors, index, weight, self._through, held=self._hard is not None)
+            return self.masking.one(
+                self._live.factors, index, weight, self.capabilities.straight_through, held=self._hard is not None
+            )
 
     def _refresh(self, mask: Tensor | None = None) -> list[Tensor]:
         """One solve, unless the mask is known, and one masked multiply for all layers."""
@@ -491,7 +489,7 @@ class Pruner(Careful):
             elif mask is None:
                 seed = self.seed * 1_000_003 + self.count if self.model.training else None
                 sources = [*self.parameters(), *self.blocks.weights]
-                mask = again(lambda: self._soft(seed), sources) if self._plain else self._soft(seed)
+                mask = again(lambda: self._soft(seed), sources) if self.capabilities.plain_autograd else self._soft(seed)
             factors = mask if self._hard is not None else self._amplified(mask)
             if self._sharded:
                 masked = []  # made one by one, when the layers ask
@@ -501,8 +499,8 @@ class Pruner(Careful):
             elif self._watched is not None:
                 masked = self._watched.apply(factors, weights)
             else:
-                trained = weights if self._train_weights else [weight.detach() for weight in weights]
-                masked = self.masking.apply(factors, trained, self._through, dtypes)
+                trained = weights if self.capabilities.trains_weights else [weight.detach() for weight in weights]
+                masked = self.masking.apply(factors, trained, self.capabilities.straight_through, dtypes)
         self._live = Live(
             masked,
             mask,
@@ -550,7 +548,7 @@ class Pruner(Careful):
         amplify = getattr(self.method, "amplify", None)
         if amplify is None:
             return mask
-        return again(lambda: amplify(self.blocks, mask), [mask]) if self._plain else amplify(self.blocks, mask)
+        return again(lambda: amplify(self.blocks, mask), [mask]) if self.capabilities.plain_autograd else amplify(self.blocks, mask)
 
     def _key(self) -> tuple[int, ...]:
         return (self.count, watch.now(), *(parameter._version for parameter in self.parameters()))

@@ -10,26 +10,11 @@ import torch
 from torch import Tensor
 
 from ..errors import SmartpruneError
-from ..methods import Method
 from ..pruning.pruner import Pruner
 
 Batches = tuple[tuple[Tensor, ...], ...]  # of one step
 
 WARM = 3  # steps launched from Python first: kernels are compiled and chosen, optimizer state comes into being
-METHODS = (
-    "smart",
-    "magnitude",
-    "gradual",
-)  # whose mask reads tensors that stay in place, and whose steps are all alike
-
-
-def capturable(method: Method) -> str | None:
-    """Why a search with this method cannot be recorded; None if it can."""
-    if method.name not in METHODS:
-        return f"a search with {method.name} decides on the host between steps"
-    if getattr(method, "mask_type", "deterministic") != "deterministic":
-        return f"mask_type={method.mask_type!r} draws or chooses anew at every step"  # type: ignore[attr-defined]
-    return None
 
 
 class Graph:

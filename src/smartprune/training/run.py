@@ -220,7 +220,7 @@ def enter(run: Run, stage: str) -> None:
     run.average = Ema(run.model, config.ema) if config.ema and stage != "search" else None
     run.graph, run.forward = None, run.model
     if ranks.world() > 1 and config.parallel == "ddp":
-        still = run.pruner is not None and not getattr(run.pruner.method, "train_weights", True)
+        still = run.pruner is not None and not run.pruner.capabilities.trains_weights
         run.forward = ranks.wrap(run.model, run.device, unused=still and stage == "search")
     if config.compile == "on":
         run.forward = torch.compile(run.forward)  # type: ignore[assignment]

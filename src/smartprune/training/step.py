@@ -12,7 +12,7 @@ from torch import nn
 
 from ..errors import SmartpruneError
 from . import ranks
-from .cuda_graph import Graph, capturable
+from .cuda_graph import Graph
 from .optimizer import set_rates, share_of_rate
 
 if TYPE_CHECKING:
@@ -76,6 +76,6 @@ def make_graph(run: Run) -> Graph | None:
     config = run.config
     if config.graph == "off" or run.device.type != "cuda" or ranks.world() > 1:
         return None
-    if run.stage == "search" and run.pruner is not None and capturable(run.pruner.method) is not None:
+    if run.stage == "search" and run.pruner is not None and run.pruner.capabilities.why_not_capturable is not None:
         return None
     return Graph(lambda batches: learn(run, batches), run.optimizer, run.pruner, required=config.graph == "on")

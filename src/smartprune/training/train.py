@@ -29,8 +29,9 @@ from ..errors import SmartpruneError, explain_memory_errors
 from ..fields import MAX_TEXT, Fields, is_valid_name
 from ..files import parse_json, read_limited
 from ..hardware.npu import read_npu
+from ..methods import capabilities
 from ..models.named import foreign
-from ..pruning.pruner import WHOLE, bake
+from ..pruning.pruner import bake
 from ..run_files import STAGES
 from ..tasks import Data
 from ..text import shorten
@@ -38,7 +39,6 @@ from . import config as configs
 from . import ranks
 from . import trackers as events
 from .config import Config
-from .cuda_graph import capturable
 from .evaluate import Figures, judge, write_found
 from .folder import append_row, create_folder, first_line, load_weights, locked, save_weights, write_json
 from .history import mask_sample, save_scores
@@ -172,8 +172,8 @@ def check(config: Config) -> None:
             next(shown(data, config, "search").batches(config.batch, config.seed, 0))
         steps = config.search_epochs * -(-data.steps(config.batch) // config.accumulate)
         with explain_memory_errors(network(config)):
-            reason = capturable(prune(model, config, task, steps).method)
-    if config.parallel == "fsdp" and ranks.world() > 1 and config.method in WHOLE:
+            needs = capabilities(prune(model, config, task, steps).method)
+    if config.parallel == "fsdp" and ranks.world() > 1 and needs.needs_whole_weights:
         raise SmartpruneError(f"parallel='fsdp': {config.method} needs whole weights in every step; use --parallel ddp")
     if config.distill:
         if not hasattr(task, "distance"):
@@ -184,8 +184,8 @@ def check(config: Config) -> None:
             raise SmartpruneError(
                 f"distill={config.distill:g} needs a trained dense model; give --dense FILE, or --dense-epochs above 0"
             )
-    if config.graph == "on" and reason is not None:
-        raise SmartpruneError(f"graph='on': {reason}; use --graph off or auto")
+    if config.graph == "on" and needs.why_not_capturable is not None:
+        raise SmartpruneError(f"graph='on': {config.method}: {needs.why_not_capturable}; use --graph off or auto")
 
 
 def network(config: Config) -> str:
