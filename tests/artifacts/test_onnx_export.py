@@ -19,8 +19,8 @@ from torch.nn.utils import prune
 
 import smartprune as sp
 from helpers import zoo
-from helpers.baked import baked
-from helpers.jobs import run
+from helpers.pruned_models import model_and_receipt
+from helpers.training_jobs import run_cli
 from smartprune.artifacts import onnx_read as onnxfile
 from smartprune.artifacts.onnx_read import read_onnx
 from smartprune.artifacts.source import read_source
@@ -53,7 +53,7 @@ def made(folder: Path) -> dict[str, tuple[nn.Module, sp.Receipt, Any, Path]]:
     out = {}
     for name in ("mobilenet_block", "transformer_block", "unet"):
         torch.manual_seed(0)
-        model, receipt = baked(name)
+        model, receipt = model_and_receipt(name)
         with torch.no_grad():
             for module in model.modules():
                 if isinstance(module, nn.BatchNorm2d):  # as if trained
@@ -177,7 +177,7 @@ class Chance(nn.Module):
 
 
 def test_misuse(folder: Path, tmp_path: Path) -> None:
-    model, receipt = baked()
+    model, receipt = model_and_receipt()
     x, path = torch.randn(2, 3, 8, 8), tmp_path / "no.onnx"
     with pytest.raises(sp.SmartpruneError, match="give block="):
         sp.export_onnx(model, path, x)
@@ -222,7 +222,7 @@ def test_missing_packages_are_named(made: Any, monkeypatch: pytest.MonkeyPatch, 
     with pytest.raises(sp.SmartpruneError, match=r"onnx is needed .* pip install 'smartprune\[onnx\]'"):
         sp.verify(made["unet"][3])
     with pytest.raises(sp.SmartpruneError, match=r"smartprune\[onnx\]"):
-        sp.export_onnx(baked()[0], tmp_path / "x.onnx", torch.randn(2, 3, 8, 8), (4, 4))
+        sp.export_onnx(model_and_receipt()[0], tmp_path / "x.onnx", torch.randn(2, 3, 8, 8), (4, 4))
 
 
 def test_the_same_model_gives_the_same_file(made: Any, tmp_path: Path) -> None:
@@ -319,7 +319,7 @@ def test_zeros_that_no_node_computes_with_are_not_counted(tmp_path: Path) -> Non
 def test_folding(fold: bool, tmp_path: Path) -> None:
     """A factor of zero makes kept blocks vanish, which is said and is no fault; without folding nothing does."""
     torch.manual_seed(0)
-    model, receipt = baked()
+    model, receipt = model_and_receipt()
     with torch.no_grad():
         model[4].weight[:4] = 0  # the factors of the four channels of the first row of blocks
     done = sp.export_onnx(model, tmp_path / "m.onnx", zoo.plain_cnn()[1], receipt=receipt, fold=fold)
@@ -566,7 +566,7 @@ def test_torchscripts_exporter(tmp_path: Path) -> None:
 
     torch.manual_seed(0)
     for name in ("plain_cnn", "transformer_block"):
-        model, receipt = baked(name)
+        model, receipt = model_and_receipt(name)
         path = tmp_path / f"{name}.onnx"
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -672,7 +672,7 @@ def test_export_verb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     from safetensors.torch import save_file
 
     torch.manual_seed(0)
-    model, receipt = baked("conv1d_net")
+    model, receipt = model_and_receipt("conv1d_net")
     save_file(model.state_dict(), tmp_path / "w.safetensors")
     receipt.save(tmp_path / "receipt.json")
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1]))
@@ -680,41 +680,41 @@ def test_export_verb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     given = ("export", "mine:build", "--weights", "w.safetensors", "--input", "2x32")
-    assert run(*given, "--out", "m.onnx") == 2
+    assert run_cli(*given, "--out", "m.onnx") == 2
     assert "add --block" in capsys.readouterr().err
-    assert run("export", "mine:build", "--block", "4x4", "--out", "m.onnx") == 2
+    assert run_cli("export", "mine:build", "--block", "4x4", "--out", "m.onnx") == 2
     assert "add --input" in capsys.readouterr().err
-    assert run(*given, "--block", "4x4") == 2
-    assert run(*given, "--block", "4y4", "--out", "m.onnx") == 2
-    assert run(*given, "--block", "4x4", "--out", "m.onnx", "--int8") == 2
+    assert run_cli(*given, "--block", "4x4") == 2
+    assert run_cli(*given, "--block", "4y4", "--out", "m.onnx") == 2
+    assert run_cli(*given, "--block", "4x4", "--out", "m.onnx", "--int8") == 2
     assert "add --calibration" in capsys.readouterr().err
-    assert run("export", tmp_path) == 2
+    assert run_cli("export", tmp_path) == 2
     assert "has no config.json" in capsys.readouterr().err
     np.save(tmp_path / "x.npy", torch.randn(40, 2, 32).numpy())
     flags = ("--receipt", "receipt.json", "--out", "m.onnx", "--int8", "--calibration", "x.npy", "--json")
     capsys.readouterr()
-    assert run(*given, *flags) == 0
+    assert run_cli(*given, *flags) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["size"] == (tmp_path / "m.onnx").stat().st_size
     assert data["int8_error"] < 0.1
-    assert run("verify", "m.onnx") == 0
+    assert run_cli("verify", "m.onnx") == 0
     torch.save({"state_dict": {f"module.{name}": tensor for name, tensor in model.state_dict().items()}}, "wrapped.pt")
-    assert run(*given[:2], "--weights", "wrapped.pt", *given[4:], "--receipt", "receipt.json", "--out", "n.onnx") == 0
+    assert run_cli(*given[:2], "--weights", "wrapped.pt", *given[4:], "--receipt", "receipt.json", "--out", "n.onnx") == 0
     capsys.readouterr()
-    assert run("export", "--help") == 0
+    assert run_cli("export", "--help") == 0
     assert "example:\n  smartprune export" in capsys.readouterr().out
 
 
 def test_export_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("sklearn", reason="scikit-learn is not installed")
-    from helpers.jobs import FLAGS
+    from helpers.training_jobs import SMALL_FLAGS
 
     out = tmp_path / "run"
-    assert run("train", *FLAGS, "--out", out) == 0
+    assert run_cli("train", *SMALL_FLAGS, "--out", out) == 0
     capsys.readouterr()
-    assert run("export", out, "--int8") == 0
+    assert run_cli("export", out, "--int8") == 0
     assert "each removed block was found zero" in capsys.readouterr().out
-    assert run("verify", out / "model.onnx") == 0
+    assert run_cli("verify", out / "model.onnx") == 0
     entry = json.loads((out / "model.mask.json").read_text())["weights"][0]
     assert len(base64.b64decode(entry["bits"])) == -(-math.prod(entry["grid"]) // 8)
 

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 import smartprune as sp
 from helpers import zoo
-from helpers.baked import baked
-from helpers.jobs import run
-from helpers.packed import PAGE, as_kept, bits, documented, example
+from helpers.packed_files import FORMAT_PAGE, documented_example, documented_reader, raw_bytes, zero_random_blocks
+from helpers.pruned_models import model_and_receipt
+from helpers.training_jobs import run_cli
 from smartprune.artifacts.packfile import VALUES, read_packed
 from smartprune.cli import main
 from smartprune.core.block import Block
@@ -31,14 +31,14 @@ from smartprune.pruning.receipt import make_receipt
 def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     """Equal names in order, shapes, types and bits."""
     return list(a) == list(b) and all(
-        a[k].shape == b[k].shape and a[k].dtype == b[k].dtype and np.array_equal(bits(a[k]), bits(b[k])) for k in a
+        a[k].shape == b[k].shape and a[k].dtype == b[k].dtype and np.array_equal(raw_bytes(a[k]), raw_bytes(b[k])) for k in a
     )
 
 
 def check(state: dict[str, Tensor], path: Path) -> None:
     """Our reader and the documented one both give the state back."""
     assert same(sp.unpack(path), state)
-    read = documented()(path)
+    read = documented_reader()(path)
     assert list(read) == list(state)
     for name, array in read.items():
         assert array.shape == tuple(state[name].shape), name
@@ -58,7 +58,7 @@ def sparse(shape: tuple[int, ...], block: Block, groups: int = 1, transposed: bo
 @pytest.mark.parametrize("name", sorted(zoo.SMALL))
 def test_every_model_and_block_comes_back(name: str, block: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model = as_kept(zoo.SMALL[name]()[0], block)
+    model = zero_random_blocks(zoo.SMALL[name]()[0], block)
     path = tmp_path / "model.packed.safetensors"
     sp.pack(model, path, block)
     check(dict(model.state_dict()), path)
@@ -87,7 +87,7 @@ def test_the_order_of_blocks(kind: str, block: tuple[int | None, ...], tmp_path:
     """Against a slow loop: rows are (group, output block), columns (kernel position, input block), output fastest."""
     torch.manual_seed(1)
     build, groups, transposed = LAYERS[kind]
-    layer = as_kept(build(), block)
+    layer = zero_random_blocks(build(), block)
     path = tmp_path / "layer"
     sp.pack(layer, path, block)
     file = read_packed(path)
@@ -137,14 +137,14 @@ def test_odd_values_keep_their_bits(tmp_path: Path) -> None:
     got = sp.unpack(tmp_path / "p")["w"]
     expected = weight.clone()
     expected[4:, 60:] = 0.0  # the one difference: a block of zeros of either sign is absent
-    assert np.array_equal(bits(got), bits(expected))
+    assert np.array_equal(raw_bytes(got), raw_bytes(expected))
     assert read_packed(tmp_path / "p").weights["w"].occupied().sum() == 5
 
 
 def test_strided_weights(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(16, 32, 3), nn.Linear(32, 40)).to(memory_format=torch.channels_last)
-    as_kept(model, (4, 4))
+    zero_random_blocks(model, (4, 4))
     model[1].weight = nn.Parameter(sparse((32, 40), Block(4, 4)).t())
     assert not model[0].weight.is_contiguous()
     assert not model[1].weight.is_contiguous()
@@ -158,7 +158,7 @@ def test_strided_weights(tmp_path: Path) -> None:
 
 def test_tied_weights_are_stored_once(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model = as_kept(zoo.tied()[0], (4, 4))
+    model = zero_random_blocks(zoo.tied()[0], (4, 4))
     sp.pack(model, tmp_path / "p", (4, 4))
     file = read_packed(tmp_path / "p")
     assert file.tied == {"b.weight": "a.weight"}
@@ -198,7 +198,7 @@ def test_weights_of_many_axes_come_back(tmp_path: Path) -> None:
 
 def test_blocks_start_at_multiples_of_64_bytes(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model = as_kept(zoo.plain_cnn()[0], (16, 8), 0.4)
+    model = zero_random_blocks(zoo.plain_cnn()[0], (16, 8), 0.4)
     sp.pack(model, tmp_path / "p", (16, 8))
     data = (tmp_path / "p").read_bytes()
     length = int.from_bytes(data[:8], "little")
@@ -258,17 +258,17 @@ def test_golden_bytes(tmp_path: Path) -> None:
     header = f'{{"__metadata__":{{"smartprune.packed":{json.dumps(TEXT)}}},{TENSORS}}}'.encode()
     golden = (824).to_bytes(8, "little") + header.ljust(824) + DATA
     for _ in range(2):
-        sp.pack(example(), tmp_path / "p", (2, 2))
+        sp.pack(documented_example(), tmp_path / "p", (2, 2))
         assert (tmp_path / "p").read_bytes() == golden
-    check(example(), tmp_path / "p")
+    check(documented_example(), tmp_path / "p")
 
 
 def test_the_example_of_the_documentation() -> None:
-    shown = next(text for text in re.findall(r"```\n(.*?)```", PAGE, re.S) if "conv.bias" in text)
+    shown = next(text for text in re.findall(r"```\n(.*?)```", FORMAT_PAGE, re.S) if "conv.bias" in text)
     assert bytes.fromhex("".join(re.findall(r"\b[0-9a-f]{8}\b", shown))) == DATA
-    entry = json.loads(re.findall(r"```json\n(.*?)```", PAGE, re.S)[0])
+    entry = json.loads(re.findall(r"```json\n(.*?)```", FORMAT_PAGE, re.S)[0])
     assert entry == json.loads(TEXT)["weights"][0]
-    fields = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", PAGE.split("An entry of `weights`:")[1].split("The hash is")[0], re.M)
+    fields = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", FORMAT_PAGE.split("An entry of `weights`:")[1].split("The hash is")[0], re.M)
     assert sorted(entry) == sorted(re.findall(r"\w+", " ".join(fields)))
 
 
@@ -290,7 +290,7 @@ def test_the_documented_hash(tmp_path: Path) -> None:
 def test_verify_and_report_read_packed_files(tmp_path: Path) -> None:
     torch.manual_seed(0)
     for name in sorted(zoo.SMALL):
-        model, receipt = baked(name)
+        model, receipt = model_and_receipt(name)
         for file in ("p.packed.safetensors", "p", "p.bin.old"):
             sp.pack(model, tmp_path / file, receipt=receipt)
             found = sp.verify(tmp_path / file)
@@ -304,14 +304,14 @@ def test_verify_and_report_read_packed_files(tmp_path: Path) -> None:
 
 
 def test_the_packed_block_is_what_is_counted(tmp_path: Path) -> None:
-    model, _ = baked("unet")
+    model, _ = model_and_receipt("unet")
     sp.pack(model, tmp_path / "p", (4, 4))
     assert sp.verify(tmp_path / "p").block == Block(4, 4)
     assert sp.verify(tmp_path / "p").zero == sp.verify(model, (4, 4)).zero
 
 
 def test_a_receipt_that_does_not_fit_is_refused(tmp_path: Path) -> None:
-    _, receipt = baked()
+    _, receipt = model_and_receipt()
     dense, _ = zoo.plain_cnn()
     with pytest.raises(sp.SmartpruneError, match=r"is not what its receipt says: 3\.weight"):
         sp.pack(dense, tmp_path / "p", receipt=receipt)
@@ -355,7 +355,7 @@ def test_misuse(tmp_path: Path) -> None:
 
 def test_a_model_that_does_not_fit_is_left_alone(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model = as_kept(zoo.plain_cnn()[0], (4, 4))
+    model = zero_random_blocks(zoo.plain_cnn()[0], (4, 4))
     sp.pack(model, tmp_path / "p", (4, 4))
     wrong: list[tuple[nn.Module, str]] = [
         (zoo.plain_cnn()[0].double(), r"0\.bias is torch\.float32 16 there and torch\.float64 16|0\.weight is torch\.float32"),
@@ -391,7 +391,7 @@ def test_modules_that_ask_for_the_version_of_their_format(tmp_path: Path) -> Non
 
 def test_packing_changes_nothing(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model = as_kept(zoo.transformer_block()[0], (4, 4))
+    model = zero_random_blocks(zoo.transformer_block()[0], (4, 4))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     ids = [id(p) for p in model.parameters()]
     sp.pack(model, tmp_path / "p", (4, 4))
@@ -405,7 +405,7 @@ def test_packing_changes_nothing(tmp_path: Path) -> None:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     torch.manual_seed(0)
-    model, receipt = baked()
+    model, receipt = model_and_receipt()
     save_file({name: tensor.clone() + 0.0 for name, tensor in model.state_dict().items()}, tmp_path / "model.safetensors")
     receipt.save(tmp_path / "receipt.json")
     return tmp_path
@@ -413,22 +413,22 @@ def folder(tmp_path: Path) -> Path:
 
 def test_a_run_folder_is_packed_and_unpacked(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = (folder / "model.safetensors").read_bytes()
-    assert run("pack", folder) == 0
+    assert run_cli("pack", folder) == 0
     text = capsys.readouterr().out
     assert "dense " in text
     assert "packed " in text
     assert max(map(len, text.splitlines()[:-1])) <= 80
     packed = folder / "model.packed.safetensors"
-    assert run("verify", packed) == 0
+    assert run_cli("verify", packed) == 0
     assert "ok: as the receipt says" in capsys.readouterr().out
-    assert run("report", packed) == 0
+    assert run_cli("report", packed) == 0
     assert "blocks of 4x4x1x1" in capsys.readouterr().out
-    assert run("unpack", packed, "--out", folder / "again.safetensors") == 0
+    assert run_cli("unpack", packed, "--out", folder / "again.safetensors") == 0
     ours, theirs = load_file(folder / "again.safetensors"), load_file(folder / "model.safetensors")
     assert same({name: ours[name] for name in sorted(ours)}, {name: theirs[name] for name in sorted(theirs)})
     assert (folder / "model.safetensors").read_bytes() == before
     capsys.readouterr()
-    assert run("pack", folder, "--json", "--out", folder / "b") == 0
+    assert run_cli("pack", folder, "--json", "--out", folder / "b") == 0
     data = json.loads(capsys.readouterr().out)
     assert data["size"] == (folder / "b").stat().st_size
     assert data["share"] == data["size"] / data["dense"]
@@ -438,22 +438,22 @@ def test_a_run_folder_is_packed_and_unpacked(folder: Path, capsys: pytest.Captur
 
 def test_wrong_arguments(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = folder / "model.safetensors"
-    assert run("pack", model) == 2
+    assert run_cli("pack", model) == 2
     assert "add --block" in capsys.readouterr().err
-    assert run("pack", model, "--block", "4y4") == 2
-    assert run("pack", folder / "missing.safetensors", "--block", "4x4") == 1
-    assert run("pack", model, "--block", "4x4") == 0
-    assert run("pack", model, "--receipt", folder / "receipt.json", "--out", folder / "q") == 0
-    assert run("verify", folder / "q") == 0
+    assert run_cli("pack", model, "--block", "4y4") == 2
+    assert run_cli("pack", folder / "missing.safetensors", "--block", "4x4") == 1
+    assert run_cli("pack", model, "--block", "4x4") == 0
+    assert run_cli("pack", model, "--receipt", folder / "receipt.json", "--out", folder / "q") == 0
+    assert run_cli("verify", folder / "q") == 0
     packed = folder / "model.packed.safetensors"
-    assert run("unpack", packed, "--out", packed) == 2
-    assert run("unpack", packed, "--out", folder / "a.pt") == 2
-    assert run("unpack", model, "--out", folder / "a.safetensors") == 1
-    assert run("unpack", packed, "--out", folder / "a.safetensors", "--limit", "10") == 1
-    assert run("unpack", packed, "--out", folder / "a.safetensors", "--limit", "-1") == 2
+    assert run_cli("unpack", packed, "--out", packed) == 2
+    assert run_cli("unpack", packed, "--out", folder / "a.pt") == 2
+    assert run_cli("unpack", model, "--out", folder / "a.safetensors") == 1
+    assert run_cli("unpack", packed, "--out", folder / "a.safetensors", "--limit", "10") == 1
+    assert run_cli("unpack", packed, "--out", folder / "a.safetensors", "--limit", "-1") == 2
     assert not (folder / "a.safetensors").exists()
     for verb in ("pack", "unpack"):
-        assert run(verb, "--help") == 0
+        assert run_cli(verb, "--help") == 0
         assert f"example:\n  smartprune {verb}" in capsys.readouterr().out
 
 
@@ -544,7 +544,7 @@ def test_a_packed_file_says_its_block(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_what_is_read_is_not_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model, receipt = baked()
+    model, receipt = model_and_receipt()
     save_file({name: tensor.clone() for name, tensor in model.state_dict().items()}, tmp_path / "model.safetensors")
     receipt.save(tmp_path / "receipt.json")
     sp.pack(tmp_path, tmp_path / "p.safetensors")

@@ -13,8 +13,8 @@ import torch
 
 import smartprune as sp
 from helpers import zoo
-from helpers.baked import baked
-from helpers.packed import as_kept, bits, documented, example
+from helpers.packed_files import documented_example, documented_reader, raw_bytes, zero_random_blocks
+from helpers.pruned_models import model_and_receipt
 from smartprune.artifacts.packfile import KEY
 
 ROUNDS = 2600  # for each of the files below
@@ -106,10 +106,10 @@ def mutate(good: bytes, rng: random.Random) -> tuple[str, bytes]:
 
 def files(tmp_path: Path) -> dict[str, bytes]:
     torch.manual_seed(0)
-    sp.pack(example(), tmp_path / "example", (2, 2))
-    sp.pack(as_kept(zoo.tied()[0], (4, 4)), tmp_path / "tied", (4, 4))
-    sp.pack(as_kept(zoo.mobilenet_block()[0], (4, 4)).half(), tmp_path / "grouped", (4, 4))
-    model, receipt = baked("unet")
+    sp.pack(documented_example(), tmp_path / "example", (2, 2))
+    sp.pack(zero_random_blocks(zoo.tied()[0], (4, 4)), tmp_path / "tied", (4, 4))
+    sp.pack(zero_random_blocks(zoo.mobilenet_block()[0], (4, 4)).half(), tmp_path / "grouped", (4, 4))
+    model, receipt = model_and_receipt("unet")
     sp.pack(model, tmp_path / "transposed", receipt=receipt)
     return {path.name: path.read_bytes() for path in tmp_path.iterdir()}
 
@@ -118,7 +118,7 @@ def files(tmp_path: Path) -> dict[str, bytes]:
 def test_mutations(name: str, tmp_path: Path) -> None:
     """More than 10,000 in all. What is accepted has the shapes it declares and says the same to an independent reader."""
     good = files(tmp_path)[name]
-    path, reader = tmp_path / "mutant", documented()
+    path, reader = tmp_path / "mutant", documented_reader()
     path.write_bytes(good)
     original = sp.unpack(path)
     rng = random.Random(name)
@@ -143,7 +143,7 @@ def test_mutations(name: str, tmp_path: Path) -> None:
         with np.errstate(all="ignore"):
             for key, array in reader(path).items():
                 assert array.shape == tuple(got[key].shape)
-                assert array.tobytes() == bits(got[key]).tobytes(), (kind, key)
+                assert array.tobytes() == raw_bytes(got[key]).tobytes(), (kind, key)
     assert sum(refused.values()) > 0.5 * ROUNDS
     assert accepted["payload"] > 50  # a changed number is another model, not a damaged file
     assert not {"cut", "grow", "length"} & accepted.keys()  # nothing may be missing or left over
@@ -156,7 +156,7 @@ def test_mutations(name: str, tmp_path: Path) -> None:
 
 def spoiled(tmp_path: Path, change: Any) -> Path:
     path = tmp_path / "bad"
-    sp.pack(example(), path, (2, 2))
+    sp.pack(documented_example(), path, (2, 2))
     header, text, body = split(path.read_bytes())
     header.pop("__metadata__")
     body = change(header, text, bytearray(body)) or body
@@ -259,7 +259,7 @@ def test_a_small_file_that_claims_much(tmp_path: Path) -> None:
 
 def test_odd_texts(tmp_path: Path) -> None:
     path = tmp_path / "odd"
-    sp.pack(example(), path, (2, 2))
+    sp.pack(documented_example(), path, (2, 2))
     header, text, body = split(path.read_bytes())
     header.pop("__metadata__")
     for wrong in ("", "{", "[]", "null", "3", '"x"', '{"version": NaN}', "[" * 100_000, '{"version":1,"version":1}', "\x00"):
@@ -269,6 +269,6 @@ def test_odd_texts(tmp_path: Path) -> None:
     header["__metadata__"] = {KEY: json.dumps(text), "another": "tool may add its own"}
     head = json.dumps(header).encode()
     path.write_bytes(len(head).to_bytes(8, "little") + head + body)
-    assert sp.unpack(path)["conv.weight"].equal(example()["conv.weight"])
+    assert sp.unpack(path)["conv.weight"].equal(documented_example()["conv.weight"])
     with pytest.raises(sp.SmartpruneError, match="not a readable safetensors file"):
         sp.unpack(Path(__file__))

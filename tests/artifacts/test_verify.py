@@ -19,7 +19,7 @@ from torch.nn.utils import prune
 
 import smartprune as sp
 from helpers import zoo
-from helpers.baked import baked
+from helpers.pruned_models import model_and_receipt
 from smartprune.artifacts.pack import pack
 from smartprune.artifacts.receipt import Receipt
 from smartprune.artifacts.verify import verify
@@ -37,7 +37,7 @@ def state(model: nn.Module) -> dict[str, Tensor]:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    model, receipt = baked()
+    model, receipt = model_and_receipt()
     save_file(state(model), tmp_path / "model.safetensors")
     receipt.save(tmp_path / "receipt.json")
     return tmp_path
@@ -62,7 +62,7 @@ def test_receipt_of_a_model_that_was_wrapped_before_attach(wrap: Callable[[nn.Mo
 
 @pytest.mark.parametrize("name", sorted(zoo.SMALL))
 def test_all_sources_agree(name: str, tmp_path: Path) -> None:
-    model, receipt = baked(name)
+    model, receipt = model_and_receipt(name)
     receipt.save(tmp_path / "receipt.json")
     save_file(state(model), tmp_path / "model.safetensors")
     torch.save(model.state_dict(), tmp_path / "plain.pt")
@@ -82,7 +82,7 @@ def test_all_sources_agree(name: str, tmp_path: Path) -> None:
 
 
 def test_every_difference_is_listed() -> None:
-    model, receipt = baked()
+    model, receipt = model_and_receipt()
     tensors = state(model)
     grid = receipt.layers[0].cut(receipt.block)
     removed = (~receipt.layers[0].mask()).nonzero().flatten().tolist()
@@ -107,7 +107,7 @@ def test_every_difference_is_listed() -> None:
 
 
 def test_one_revived_block_changes_the_hash() -> None:
-    model, receipt = baked()
+    model, receipt = model_and_receipt()
     index = int((~receipt.layers[1].mask()).nonzero()[0])
     with torch.no_grad():
         grid = receipt.layers[1].cut(receipt.block)
@@ -119,7 +119,7 @@ def test_one_revived_block_changes_the_hash() -> None:
 
 
 def test_a_dense_model_is_not_listed_block_by_block() -> None:
-    _, receipt = baked()
+    _, receipt = model_and_receipt()
     dense, _ = zoo.plain_cnn()
     got = verify(dense, receipt=receipt)
     assert len([p for p in got.problems if p.startswith("3.weight: block")]) == 5
@@ -128,7 +128,7 @@ def test_a_dense_model_is_not_listed_block_by_block() -> None:
 
 
 def test_nan_is_a_problem() -> None:
-    model, receipt = baked()
+    model, receipt = model_and_receipt()
     with torch.no_grad():
         model[3].weight[model[3].weight != 0] = float("nan")
     assert verify(model, receipt=receipt).problems == ("3.weight: holds NaN or infinity",)
@@ -136,7 +136,7 @@ def test_nan_is_a_problem() -> None:
 
 
 def test_other_block_than_the_receipt() -> None:
-    model, receipt = baked()
+    model, receipt = model_and_receipt()
     assert verify(model, block=(4, 4), receipt=receipt).ok
     got = verify(model, block=(16, 8), receipt=receipt)
     assert got.problems == ("block 16x8x1x1 was asked for, the receipt is about blocks of 4x4x1x1",)
@@ -150,7 +150,7 @@ def test_receipt_that_was_not_met() -> None:
 
 
 def test_counting_without_a_receipt() -> None:
-    model, receipt = baked()
+    model, receipt = model_and_receipt()
     got = verify(model, block=(4, 4))
     assert got.ok
     assert [(layer.name, layer.zero, layer.blocks) for layer in got.layers] == [
@@ -350,7 +350,7 @@ def test_fuzzed_safetensors_are_read_or_refused(run: Path) -> None:
 @pytest.mark.parametrize("zipped", [True, False])
 def test_fuzzed_checkpoints_are_read_or_refused(zipped: bool, tmp_path: Path) -> None:
     rng = random.Random(1)
-    model, receipt = baked()
+    model, receipt = model_and_receipt()
     buffer = io.BytesIO()
     torch.save(model.state_dict(), buffer, _use_new_zipfile_serialization=zipped)
     path = tmp_path / "model.pt"
@@ -445,7 +445,7 @@ def test_a_model_on_the_meta_device_says_it_too() -> None:
 
 
 def test_a_receipt_that_reads_the_axes_in_another_way() -> None:
-    model, receipt = baked("unet")
+    model, receipt = model_and_receipt("unet")
     assert verify(model.state_dict(), receipt=receipt, model=model).ok
     row = next(row for row in receipt.layers if row.transposed)
     other = dataclasses.replace(row, transposed=False)

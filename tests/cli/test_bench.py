@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from helpers.jobs import small
+from helpers.training_jobs import small_config
 from smartprune import cli
 from smartprune.experiments.bench.result import Bench, Timing
 from smartprune.training.train import train
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(600)
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("bench") / "run"
-    train(small(out))
+    train(small_config(out))
     return out
 
 

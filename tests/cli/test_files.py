@@ -18,7 +18,7 @@ import pytest
 from torch import nn
 
 import smartprune as sp
-from helpers.jobs import FLAGS, command, environment, run, small
+from helpers.training_jobs import SMALL_FLAGS, command, environment, run_cli, small_config
 from smartprune import SmartpruneError
 from smartprune.cli.streams import settle, tell
 from smartprune.errors import explain_memory_errors
@@ -34,7 +34,7 @@ QUICK = ["--dense-epochs", "1", "--search-epochs", "1", "--finetune-epochs", "1"
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("care") / "run"
-    train(small(out, dense_epochs=1, search_epochs=1))
+    train(small_config(out, dense_epochs=1, search_epochs=1))
     return out
 
 
@@ -88,11 +88,15 @@ def test_what_stdout_leads_to_is_not_replaced(done: Path, tmp_path: Path) -> Non
 
 def test_a_path_that_no_reader_could_open(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bad = str(tmp_path / "bad\udcff")
-    for words in (["train", *FLAGS, "--out", bad], ["sweep", *FLAGS[:-4], "--out", bad], ["train", *FLAGS, "--out", f"{bad}/run"]):
-        assert run(*words) == 2
+    for words in (
+        ["train", *SMALL_FLAGS, "--out", bad],
+        ["sweep", *SMALL_FLAGS[:-4], "--out", bad],
+        ["train", *SMALL_FLAGS, "--out", f"{bad}/run"],
+    ):
+        assert run_cli(*words) == 2
         assert r"bad\udcff" in capsys.readouterr().err
     with pytest.raises(SmartpruneError, match="is not valid UTF-8"):
-        train(small(Path(bad)))
+        train(small_config(Path(bad)))
     assert not list(tmp_path.iterdir())
 
 
@@ -112,7 +116,7 @@ def test_names_that_a_receipt_cannot_hold(name: str) -> None:
 
 def test_names_that_a_packed_file_cannot_hold(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "run"
-    assert run("train", *QUICK, "--model", f"{__name__}:odd_name", "--out", str(out)) == 2
+    assert run_cli("train", *QUICK, "--model", f"{__name__}:odd_name", "--out", str(out)) == 2
     assert r"'a\nb.weight' is a name that a packed file cannot hold" in capsys.readouterr().err
     assert not out.exists()
 
@@ -152,7 +156,7 @@ def test_progress_that_nobody_reads(error: Exception, tmp_path: Path) -> None:
 @pytest.mark.skipif(not FULL.exists(), reason="needs a device that is always full")
 def test_a_run_that_nobody_watches_is_done(tmp_path: Path) -> None:
     with FULL.open("w") as full:
-        ended = call("train", *FLAGS, *QUICK, "--out", str(tmp_path / "a"), stdout=subprocess.PIPE, stderr=full)
+        ended = call("train", *SMALL_FLAGS, *QUICK, "--out", str(tmp_path / "a"), stdout=subprocess.PIPE, stderr=full)
     assert ended.returncode == 0
     assert b"verified yes" in ended.stdout
 
@@ -162,7 +166,7 @@ def test_streams_that_are_closed(done: Path, tmp_path: Path) -> None:
     ended = call(*words, stderr=subprocess.PIPE, preexec_fn=closing(1))
     assert (ended.returncode, ended.stderr) == (0, b"written to /dev/stdout\n")
     out = tmp_path / "a"
-    ended = call("train", *FLAGS, *QUICK, "--out", str(out), preexec_fn=closing(1, 2))
+    ended = call("train", *SMALL_FLAGS, *QUICK, "--out", str(out), preexec_fn=closing(1, 2))
     assert ended.returncode == 0
     assert sorted(path.name for path in out.iterdir()) == sorted(path.name for path in done.iterdir())
 
@@ -196,18 +200,18 @@ def test_a_bench_that_failed_leaves_what_was_measured(
     (folder / "bench.json").write_text("{}")
     page = (folder / "report.html").stat().st_mtime_ns
     monkeypatch.setattr("smartprune.experiments.bench.run.bench", failing)
-    assert run("bench", str(folder)) == 1
+    assert run_cli("bench", str(folder)) == 1
     said = capsys.readouterr()
     assert f"nothing is written and {folder / 'bench.json'} stays as it is" in said.err
     assert "failed: torch, batch 1: no such class" in said.out
     assert ((folder / "bench.json").read_text(), (folder / "report.html").stat().st_mtime_ns) == ("{}", page)
-    assert run("bench", str(folder), "--out", str(tmp_path / "b.json")) == 1
+    assert run_cli("bench", str(folder), "--out", str(tmp_path / "b.json")) == 1
     assert json.loads((tmp_path / "b.json").read_text())["timings"][0]["failed"] == "no such class"
 
 
 def test_an_unknown_setting_is_no_reason_to_crash(done: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "c.json").write_text('{"a": 1}')
-    assert run("train", "--resume", "--config", str(tmp_path / "c.json"), "--out", str(done)) == 2
+    assert run_cli("train", "--resume", "--config", str(tmp_path / "c.json"), "--out", str(done)) == 2
     assert "unknown setting 'a'; a run has: task" in capsys.readouterr().err
 
 
@@ -235,16 +239,18 @@ def test_numbers_that_are_too_large(
     words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert run(*words) == 2
+    assert run_cli(*words) == 2
     assert message in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
 def test_inputs_that_are_too_large(done: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shape = "1x99999999x99999"
-    assert run("report", str(done), "--npu", "edge", "--input", shape) == 2
+    assert run_cli("report", str(done), "--npu", "edge", "--input", shape) == 2
     assert f"--input {shape} takes more memory" in capsys.readouterr().err
-    assert run("bench", str(done), "--batch", "1", "99999999999", "--engines", "torch", "--rounds", "1", "--seconds", "0.01") == 1
+    assert (
+        run_cli("bench", str(done), "--batch", "1", "99999999999", "--engines", "torch", "--rounds", "1", "--seconds", "0.01") == 1
+    )
     assert "--batch 99999999999 takes more memory than there is; give something smaller" in capsys.readouterr().err
     assert not (done / "bench.json").exists()
 
@@ -282,9 +288,9 @@ def test_a_model_that_may_not_be_read(
     for words in (
         ["report", str(done)], ["verify", str(done)], ["pack", str(done), "--out", out], ["bench", str(done)],
         ["export", str(done), "--out", str(tmp_path / "x.onnx")], ["eval", str(done)],
-        ["train", *FLAGS, "--dense", str(done / "dense.safetensors"), "--out", str(tmp_path / "run")],
+        ["train", *SMALL_FLAGS, "--dense", str(done / "dense.safetensors"), "--out", str(tmp_path / "run")],
     ):  # fmt: skip
-        assert run(*words) in (1, 2), words
+        assert run_cli(*words) in (1, 2), words
         said = capsys.readouterr().err
         assert ".safetensors" in said, words
         assert "cannot be read" in said, words
@@ -311,5 +317,5 @@ def test_a_name_that_is_no_text_is_told(tmp_path: Path, done: Path, capsys: pyte
     """A file of such a name can be there; it is not found out by a traceback."""
     bad = tmp_path / "bad\udcff.safetensors"
     bad.write_bytes((done / "dense.safetensors").read_bytes())
-    assert run("train", *FLAGS, "--dense", str(bad), "--out", str(tmp_path / "run")) == 2
+    assert run_cli("train", *SMALL_FLAGS, "--dense", str(bad), "--out", str(tmp_path / "run")) == 2
     assert "cannot be read as a .safetensors file" in capsys.readouterr().err

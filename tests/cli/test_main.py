@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 import smartprune
-from helpers.jobs import FLAGS, assert_same_run, call, command, environment, run
+from helpers.training_jobs import SMALL_FLAGS, assert_same_run, command, environment, run_cli, run_in_subprocess
 from smartprune import NPU
 from smartprune.cli import VERBS
 from smartprune.experiments.compare import protocol
@@ -22,7 +22,7 @@ from smartprune.training.page import run_cycles
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which one run was made, by a process of its own."""
     folder = tmp_path_factory.mktemp("work")
-    done = call("train", *FLAGS, "--out", "runs/a", folder=folder)
+    done = run_in_subprocess("train", *SMALL_FLAGS, "--out", "runs/a", folder=folder)
     assert done.returncode == 0, done.stderr
     (folder / "stdout.txt").write_text(done.stdout)
     (folder / "stderr.txt").write_text(done.stderr)
@@ -49,32 +49,32 @@ def test_results_on_stdout_progress_on_stderr(work: Path) -> None:
     "verb", ["train", "plan", "report", "verify", "eval", "pack", "unpack", "export", "bench", "compare", "sweep", "watch"]
 )
 def test_help_has_an_example(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(verb, "--help") == 0
+    assert run_cli(verb, "--help") == 0
     assert f"example:\n  smartprune {verb}" in capsys.readouterr().out
 
 
 def test_help_lists_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("--help") == 0
+    assert run_cli("--help") == 0
     text = capsys.readouterr().out
     assert all(add.__name__.removesuffix("_verb") in text for add in VERBS)
     assert "Exit codes: 0 done, 1 failed or stopped, 2 bad arguments" in text
 
 
 def test_default_folder_is_numbered(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    short = [*FLAGS, "--dense", "runs/a/dense.safetensors", "--search-epochs", "1"]
-    assert run("train", *short) == 0
-    assert run("train", *short) == 0
+    short = [*SMALL_FLAGS, "--dense", "runs/a/dense.safetensors", "--search-epochs", "1"]
+    assert run_cli("train", *short) == 0
+    assert run_cli("train", *short) == 0
     assert (work / "runs/digits-smart-4x2-0.5-s0/result.json").exists()
     assert (work / "runs/digits-smart-4x2-0.5-s0-2/result.json").exists()
     capsys.readouterr()
-    assert run("train", *short, "--resume") == 0
+    assert run_cli("train", *short, "--resume") == 0
     captured = capsys.readouterr()
     assert "the run in runs/digits-smart-4x2-0.5-s0-2 is finished; nothing to resume" in captured.err
     assert "folder   runs/digits-smart-4x2-0.5-s0-2" in captured.out
 
 
 def test_config_repeats_the_run(work: Path) -> None:
-    assert run("train", "--config", "runs/a/config.json", "--out", "runs/again") == 0
+    assert run_cli("train", "--config", "runs/a/config.json", "--out", "runs/again") == 0
     assert_same_run(work / "runs/a", work / "runs/again")
 
 
@@ -89,19 +89,27 @@ def test_flags_win_over_config_and_settings_follow_the_method(work: Path) -> Non
         "--dense",
         "runs/a/dense.safetensors",
     ]
-    assert run("train", "--config", "runs/a/config.json", *flags, "--out", "runs/m") == 0
+    assert run_cli("train", "--config", "runs/a/config.json", *flags, "--out", "runs/m") == 0
     config = json.loads((work / "runs/m/config.json").read_text())
     assert (config["method"], config["sparsity"], config["block"]) == ("magnitude", 0.75, "4x2")
     assert Path(config["dense"]).is_absolute()
-    assert run("train", "--config", "runs/a/config.json", *flags[4:], "--macs", "0.5", "--out", "runs/n") == 0
+    assert run_cli("train", "--config", "runs/a/config.json", *flags[4:], "--macs", "0.5", "--out", "runs/n") == 0
     config = json.loads((work / "runs/n/config.json").read_text())
     assert (config["sparsity"], config["macs"]) == (None, 0.5)
 
 
 def test_a_file_of_an_npu_is_found_from_another_folder(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (work / "own.json").write_text(json.dumps(NPU.small().to_json()))
-    short = [*FLAGS[: FLAGS.index("--sparsity")], "--dense", "runs/a/dense.safetensors", "--search-epochs", "1", "--onnx", "off"]
-    assert run("train", *short, "--cycles", "0.3", "--npu", "own.json", "--out", "runs/npu") == 0
+    short = [
+        *SMALL_FLAGS[: SMALL_FLAGS.index("--sparsity")],
+        "--dense",
+        "runs/a/dense.safetensors",
+        "--search-epochs",
+        "1",
+        "--onnx",
+        "off",
+    ]
+    assert run_cli("train", *short, "--cycles", "0.3", "--npu", "own.json", "--out", "runs/npu") == 0
     config = json.loads((work / "runs/npu/config.json").read_text())
     assert Path(config["npu"]) == work / "own.json"
     assert protocol(config) == protocol({**config, "npu": "own.json"})  # a comparison has its name alone
@@ -110,22 +118,22 @@ def test_a_file_of_an_npu_is_found_from_another_folder(work: Path, monkeypatch: 
 
 
 def test_set_fills_the_method(work: Path) -> None:
-    short = [*FLAGS, "--dense", "runs/a/dense.safetensors", "--search-epochs", "1", "--out", "runs/set"]
-    assert run("train", *short, "--set", "start=2", "--set", "ramp=cubic", "--set", "clip=none") == 0
+    short = [*SMALL_FLAGS, "--dense", "runs/a/dense.safetensors", "--search-epochs", "1", "--out", "runs/set"]
+    assert run_cli("train", *short, "--set", "start=2", "--set", "ramp=cubic", "--set", "clip=none") == 0
     settings = json.loads((work / "runs/set/config.json").read_text())["settings"]
     assert (settings["start"], settings["ramp"], settings["clip"]) == (2, "cubic", None)
 
 
 def test_the_same_command_resumes_where_the_machine_decided(capsys: pytest.CaptureFixture[str]) -> None:
     """What was left to the machine, by auto or by 0 threads, is decided in config.json."""
-    words = ["train", *FLAGS, "--device", "auto", "--threads", "0", "--resume", "--out", "runs/a"]
-    assert run(*words) == 0
+    words = ["train", *SMALL_FLAGS, "--device", "auto", "--threads", "0", "--resume", "--out", "runs/a"]
+    assert run_cli(*words) == 0
     assert "nothing to resume" in capsys.readouterr().err
-    assert run(*words, "--threads", "77") == 2
+    assert run_cli(*words, "--threads", "77") == 2
 
 
 def test_json_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("train", "--resume", "--out", "runs/a", "--json") == 0
+    assert run_cli("train", "--resume", "--out", "runs/a", "--json") == 0
     data = json.loads(capsys.readouterr().out)
     assert data["verified"] is True
     assert data["receipt"]["achieved"]["met"] is True
@@ -172,7 +180,7 @@ def test_json_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_bad_arguments_exit_2(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(*arguments) == 2
+    assert run_cli(*arguments) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert message in captured.err
@@ -182,14 +190,14 @@ def test_bad_arguments_exit_2(arguments: list[str], message: str, capsys: pytest
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["train", *FLAGS, "--out", "runs/a"], "runs/a already holds a run; continue it with"),
+        (["train", *SMALL_FLAGS, "--out", "runs/a"], "runs/a already holds a run; continue it with"),
         (["train", "--resume", "--out", "runs/none"], "runs/none holds no run to resume; start one without --resume"),
         (["report", "nowhere.safetensors"], "nowhere.safetensors: there is no such file"),
         (["verify", "runs"], "runs: a run folder holds model.safetensors"),
     ],
 )
 def test_failures_exit_1_with_just_the_message(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(*arguments) == 1
+    assert run_cli(*arguments) == 1
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith("smartprune: ")
@@ -198,9 +206,9 @@ def test_failures_exit_1_with_just_the_message(arguments: list[str], message: st
 
 
 def test_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("plan", "resnet18", "--block", "16x8", "--sparsity", "0.95", "--input", "3x32x32") == 0
+    assert run_cli("plan", "resnet18", "--block", "16x8", "--sparsity", "0.95", "--input", "3x32x32") == 0
     assert "87,168 in 19 layers" in capsys.readouterr().out
-    assert run("plan", "digits", "--sparsity", "0.9", "--json") == 0
+    assert run_cli("plan", "digits", "--sparsity", "0.9", "--json") == 0
     data = json.loads(capsys.readouterr().out)
     assert (data["block"], data["feasible"]) == ("8x4x1x1", True)
     assert data["macs"] is not None
@@ -212,42 +220,42 @@ def test_plan_of_your_own_model(work: Path, capsys: pytest.CaptureFixture[str]) 
         "def build():\n    return nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 10))\n"
         "def wrong():\n    return 3\n"
     )
-    assert run("plan", "ownnet:build", "--params", "0.5") == 0
+    assert run_cli("plan", "ownnet:build", "--params", "0.5") == 0
     assert "8 in 1 layer" in capsys.readouterr().out
-    assert run("plan", "ownnet:wrong") == 2
+    assert run_cli("plan", "ownnet:wrong") == 2
     assert "ownnet:wrong gives a int; it should return a torch.nn.Module" in capsys.readouterr().err
 
 
 def test_plan_that_cannot_be_met_exits_1(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("plan", "digits", "--sparsity", "0.95", "--floor", "0.5") == 1
+    assert run_cli("plan", "digits", "--sparsity", "0.95", "--floor", "0.5") == 1
     assert "problem  floor=0.5 needs" in capsys.readouterr().out
 
 
 def test_report(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("report", "runs/a") == 0
+    assert run_cli("report", "runs/a") == 0
     assert "blocks of 4x2" in capsys.readouterr().out
-    assert run("report", "runs/a/model.safetensors", "--block", "4x2", "--json") == 0
+    assert run_cli("report", "runs/a/model.safetensors", "--block", "4x2", "--json") == 0
     data = json.loads(capsys.readouterr().out)
     receipt = json.loads(Path("runs/a/receipt.json").read_text())
     assert data["blocks"]["removed"] == receipt["achieved"]["blocks"]["removed"]
-    assert run("report", "runs/a", "--map", "stages.0.0.conv1") == 0
+    assert run_cli("report", "runs/a", "--map", "stages.0.0.conv1") == 0
     assert "stages.0.0.conv1:" in capsys.readouterr().out
     for more in (["--json"], ["--npu", "edge"]):
-        assert run("report", "runs/a", "--map", "stages.0.0.conv1", *more) == 2
+        assert run_cli("report", "runs/a", "--map", "stages.0.0.conv1", *more) == 2
         assert f"leave out {more[0]}" in capsys.readouterr().err
 
 
 def test_verify(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("verify", "runs/a") == 0
+    assert run_cli("verify", "runs/a") == 0
     assert "ok: as the receipt says" in capsys.readouterr().out
-    assert run("verify", "runs/a/model.safetensors", "--receipt", "runs/a/receipt.json", "--json") == 0
+    assert run_cli("verify", "runs/a/model.safetensors", "--receipt", "runs/a/receipt.json", "--json") == 0
     assert json.loads(capsys.readouterr().out)["ok"] is True
-    assert run("verify", "runs/a", "--block", "8x4") == 1
+    assert run_cli("verify", "runs/a", "--block", "8x4") == 1
     capsys.readouterr()
     tensors = load_file(work / "runs/a/model.safetensors")
     tensors["stages.2.0.conv2.weight"] += 1e-30
     save_file(tensors, work / "changed.safetensors")
-    assert run("verify", "changed.safetensors", "--receipt", "runs/a/receipt.json") == 1
+    assert run_cli("verify", "changed.safetensors", "--receipt", "runs/a/receipt.json") == 1
     assert "NOT ok" in capsys.readouterr().out
 
 
@@ -296,7 +304,7 @@ FAILS = """
 import sys
 import smartprune.cli
 def verb(verbs):
-    def run(args):
+    def run_cli(args):
         print("a result")
         raise OSError({error})
     verbs.add_parser("fails").set_defaults(run=run)
@@ -326,8 +334,8 @@ def test_paths_that_cannot_be_written_are_bad_arguments(work: Path, capsys: pyte
     before = sorted(work.rglob("*"))
     run_file = "runs/a/config.json"
     for words, message in (
-        (["train", *FLAGS, "--out", "file"], "is a file; give a folder"),
-        (["train", *FLAGS, "--out", "file/inner"], "is a file"),
+        (["train", *SMALL_FLAGS, "--out", "file"], "is a file; give a folder"),
+        (["train", *SMALL_FLAGS, "--out", "file/inner"], "is a file"),
         (["sweep", "--out", "file"], "is a file; give a folder"),
         (["compare", "runs/a", "--csv", "no/such.csv"], "--csv no/such.csv: cannot be written (there is no folder no)"),
         (["compare", "runs/a", "--html", run_file], f"--html {run_file} is the config.json of the run itself"),
@@ -338,11 +346,11 @@ def test_paths_that_cannot_be_written_are_bad_arguments(work: Path, capsys: pyte
         (["eval", "runs/a/model.packed.safetensors"], "smartprune unpack runs/a/model.packed.safetensors --out"),
     ):
         capsys.readouterr()
-        assert run(*words) == 2, words
+        assert run_cli(*words) == 2, words
         assert message in capsys.readouterr().err, words
     assert sorted(work.rglob("*")) == before
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("--version") == 0
+    assert run_cli("--version") == 0
     assert capsys.readouterr().out == f"smartprune {smartprune.__version__}\n"

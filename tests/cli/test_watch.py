@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from helpers import jobs
+from helpers import training_jobs
 from smartprune.cli import main
 from smartprune.reports.runlog import read_rows
 from smartprune.training import monitor as follow
@@ -184,8 +184,8 @@ def test_it_waits_for_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 def test_control_c_ends_it_well(tmp_path: Path) -> None:
     run = folder(tmp_path / "run", ROWS)
-    words = jobs.command("watch", str(run), "--every", "0.05")
-    process = subprocess.Popen(words, env=jobs.environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    words = training_jobs.command("watch", str(run), "--every", "0.05")
+    process = subprocess.Popen(words, env=training_jobs.environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline().startswith("search")
     process.send_signal(signal.SIGINT)
@@ -196,16 +196,20 @@ def test_control_c_ends_it_well(tmp_path: Path) -> None:
 def test_a_real_run_is_followed_while_it_trains(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     run = tmp_path / "run"
-    environment = jobs.environment()
+    environment = training_jobs.environment()
     watcher = subprocess.Popen(
-        jobs.command("watch", str(run), "--wait", "--every", "0.05"),
+        training_jobs.command("watch", str(run), "--wait", "--every", "0.05"),
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
     done = subprocess.run(
-        jobs.command("train", "--out", str(run), *jobs.FLAGS), env=environment, capture_output=True, text=True, timeout=120
+        training_jobs.command("train", "--out", str(run), *training_jobs.SMALL_FLAGS),
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     out, error = watcher.communicate(timeout=30)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import smartprune as sp
-from helpers import jobs
+from helpers import training_jobs
 from smartprune.training.train import train
 
 ROOT = Path(__file__).parents[2]
@@ -94,7 +94,9 @@ def test_example_of_a_picture(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     image = pytest.importorskip("PIL.Image")
     train(
-        jobs.small(tmp_path / "run", dense_epochs=1, search_epochs=1, finetune_epochs=1, block="8x4", task_settings={"width": 12})
+        training_jobs.small_config(
+            tmp_path / "run", dense_epochs=1, search_epochs=1, finetune_epochs=1, block="8x4", task_settings={"width": 12}
+        )
     )
     main = runpy.run_path(str(ROOT / "examples" / "picture.py"))["main"]
     main(str(tmp_path / "run"), str(tmp_path / "a.png"))

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from helpers.jobs import run, small
+from helpers.training_jobs import run_cli, small_config
 from smartprune import SmartpruneError
 from smartprune.experiments.compare import compare, protocol, read_entry
 from smartprune.experiments.compare.chart import Chart, Point, Series, svg, ticks
@@ -29,7 +29,7 @@ def made(root: Path, pruned: float, dense: float = 0.9, **changes: Any) -> Path:
     name = "-".join(f"{value}" for value in changes.values()).replace("/", "_").replace(" ", "") or "plain"
     folder = root / name
     folder.mkdir(parents=True)
-    config = small(folder, **changes)
+    config = small_config(folder, **changes)
     (folder / "config.json").write_text(json.dumps(asdict(config)))
     result: dict[str, Any] = {"folder": str(folder), "task": config.task, "model": config.model, "method": config.method}
     result |= {"measure": "accuracy", "dense": dense, "pruned": pruned, "verified": True, "seconds": 1.5}
@@ -90,7 +90,7 @@ def test_macs_that_are_left(runs: Path, tmp_path: Path) -> None:
         with pytest.raises(SmartpruneError, match=r"smart: macs_left is .*; it must be a list of numbers"):
             markdown([rows[0] | {"macs_left": [0.1, wrong]}], {"show": "macs_left"})
     page = tmp_path / "page.html"
-    assert run("compare", str(runs), "--html", str(page), "--csv", str(tmp_path / "a.csv")) == 0
+    assert run_cli("compare", str(runs), "--html", str(page), "--csv", str(tmp_path / "a.csv")) == 0
     assert "MACs left, %" in page.read_text()
     told_by = list(csv.DictReader((tmp_path / "a.csv").read_text().splitlines()))
     assert {line["macs_left"] for line in told_by} == {"0.1", "0.11", "0.2", "0.21", "0.3", "0.31", ""}
@@ -212,7 +212,7 @@ def test_settings_that_hardly_differ_are_not_pooled(tmp_path: Path) -> None:
 
 
 def test_protocol_forgets_only_where_it_ran(tmp_path: Path) -> None:
-    config = asdict(small(tmp_path))
+    config = asdict(small_config(tmp_path))
     same = {**config, "out": "x", "dense": "y", "device": "cuda", "seed": 3, "checkpoint_seconds": 1}
     assert protocol(config) == protocol(same)
     for name, value in (("lr", 0.3), ("floor", 0.1), ("skip", ["a*"]), ("amp", "bf16"), ("schedule_over", "pruning")):
@@ -220,7 +220,7 @@ def test_protocol_forgets_only_where_it_ran(tmp_path: Path) -> None:
 
 
 def test_nothing_to_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("compare", str(tmp_path), str(tmp_path / "none*")) == 1
+    assert run_cli("compare", str(tmp_path), str(tmp_path / "none*")) == 1
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith("smartprune: there is nothing to compare; give folders of finished runs (")
@@ -230,7 +230,7 @@ def test_nothing_to_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 def test_files(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = [str(tmp_path / name) for name in ("a.csv", "a.json", "a.svg")]
-    assert run("compare", str(runs), "--csv", names[0], "--json", names[1], "--plot", names[2]) == 0
+    assert run_cli("compare", str(runs), "--csv", names[0], "--json", names[1], "--plot", names[2]) == 0
     captured = capsys.readouterr()
     assert captured.err == "".join(f"written to {name}\n" for name in names)
     assert captured.out.startswith("digits(width=4)")
@@ -245,19 +245,19 @@ def test_files(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_a_plot_needs_an_ending_it_knows(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("compare", str(runs), "--plot", "a.pdf") == 2
+    assert run_cli("compare", str(runs), "--plot", "a.pdf") == 2
     assert "ends in .svg or .png" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(importlib.util.find_spec("matplotlib") is not None, reason="matplotlib is installed")
 def test_png_without_matplotlib(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("compare", str(runs), "--plot", str(tmp_path / "a.png")) == 1
+    assert run_cli("compare", str(runs), "--plot", str(tmp_path / "a.png")) == 1
     assert "run: pip install matplotlib" in capsys.readouterr().err
 
 
 def test_png(runs: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    assert run("compare", str(runs), "--plot", str(tmp_path / "a.png")) == 0
+    assert run_cli("compare", str(runs), "--plot", str(tmp_path / "a.png")) == 0
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -278,10 +278,10 @@ def test_ticks_hold_the_range(low: float, high: float) -> None:
 
 def test_record(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "records" / "tiny"
-    assert run("compare", str(runs), "--record", str(folder)) == 2
+    assert run_cli("compare", str(runs), "--record", str(folder)) == 2
     assert "--record needs --note" in capsys.readouterr().err
     (runs / "sweep.json").write_text(json.dumps({"commands": ["smartprune sweep --out runs"], "sources": ["abc"]}))
-    assert run("compare", str(runs), "--record", str(folder), "--note", "Shows nothing at all.") == 0
+    assert run_cli("compare", str(runs), "--record", str(folder), "--note", "Shows nothing at all.") == 0
     data = json.loads((folder / "result.json").read_text())
     assert len(check_rows(data, "result")) == 6
     assert data["commands"][0] == "smartprune sweep --out runs"
@@ -294,14 +294,14 @@ def test_record(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "Shows nothing at all." in page
     assert "- source of the runs: abc" in page
     assert "| smart | 91.00 ± 1.41 | 61.00 ± 1.41 (-30.00) | 51.00 ± 1.41 (-40.00) |" in page
-    assert run("compare", str(runs), "--record", str(tmp_path / "No Name"), "--note", "x") == 1
+    assert run_cli("compare", str(runs), "--record", str(tmp_path / "No Name"), "--note", "x") == 1
 
 
 def test_budgets_in_cycles(tmp_path: Path) -> None:
     made(tmp_path / "runs", 0.8, sparsity=None, cycles=0.3)
     made(tmp_path / "runs", 0.7, sparsity=0.5)
     page, plot = tmp_path / "page.html", tmp_path / "plot.svg"
-    assert run("compare", str(tmp_path / "runs"), "--html", str(page), "--plot", str(plot)) == 0
+    assert run_cli("compare", str(tmp_path / "runs"), "--html", str(page), "--plot", str(plot)) == 0
     assert "30 % of NPU cycles" in page.read_text()
     assert "share of NPU cycles removed" in plot.read_text()
     assert "share of blocks removed" in plot.read_text()
@@ -312,15 +312,15 @@ def test_one_damaged_run_stops_nothing(runs: Path, damage: dict[str, Any], capsy
     broken = made(runs, 0.1, sparsity=0.7)
     config = json.loads((broken / "config.json").read_text())
     (broken / "config.json").write_text(json.dumps({**config, **damage}))
-    assert run("compare", str(runs)) == 0
+    assert run_cli("compare", str(runs)) == 0
     assert str(broken) in "".join(capsys.readouterr())
 
 
 def test_a_record_does_not_go_over_a_run(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     victim = made(tmp_path, 0.5)
     before = (victim / "config.json").read_text()
-    assert run("compare", str(runs), "--record", str(victim), "--note", "n") == 1
+    assert run_cli("compare", str(runs), "--record", str(victim), "--note", "n") == 1
     assert "holds no record" in capsys.readouterr().err
     assert (victim / "config.json").read_text() == before
     for note in ("first", "second"):  # a record grows
-        assert run("compare", str(runs), "--record", str(tmp_path / "record"), "--note", note) == 0
+        assert run_cli("compare", str(runs), "--record", str(tmp_path / "record"), "--note", note) == 0

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from helpers.jobs import FLAGS, SMALL, assert_same_run, command, environment, small
+from helpers.training_jobs import SMALL_FLAGS, SMALL_SETTINGS, assert_same_run, command, environment, small_config
 from smartprune import SmartpruneError
 from smartprune.cli import main
 from smartprune.experiments.compare import key
@@ -34,7 +34,7 @@ from smartprune.training.run import prune
 from smartprune.training.train import train
 
 RECORDS = Path(__file__).parents[2] / "records"
-OPTIONS = {name: value for name, value in SMALL.items() if name != "sparsity"}
+OPTIONS = {name: value for name, value in SMALL_SETTINGS.items() if name != "sparsity"}
 CELL = "digits-resnet8-{}-4x2-{}-s{}"
 
 
@@ -44,7 +44,7 @@ def grid(**changes: Any) -> Grid:
 
 
 def arguments(out: Path, *more: str) -> list[str]:
-    without = FLAGS[: FLAGS.index("--sparsity")]
+    without = SMALL_FLAGS[: SMALL_FLAGS.index("--sparsity")]
     return ["sweep", *without, "--methods", "smart,magnitude", "--sparsities", "0.5", "--out", str(out), *more]
 
 
@@ -134,20 +134,20 @@ def test_one_dense_model_for_all_seeds(tmp_path: Path) -> None:
 
 
 def test_dense_models_are_shared_by_what_they_depend_on(tmp_path: Path) -> None:
-    base = small(tmp_path)
+    base = small_config(tmp_path)
     after: list[dict[str, Any]] = [{"method": "magnitude"}, {"sparsity": 0.9}, {"search_epochs": 9}, {"block": "8x4"}]
     after += [{"augment": 1.0}, {"augment": 1.0, "augment_over": "pruning"}, {"augment_over": "all"}]
     before: list[dict[str, Any]] = [{"seed": 1}, {"dense_epochs": 3}, {"lr": 0.2}, {"task_settings": {"width": 5}}]
     before += [{"augment": 1.0, "augment_over": "all"}]
-    assert {dense_name(small(tmp_path, **change)) for change in after} == {dense_name(base)}
-    assert len({dense_name(small(tmp_path, **change)) for change in [{}, *before]}) == 6
+    assert {dense_name(small_config(tmp_path, **change)) for change in after} == {dense_name(base)}
+    assert len({dense_name(small_config(tmp_path, **change)) for change in [{}, *before]}) == 6
     assert dense_name(dense_config(base, tmp_path / "d")) == dense_name(base)
 
 
 @pytest.mark.parametrize("over", ["stage", "pruning"])
 @pytest.mark.parametrize("epochs", [0.5, 1.0, 2.5])
 def test_a_dense_model_that_is_warmed_up(tmp_path: Path, over: str, epochs: float) -> None:
-    base = small(tmp_path, warmup_epochs=epochs, schedule_over=over, dense_epochs=3, search_epochs=3, finetune_epochs=3)
+    base = small_config(tmp_path, warmup_epochs=epochs, schedule_over=over, dense_epochs=3, search_epochs=3, finetune_epochs=3)
     made = dense_config(base, tmp_path / "d")  # what comes after the dense stage is shorter there, but not than its warm-up
     assert (made.warmup_epochs, made.dense_epochs, dense_name(made)) == (epochs, 3, dense_name(base))
 
@@ -217,7 +217,7 @@ def test_a_folder_with_another_run_is_refused(tmp_path: Path) -> None:
     (cell, _) = lay_out([grid()])
     folder = cell.folder(tmp_path)
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(asdict(small(folder, lr=0.3))))
+    (folder / "config.json").write_text(json.dumps(asdict(small_config(folder, lr=0.3))))
     with pytest.raises(SmartpruneError, match=r"was made with lr=0\.3, and 0\.1 is asked for now"):
         Sweep(tmp_path, [cell])
 
@@ -544,7 +544,7 @@ def test_processes_find_the_package_and_not_its_modules() -> None:
 def test_killed_and_started_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The sweep is killed, and one of its two runs with it: the other is waited for, the dead one resumed."""
     out, alone = tmp_path / "out", tmp_path / "alone"
-    train(small(alone, search_epochs=60))
+    train(small_config(alone, search_epochs=60))
     words = arguments(out, "--jobs", "2", "--search-epochs", "60", "--checkpoint-seconds", "0.2")
     words += ["--dense", str(alone / "dense.safetensors")]
     smart, magnitude = (CELL.format(method, 0.5, 0) for method in ("smart", "magnitude"))
@@ -575,7 +575,7 @@ def test_a_failed_run_stops_no_other(tmp_path: Path, capsys: pytest.CaptureFixtu
     """The dense model is that of a run of its own, here of another seed; a damaged run is told at the end, with its log.
     What is recorded is not run."""
     out = tmp_path / "out"
-    train(small(tmp_path / "plain", search_epochs=1))
+    train(small_config(tmp_path / "plain", search_epochs=1))
     methods = ("smart", "magnitude", "gradual")
     smart, magnitude, gradual = lay_out([grid(methods=methods, seeds=(1,), options={**OPTIONS, "search_epochs": 1}, dense_seed=0)])
     finish(tmp_path / "runs", gradual)
@@ -663,7 +663,7 @@ def listed(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
 def test_lists_win_over_a_configuration_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As flags do in smartprune train; what no list says is the file's: its method, settings, budget and seed."""
     file, out = tmp_path / "c.json", ["--out", str(tmp_path / "out")]
-    file.write_text(json.dumps(asdict(small(tmp_path / "run", seed=3, settings={"ramp": "cubic"}))))
+    file.write_text(json.dumps(asdict(small_config(tmp_path / "run", seed=3, settings={"ramp": "cubic"}))))
     given = ["--config", str(file), *out]
     assert listed(capsys, *given) == ["digits-resnet8-smart-ramp=cubic-4x2-0.5-s3"]
     assert listed(capsys, *given, "--seeds", "1") == ["digits-resnet8-smart-ramp=cubic-4x2-0.5-s1"]

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import smartprune as sp
 from helpers import zoo
-from helpers.jobs import run
 from helpers.npus import IDEAL, MACHINES, SYSTOLIC
+from helpers.training_jobs import run_cli
 from smartprune import NPU, SmartpruneError
 from smartprune.core.block import Block
 from smartprune.core.layers import find_layers
@@ -469,7 +469,7 @@ def test_report_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
     path = str(tmp_path / "model.pt")
     torch.save(MODELS["resnet18"]().state_dict(), path)
-    assert run("report", path, "--npu", "edge", "--model", "resnet18", "--input", "3x32x32", "--json") == 0
+    assert run_cli("report", path, "--npu", "edge", "--model", "resnet18", "--input", "3x32x32", "--json") == 0
     data = json.loads(capsys.readouterr().out)
     assert data["npu"] == NPU.edge().to_json()
     assert data["dense"]["mac"] == data["pruned"]["mac"] == 4_362_304
@@ -479,7 +479,7 @@ def test_report_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         (["--npu", "none", "--model", "resnet18"], "npu 'none' is not known"),
         (["--input", "3x32x32"], "--input goes with --npu"),
     ):
-        assert run("report", path, *words) == 2
+        assert run_cli("report", path, *words) == 2
         assert message in capsys.readouterr().err
 
 
@@ -503,7 +503,7 @@ def test_report_of_a_run_folder(tmp_path: Path, capsys: pytest.CaptureFixture[st
     (tmp_path / "config.json").write_text(json.dumps(asdict(config)))
     save_file(model.state_dict(), tmp_path / "model.safetensors")
     make_receipt(found, named, mask, "random").save(tmp_path / "receipt.json")
-    assert run("report", str(tmp_path), "--npu", "small", "--json") == 0
+    assert run_cli("report", str(tmp_path), "--npu", "small", "--json") == 0
     data = json.loads(capsys.readouterr().out)
     assert data["block"] == "8x4x1x1"  # as the receipt says
     assert data["layers"] == json.loads(json.dumps(NPU.small().estimate(model, task.example(), "8x4").to_json()))["layers"]
@@ -511,25 +511,25 @@ def test_report_of_a_run_folder(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_plan_by_cycles(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("plan", "resnet18", "--cycles", "0.9", "--input", "3x32x32") == 0
+    assert run_cli("plan", "resnet18", "--cycles", "0.9", "--input", "3x32x32") == 0
     assert "budget   cycles 0.9 removed: keeps at most" in capsys.readouterr().out
     for words, message in (
         (["--cycles", "0.9"], "--cycles needs the shape of one sample"),
         (["--npu", "edge", "--macs", "0.5", "--input", "3x32x32"], "--npu says whose cycles --cycles counts"),
     ):
-        assert run("plan", "resnet18", *words) == 2
+        assert run_cli("plan", "resnet18", *words) == 2
         assert message in capsys.readouterr().err
 
 
 def test_plan_of_cycles_that_cannot_be_met(capsys: pytest.CaptureFixture[str]) -> None:
     """The plan is shown with the problem, as for a floor that is too high, and the exit code is that of a failure."""
     words = ("plan", "resnet18", "--cycles", "0.999", "--npu", "small", "--input", "3x32x32")
-    assert run(*words) == 1
+    assert run_cli(*words) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "Blocks of 16x8x1x1"
     assert lines[-2] == "budget   cycles 0.999 removed"
     assert lines[-1].startswith("problem  cycles(0.999) cannot be met: ")
-    assert run(*words, "--json") == 1
+    assert run_cli(*words, "--json") == 1
     data = json.loads(capsys.readouterr().out)
     assert data["feasible"] is False
     assert data["problem"].startswith("cycles(0.999) cannot be met")
@@ -557,19 +557,19 @@ def test_report_and_verify_with_the_network_of_a_file(tmp_path: Path, capsys: py
     path = str(tmp_path / "model.pt")
     torch.save(MODELS["mobilenetv2"]().state_dict(), path)
     for verb in ("report", "verify"):
-        assert run(verb, path, "--block", "16x8", "--json") == 0
+        assert run_cli(verb, path, "--block", "16x8", "--json") == 0
         alone = json.loads(capsys.readouterr().out)
-        assert run(verb, path, "--block", "16x8", "--model", "mobilenetv2", "--json") == 0
+        assert run_cli(verb, path, "--block", "16x8", "--model", "mobilenetv2", "--json") == 0
         told = json.loads(capsys.readouterr().out)
         assert alone["axes_assumed"]
         assert told["axes_assumed"] == []
         assert told["blocks"] != alone["blocks"]  # depthwise convolutions have a row of blocks per channel
-        assert run(verb, path, "--block", "16x8", "--model", "resnet18") == 1
+        assert run_cli(verb, path, "--block", "16x8", "--model", "resnet18") == 1
         assert "does not belong to the model" in capsys.readouterr().err
-        assert run(verb, path, "--block", "16x8", "--model", "nothing") == 2
+        assert run_cli(verb, path, "--block", "16x8", "--model", "nothing") == 2
         assert "unknown model 'nothing'" in capsys.readouterr().err
     page = tmp_path / "page.html"
-    assert run("report", path, "--block", "16x8", "--html", str(page)) == 0
+    assert run_cli("report", path, "--block", "16x8", "--html", str(page)) == 0
     assert "taken as (out, in, ...)" in page.read_text()
-    assert run("report", path, "--block", "16x8", "--html", str(page), "--model", "mobilenetv2") == 0
+    assert run_cli("report", path, "--block", "16x8", "--html", str(page), "--model", "mobilenetv2") == 0
     assert "taken as (out, in, ...)" not in page.read_text()

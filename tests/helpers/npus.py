@@ -1,4 +1,4 @@
-"""NPUs that several tests use."""
+"""NPU descriptions for tests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ IDEAL = NPU(weight_bandwidth=math.inf, activation_bandwidth=math.inf)
 
 BANDWIDTHS = st.sampled_from([math.inf, 0.25, 1, 3.5, 16])
 SYSTOLIC = replace(IDEAL, dataflow="weight_stationary")
-
 
 MACHINES = st.builds(
     NPU,

@@ -18,8 +18,8 @@ from torch import nn
 
 import smartprune as sp
 from helpers import zoo
-from helpers.devices import Waits
-from helpers.jobs_of_methods import STEPS, Job, method_of
+from helpers.device_syncs import DeviceSyncs
+from helpers.training_cases import STEPS, MethodCase, short_method
 from smartprune.methods import METHODS, make, settings
 from smartprune.methods.method import Clock
 
@@ -38,7 +38,7 @@ def node(weight: nn.Parameter) -> Any:
 
 def test_a_step_leaves_no_graph(name: str) -> None:
     """Else its tensors stay for ever, those of every step, and a CUDA graph of the fine-tuning meets nodes of the search."""
-    job = Job(name)
+    job = MethodCase(name)
     weights = [weight for weight in job.model.parameters() if weight.requires_grad]
 
     def mark(*_: Any) -> None:
@@ -54,27 +54,27 @@ def test_a_step_leaves_no_graph(name: str) -> None:
 
 def test_a_step_waits_for_no_gpu(name: str) -> None:
     """But where a method chooses anew, which is rare. (SMART's mask is made by the soft top-k, which has such a test too.)"""
-    job = Job(name, steps=100_000)
+    job = MethodCase(name, steps=100_000)
     job.run(1)
     job.model.to("meta")
     pruner, method = job.pruner, job.pruner.method
     pruner._follow()
     state = pruner._all_state()
-    with Waits() as waits:
+    with DeviceSyncs() as syncs:
         if name != "smart":
             method.mask(pruner.blocks, state, None)
         if hasattr(method, "penalty"):
             method.penalty(pruner.blocks, state)
         if hasattr(method, "update"):
             method.update(pruner.blocks, state, Clock(2, pruner.steps))
-    assert waits.found == []
+    assert syncs.operations == []
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_gpu_a_whole_step_waits_for_nothing(name: str) -> None:
-    job = Job(name, steps=100_000)
+    job = MethodCase(name, steps=100_000)
     job.model.to("cuda")
     job.x, job.y = job.x.to("cuda"), job.y.to("cuda")
     job.run(4)
@@ -88,7 +88,7 @@ def test_gpu_a_whole_step_waits_for_nothing(name: str) -> None:
 
 @pytest.mark.parametrize("model", sorted(zoo.SMALL))
 def test_exact_count(name: str, model: str) -> None:
-    job = Job(name, model).run()
+    job = MethodCase(name, model).run()
     plan = job.pruner.plan
     assert int(job.pruner.mask.sum()) == math.ceil((1 - Fraction("0.8")) * plan.n)
     receipt = sp.bake(job.model)
@@ -98,14 +98,14 @@ def test_exact_count(name: str, model: str) -> None:
 
 @pytest.mark.parametrize("steps", [6, 24, 100])
 def test_short_and_long_searches(name: str, steps: int) -> None:
-    job = Job(name, "plain_cnn", steps=steps).run(steps)
+    job = MethodCase(name, "plain_cnn", steps=steps).run(steps)
     assert int(job.pruner.mask.sum()) == job.pruner.plan.keep
 
 
 @pytest.mark.parametrize("kind", ["params", "macs"])
 def test_budgets_in_costs(name: str, kind: str) -> None:
     x = zoo.mobilenet_block()[1]
-    job = Job(name, budget=sp.params(0.7) if kind == "params" else sp.macs(0.7, example=x)).run()
+    job = MethodCase(name, budget=sp.params(0.7) if kind == "params" else sp.macs(0.7, example=x)).run()
     cost, mask = job.pruner.plan.cost, job.pruner.mask
     kept = int(cost[mask].sum())
     assert kept <= job.pruner.plan.limit
@@ -113,7 +113,7 @@ def test_budgets_in_costs(name: str, kind: str) -> None:
 
 
 def test_mask_is_a_mask(name: str) -> None:
-    job = Job(name)
+    job = MethodCase(name)
     for _ in range(STEPS):
         mask = job.pruner.mask
         assert mask.shape == (job.pruner.plan.n,)
@@ -125,13 +125,13 @@ def test_mask_is_a_mask(name: str) -> None:
 
 @pytest.mark.parametrize("stop", [1, 9, 13, 24])
 def test_resumed_is_the_same(name: str, stop: int) -> None:
-    job = Job(name).run(stop)
+    job = MethodCase(name).run(stop)
     buffer = io.BytesIO()
     torch.save([job.model.state_dict(), job.pruner.state_dict(), job.optimizer.state_dict()], buffer)
     job.run(STEPS + 2 - stop)
     buffer.seek(0)
     model, pruner, optimizer = torch.load(buffer, weights_only=True)
-    again = Job(name)
+    again = MethodCase(name)
     again.model.load_state_dict(model)
     again.pruner.load_state_dict(pruner)
     again.optimizer.load_state_dict(optimizer)
@@ -143,7 +143,7 @@ def test_resumed_is_the_same(name: str, stop: int) -> None:
 
 @pytest.mark.parametrize("steps", [5, 20, 25])
 def test_copies_are_masked(name: str, steps: int) -> None:
-    job = Job(name).run(steps)
+    job = MethodCase(name).run(steps)
     job.model.eval()
     twin = copy.deepcopy(job.model)
     assert torch.equal(twin(job.x), job.model(job.x))
@@ -156,7 +156,7 @@ def test_copies_are_masked(name: str, steps: int) -> None:
 
 
 def test_accumulation(name: str) -> None:
-    job = Job(name, "plain_cnn").run(parts=2)
+    job = MethodCase(name, "plain_cnn").run(parts=2)
     assert int(job.pruner.mask.sum()) == job.pruner.plan.keep
 
 
@@ -192,7 +192,7 @@ def test_settings_of_another_kind_are_told_at_attach(name: str, setting: str, va
 @pytest.mark.parametrize("fused", [False, True])
 def test_steps_that_a_gradient_scaler_skips(name: str, fused: bool) -> None:
     """A scale that is too high gives infinite gradients; the scaler skips the step and lowers it."""
-    job = Job(name)
+    job = MethodCase(name)
     optimizer = torch.optim.SGD(job.model.parameters(), lr=0.02, fused=fused)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**126, growth_interval=5)
     weight = job.pruner.blocks.weights[0]
@@ -211,7 +211,7 @@ def test_steps_that_a_gradient_scaler_skips(name: str, fused: bool) -> None:
 
 
 def test_nan_in_the_loss_is_told_in_its_step(name: str) -> None:
-    job = Job(name, steps=1000)
+    job = MethodCase(name, steps=1000)
     for _ in range(3):
         job.step()
     job.x[0, 0, 0, 0] = math.nan
@@ -220,19 +220,19 @@ def test_nan_in_the_loss_is_told_in_its_step(name: str) -> None:
 
 
 def test_bfloat16(name: str) -> None:
-    job = Job(name).run(amp=True)
+    job = MethodCase(name).run(amp=True)
     assert int(job.pruner.mask.sum()) == job.pruner.plan.keep
 
 
 def test_settings_survive_json(name: str) -> None:
-    method = method_of(name)
+    method = short_method(name)
     assert make(METHODS[name], json.loads(json.dumps(settings(method)))) == method
     with pytest.raises(sp.SmartpruneError, match=r"unknown setting 'nonsense' for \w+; it has: "):
         make(METHODS[name], {"nonsense": 1})
 
 
 def test_telemetry(name: str) -> None:
-    job = Job(name).run(STEPS)
+    job = MethodCase(name).run(STEPS)
     told = job.pruner.telemetry()
     assert sum(told["kept"]) == job.pruner.plan.keep
     assert told["phase"] == "frozen"
@@ -241,7 +241,7 @@ def test_telemetry(name: str) -> None:
 def rank_job(rank: int, folder: str, name: str) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    job = Job(name, "plain_cnn")
+    job = MethodCase(name, "plain_cnn")
     ddp = nn.parallel.DistributedDataParallel(job.model)
     torch.manual_seed(100 + rank)
     for _ in range(STEPS + 2):

@@ -11,7 +11,7 @@ from torch import nn
 
 import smartprune as sp
 from helpers import zoo
-from helpers.jobs_of_methods import Job
+from helpers.training_cases import MethodCase
 from smartprune.methods import METHODS, find_strength
 from smartprune.methods.cap import capped_floor, least
 from smartprune.methods.method import Clock
@@ -38,7 +38,7 @@ def best(values: list[float], k: int) -> set[int]:
 
 
 def test_pdp_mask_from_norms_within_layers() -> None:
-    job = Job("pdp", "plain_cnn", steps=100)
+    job = MethodCase("pdp", "plain_cnn", steps=100)
     job.run(90)  # the ramp is over
     pruner = job.pruner
     norms, mask = slow_norms(pruner), pruner.mask.tolist()
@@ -75,7 +75,7 @@ def test_pdp_gradient_has_both_terms() -> None:
 
 
 def test_pdp_ramps_over_the_first_four_fifths() -> None:
-    job = Job("pdp", "plain_cnn", steps=50)
+    job = MethodCase("pdp", "plain_cnn", steps=50)
     pruner = job.pruner
     for count, share in ((0, 0.0), (20, 0.5), (40, 1.0), (49, 1.0)):
         pruner.count = count
@@ -109,7 +109,7 @@ def test_pdp_global_once() -> None:
 
 def test_acdc_phases() -> None:
     """Compressed: exactly k, gradients masked. Dense: nothing masked, removed weights start from zero, no momentum."""
-    job = Job("acdc", "plain_cnn", steps=24)  # three cycles of four and four steps
+    job = MethodCase("acdc", "plain_cnn", steps=24)  # three cycles of four and four steps
     pruner, optimizer = job.pruner, job.optimizer
     was_gone: list[torch.Tensor] = []
     for step in range(24):
@@ -193,7 +193,7 @@ def test_a_cap_that_is_relaxed_leaves_room_for_the_floor() -> None:
 
 
 def test_awg_weights_rest_while_it_watches_and_masks_are_nested() -> None:
-    job = Job("awg", "plain_cnn", steps=24)  # three stages of eight steps: two watch, six train
+    job = MethodCase("awg", "plain_cnn", steps=24)  # three stages of eight steps: two watch, six train
     pruner = job.pruner
     kept = [pruner.plan.n]
     for step in range(24):
@@ -217,7 +217,7 @@ def test_awg_weights_rest_while_it_watches_and_masks_are_nested() -> None:
 
 def test_awg_pays_for_a_floor_with_blocks_that_were_gone() -> None:
     """Of what an earlier stage kept, the floor would cost more than the budget; attach promised that it fits."""
-    job = Job("awg", "plain_cnn", block=(3, 5), budget=sp.params(0.9), floor=0.15).run()
+    job = MethodCase("awg", "plain_cnn", block=(3, 5), budget=sp.params(0.9), floor=0.15).run()
     plan, mask = job.pruner.plan, job.pruner.mask
     assert plan.cost is not None
     assert plan.limit is not None
@@ -226,7 +226,7 @@ def test_awg_pays_for_a_floor_with_blocks_that_were_gone() -> None:
 
 
 def test_awg_holds_parameters_still_that_were_put_in_place_of_others() -> None:
-    job = Job("awg", "plain_cnn")
+    job = MethodCase("awg", "plain_cnn")
     job.model.load_state_dict({name: value.clone() for name, value in job.model.state_dict().items()}, assign=True)
     job.optimizer = torch.optim.SGD(job.model.parameters(), lr=0.02)
     before = [parameter.detach().clone() for parameter in job.model.parameters()]
@@ -260,7 +260,7 @@ def test_awg_importance() -> None:
 
 
 def test_awg_without_a_backward_pass() -> None:
-    job = Job("awg", "plain_cnn")
+    job = MethodCase("awg", "plain_cnn")
     with pytest.raises(sp.SmartpruneError, match=r"Awg reads gradients.*loss\.backward\(\) before pruner\.step\(\)"):
         job.pruner.step()
 
@@ -269,7 +269,7 @@ def test_awg_without_a_backward_pass() -> None:
 
 
 def test_pas_straight_through_gates_and_penalty() -> None:
-    job = Job("pas", "plain_cnn", steps=50)
+    job = MethodCase("pas", "plain_cnn", steps=50)
     pruner = job.pruner
     (gates,) = pruner.parameters()
     with torch.no_grad():
@@ -285,7 +285,7 @@ def test_pas_straight_through_gates_and_penalty() -> None:
 
 
 def test_pas_exact_keeps_the_highest_gates() -> None:
-    job = Job("pas", "plain_cnn", steps=10).run(9)
+    job = MethodCase("pas", "plain_cnn", steps=10).run(9)
     gates = job.pruner.scores.tolist()
     job.pruner.freeze()
     assert set(job.pruner.mask.nonzero().flatten().tolist()) == best(gates, job.pruner.plan.keep)
@@ -326,7 +326,7 @@ def test_search_for_a_strength() -> None:
 
 
 def test_gradual_ramps_cubically_and_blocks_come_back() -> None:
-    job = Job("gradual", "plain_cnn", steps=40)
+    job = MethodCase("gradual", "plain_cnn", steps=40)
     pruner, n = job.pruner, job.pruner.plan.n
     for count in range(1, 40):
         job.step()
@@ -364,7 +364,7 @@ def test_norms_of_any_size_rank_blocks(method: Any, scale: float) -> None:
 
 
 def test_magnitude_is_chosen_once() -> None:
-    job = Job("magnitude", "plain_cnn")
+    job = MethodCase("magnitude", "plain_cnn")
     first = job.pruner.mask
     job.run(5)
     assert torch.equal(first, job.pruner.mask)

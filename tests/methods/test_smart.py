@@ -12,7 +12,7 @@ from torch import nn
 
 import smartprune as sp
 from helpers import zoo
-from helpers.devices import Waits
+from helpers.device_syncs import DeviceSyncs
 from smartprune.methods.method import make, settings
 
 
@@ -286,9 +286,9 @@ def test_share_of_a_layer_can_be_repeated_on_a_gpu() -> None:
     blocks = blocks_of(model)
     model.to("meta")
     blocks.to(blocks.device)
-    with Waits() as waits:
+    with DeviceSyncs() as syncs:
         blocks.share()
-    assert waits.found == []
+    assert syncs.operations == []
 
 
 def test_share_of_a_layer_that_diverged_is_no_number() -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from helpers import zoo
-from helpers.cases import Case
+from helpers.training_cases import Case
 
 
 @pytest.fixture(params=sorted(zoo.PROMISED))

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 import smartprune as sp
-from helpers.cases import Case
+from helpers.training_cases import Case
 from smartprune.methods.method import Method
 
 

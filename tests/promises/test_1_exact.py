@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import smartprune as sp
-from helpers.cases import Case
+from helpers.training_cases import Case
 
 
 def blocks_in(weight: torch.Tensor, layer: object) -> int:

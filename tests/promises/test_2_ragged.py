@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import smartprune as sp
-from helpers.cases import Case
+from helpers.training_cases import Case
 
 
 def test_masked_forward_equals_weights_multiplied_by_hand(case: Case) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import smartprune as sp
-from helpers.cases import Case
+from helpers.training_cases import Case
 from smartprune.methods.method import Method
 
 

@@ -10,7 +10,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import smartprune as sp
-from helpers.cases import Case, removed_elements
+from helpers.training_cases import Case, removed_elements
 from smartprune.pruning.multiply import Masking
 
 

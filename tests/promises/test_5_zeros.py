@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import smartprune as sp
-from helpers.cases import Case, removed_elements
+from helpers.training_cases import Case, removed_elements
 from smartprune.pruning.multiply import Masking
 
 OPTIMIZERS = {

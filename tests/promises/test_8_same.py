@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import smartprune as sp
-from helpers.cases import Case
+from helpers.training_cases import Case
 
 
 def trained(case: Case) -> tuple[torch.Tensor, sp.Receipt]:

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 import smartprune as sp
-from helpers.cases import Case
+from helpers.training_cases import Case
 from smartprune.training.folder import load_weights
 
 

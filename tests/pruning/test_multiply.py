@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from helpers import products, reference
-from helpers.grids import layers
+from helpers import masked_products, reference
+from helpers.masked_products import random_layers
 from smartprune.core.block import Block
 from smartprune.errors import SmartpruneError
 from smartprune.pruning import multiply as masking_module
@@ -23,13 +23,13 @@ def close(a: Tensor | None, b: Tensor | None, rtol: float = 1e-5, atol: float = 
 
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("block", products.BLOCKS, ids=str)
+@pytest.mark.parametrize("block", masked_products.BLOCKS, ids=str)
 def test_products_and_gradients(block: tuple[int | None, ...] | str, dtype: torch.dtype, channels_last: bool) -> None:
-    masking = products.masking(block)
-    weights = products.weights_of(masking, dtype, channels_last)
-    mask = products.mask_of(masking)
-    made = products.made(masking, mask, weights)
-    want = products.expected(masking, mask, weights, products.grads_of(weights))
+    masking = masked_products.masking(block)
+    weights = masked_products.weights_of(masking, dtype, channels_last)
+    mask = masked_products.mask_of(masking)
+    made = masked_products.computed(masking, mask, weights)
+    want = masked_products.expected(masking, mask, weights, masked_products.grads_of(weights))
     rtol = 2**-8 if dtype == torch.bfloat16 else 1e-6  # rounded once
     for weight, product, grad, p, g in zip(weights, made.products, made.weights, want.products, want.weights, strict=True):
         close(product, p, rtol, 0)
@@ -39,15 +39,15 @@ def test_products_and_gradients(block: tuple[int | None, ...] | str, dtype: torc
     close(made.mask, want.mask)
 
 
-@given(layers())
+@given(random_layers())
 @settings(max_examples=100, deadline=None)
-def test_agrees_with_slow_loops(case: tuple[tuple[int | None, ...], list[products.Shape], bool]) -> None:
+def test_agrees_with_slow_loops(case: tuple[tuple[int | None, ...], list[masked_products.Shape], bool]) -> None:
     block, shapes, channels_last = case
-    masking = products.masking(block, shapes)
-    weights = products.weights_of(masking, torch.float64, channels_last)
-    mask = products.mask_of(masking)
-    made = products.made(masking, mask, weights)
-    grads = products.grads_of(weights)
+    masking = masked_products.masking(block, shapes)
+    weights = masked_products.weights_of(masking, torch.float64, channels_last)
+    mask = masked_products.mask_of(masking)
+    made = masked_products.computed(masking, mask, weights)
+    grads = masked_products.grads_of(weights)
     assert made.mask is not None
     for i, (shape, groups, transposed) in enumerate(shapes):
         index = reference.block_index(shape, block, groups, transposed)
@@ -62,11 +62,11 @@ def test_agrees_with_slow_loops(case: tuple[tuple[int | None, ...], list[product
 
 
 def test_through_leaves_the_weights_gradient_unmasked() -> None:
-    masking = products.masking((4, 4))
-    weights, mask = products.weights_of(masking), products.mask_of(masking)
-    made = products.made(masking, mask, weights, through=True)
-    want = products.expected(masking, mask, weights, products.grads_of(weights))
-    for grad, given_ in zip(made.weights, products.grads_of(weights), strict=True):
+    masking = masked_products.masking((4, 4))
+    weights, mask = masked_products.weights_of(masking), masked_products.mask_of(masking)
+    made = masked_products.computed(masking, mask, weights, through=True)
+    want = masked_products.expected(masking, mask, weights, masked_products.grads_of(weights))
+    for grad, given_ in zip(made.weights, masked_products.grads_of(weights), strict=True):
         assert grad is not None
         assert torch.equal(grad, given_)
     close(made.mask, want.mask)
@@ -74,18 +74,18 @@ def test_through_leaves_the_weights_gradient_unmasked() -> None:
 
 @pytest.mark.parametrize("hold", [False, True])
 def test_dtypes_round_the_product_once(hold: bool) -> None:
-    masking = products.masking((4, 4))
+    masking = masked_products.masking((4, 4))
     dtypes = [torch.bfloat16, None, torch.float16, torch.bfloat16, None, torch.float16]
-    weights, mask = products.weights_of(masking), products.mask_of(masking)
+    weights, mask = masked_products.weights_of(masking), masked_products.mask_of(masking)
     if hold:
         mask = (mask > 0.5).float()
         masking.multiply_(mask, weights)
-    plain = products.made(masking, mask, weights, hold=hold)
-    made = products.made(masking, mask, weights, dtypes=dtypes, hold=hold)
+    plain = masked_products.computed(masking, mask, weights, hold=hold)
+    made = masked_products.computed(masking, mask, weights, dtypes=dtypes, hold=hold)
     for product, p, dtype in zip(made.products, plain.products, dtypes, strict=True):
         assert torch.equal(product, p.to(dtype or torch.float32))
-    grads = [grad.float() for grad in products.grads_of(made.products)]
-    want = products.expected(masking, mask, weights, grads)
+    grads = [grad.float() for grad in masked_products.grads_of(made.products)]
+    want = masked_products.expected(masking, mask, weights, grads)
     for grad, g in zip(made.weights, want.weights, strict=True):
         assert grad is not None
         assert grad.dtype == torch.float32
@@ -93,30 +93,30 @@ def test_dtypes_round_the_product_once(hold: bool) -> None:
 
 
 def test_hold_passes_weights_on_and_masks_gradients() -> None:
-    masking = products.masking((4, 4))
-    hard = products.mask_of(masking) > 0.5
-    weights = products.weights_of(masking)
+    masking = masked_products.masking((4, 4))
+    hard = masked_products.mask_of(masking) > 0.5
+    weights = masked_products.weights_of(masking)
     masking.multiply_(hard.float(), weights)
     leaves = [weight.requires_grad_() for weight in weights]
     idle = torch.ones(3, requires_grad=True)
     out = masking.hold(hard, leaves, [idle])
     assert all(a.data_ptr() == b.data_ptr() for a, b in zip(out, leaves, strict=True))
-    torch.autograd.backward(out, products.grads_of(out))
-    for i, (leaf, grad) in enumerate(zip(leaves, products.grads_of(out), strict=True)):
+    torch.autograd.backward(out, masked_products.grads_of(out))
+    for i, (leaf, grad) in enumerate(zip(leaves, masked_products.grads_of(out), strict=True)):
         assert torch.equal(leaf.grad, grad * masking.grids[i].expand(masking.piece(hard, i).float()))
     assert idle.grad is not None
     assert idle.grad.tolist() == [0, 0, 0]
 
 
 def test_backward_may_pass_twice_and_in_parts() -> None:
-    masking = products.masking((4, 4))
-    mask = products.mask_of(masking).requires_grad_()
-    leaves = [weight.requires_grad_() for weight in products.weights_of(masking)]
+    masking = masked_products.masking((4, 4))
+    mask = masked_products.mask_of(masking).requires_grad_()
+    leaves = [weight.requires_grad_() for weight in masked_products.weights_of(masking)]
     out = masking.apply(mask, leaves)
     out[0].sum().backward()  # no retain_graph: nothing is freed, as reentrant checkpointing needs it
     assert leaves[1].grad is None
     torch.autograd.backward(out, [torch.ones_like(p) for p in out])
-    want = products.expected(masking, mask.detach(), [x.detach() for x in leaves], [torch.ones_like(p) for p in out])
+    want = masked_products.expected(masking, mask.detach(), [x.detach() for x in leaves], [torch.ones_like(p) for p in out])
     assert mask.grad is not None
     assert want.mask is not None
     once = masking.grids[0].sum(leaves[0].detach().double())
@@ -126,21 +126,21 @@ def test_backward_may_pass_twice_and_in_parts() -> None:
 
 
 def test_weights_that_need_no_gradient_get_none() -> None:
-    masking = products.masking((4, 4))
-    mask = products.mask_of(masking).requires_grad_()
-    weights = products.weights_of(masking)
+    masking = masked_products.masking((4, 4))
+    mask = masked_products.mask_of(masking).requires_grad_()
+    weights = masked_products.weights_of(masking)
     weights[2].requires_grad_()
     out = masking.apply(mask, weights)
-    torch.autograd.backward(out, products.grads_of(out))
-    want = products.expected(masking, mask.detach(), [w.detach() for w in weights], products.grads_of(out))
+    torch.autograd.backward(out, masked_products.grads_of(out))
+    want = masked_products.expected(masking, mask.detach(), [w.detach() for w in weights], masked_products.grads_of(out))
     assert [weight.grad is not None for weight in weights] == [i == 2 for i in range(len(weights))]
     close(mask.grad, want.mask)
 
 
 def test_a_change_in_place_before_backward_is_refused() -> None:
-    masking = products.masking((4, 4))
-    leaves = [weight.requires_grad_() for weight in products.weights_of(masking)]
-    out = masking.apply(products.mask_of(masking).requires_grad_(), leaves)
+    masking = masked_products.masking((4, 4))
+    leaves = [weight.requires_grad_() for weight in masked_products.weights_of(masking)]
+    out = masking.apply(masked_products.mask_of(masking).requires_grad_(), leaves)
     with torch.no_grad():
         leaves[3].add_(1)
     with pytest.raises(SmartpruneError, match=r"weight 3 of the pruned layers was changed in place .*before optimizer"):
@@ -150,9 +150,9 @@ def test_a_change_in_place_before_backward_is_refused() -> None:
 @pytest.mark.parametrize("layers", [None, [4, 1]])
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_multiply_in_place(layers: list[int] | None, channels_last: bool) -> None:
-    masking = products.masking((4, 4))
-    mask = products.mask_of(masking)
-    every = products.weights_of(masking, channels_last=channels_last)
+    masking = masked_products.masking((4, 4))
+    mask = masked_products.mask_of(masking)
+    every = masked_products.weights_of(masking, channels_last=channels_last)
     numbers = range(len(every)) if layers is None else layers
     weights = [every[i] for i in numbers]
     wanted = [masking.grids[i].expand(masking.piece(mask, i)) * every[i] for i in numbers]
@@ -164,20 +164,20 @@ def test_multiply_in_place(layers: list[int] | None, channels_last: bool) -> Non
 
 
 def test_multiply_in_place_of_a_weight_that_is_a_slice() -> None:
-    masking = products.masking((4, 4), [((9, 6), 1, False)])
+    masking = masked_products.masking((4, 4), [((9, 6), 1, False)])
     weight = torch.randn(9, 12)[:, ::2]
-    mask = products.mask_of(masking)
+    mask = masked_products.mask_of(masking)
     want = weight * masking.grids[0].expand(mask)
     masking.multiply_(mask, [weight])
     assert torch.equal(weight, want)
 
 
 def test_transposed_storage() -> None:
-    masking = products.masking((4, 4), [((9, 6), 1, False)])
+    masking = masked_products.masking((4, 4), [((9, 6), 1, False)])
     weight = torch.randn(6, 9).t()
-    mask = products.mask_of(masking)
-    made = products.made(masking, mask, [weight])
-    want = products.expected(masking, mask, [weight], products.grads_of([weight]))
+    mask = masked_products.mask_of(masking)
+    made = masked_products.computed(masking, mask, [weight])
+    want = masked_products.expected(masking, mask, [weight], masked_products.grads_of([weight]))
     close(made.products[0], want.products[0])
     close(made.weights[0], want.weights[0])
     close(made.mask, want.mask)
@@ -198,7 +198,7 @@ def test_order_of_memory() -> None:
 
 
 def test_copies_and_pickles() -> None:
-    masking = products.masking((4, 4))
+    masking = masked_products.masking((4, 4))
     masking.fused["key"] = torch.zeros(1)
     for other in (copy.deepcopy(masking), pickle.loads(pickle.dumps(masking))):
         assert other.fused == {}
@@ -207,6 +207,6 @@ def test_copies_and_pickles() -> None:
 
 def test_an_unknown_backend_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(masking_module, "BACKEND", "cuda")
-    masking = products.masking((4, 4))
+    masking = masked_products.masking((4, 4))
     with pytest.raises(SmartpruneError, match="SMARTPRUNE_MASKING='cuda' is unknown; use auto, torch or triton"):
-        masking.apply(products.mask_of(masking), products.weights_of(masking))
+        masking.apply(masked_products.mask_of(masking), masked_products.weights_of(masking))

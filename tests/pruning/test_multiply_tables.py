@@ -7,15 +7,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers import products
-from helpers.grids import layers
+from helpers import masked_products
+from helpers.masked_products import random_layers
 from smartprune.pruning import multiply_tables as masking_tables
 from smartprune.pruning.multiply import Masking, Rows
 from smartprune.pruning.multiply_tables import FIELDS, PITCH, Place, Work
 
 
 def work_of(masking: Masking, channels_last: bool) -> tuple[Work, list[Place]]:
-    weights = products.weights_of(masking, channels_last=channels_last)
+    weights = masked_products.weights_of(masking, channels_last=channels_last)
     places = [
         Place(grid, Rows.order_of(weight), start)
         for grid, weight, start in zip(masking.grids, weights, masking.starts[:-1], strict=True)
@@ -23,13 +23,13 @@ def work_of(masking: Masking, channels_last: bool) -> tuple[Work, list[Place]]:
     return Work(places, torch.device("cpu")), places
 
 
-@given(layers(), st.sampled_from([(1, 16), (2, 64), (8, 4096)]))
+@given(random_layers(), st.sampled_from([(1, 16), (2, 64), (8, 4096)]))
 @settings(max_examples=100, deadline=None)
 def test_programs_cover_everything_once(
-    case: tuple[tuple[int | None, ...], list[products.Shape], bool], tile: tuple[int, int]
+    case: tuple[tuple[int | None, ...], list[masked_products.Shape], bool], tile: tuple[int, int]
 ) -> None:
     block, shapes, channels_last = case
-    masking = products.masking(block, shapes)
+    masking = masked_products.masking(block, shapes)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(masking_tables, "ROWS", tile[0])
         patch.setattr(masking_tables, "TILE", tile[1])
@@ -65,7 +65,7 @@ def test_programs_cover_everything_once(
 
 
 def test_flat_outputs_do_not_overlap() -> None:
-    masking = products.masking((4, 4))
+    masking = masked_products.masking((4, 4))
     work, places = work_of(masking, channels_last=False)
     ends = [o + math.prod(p.grid.weight_shape) for o, p in zip(work.offsets, places, strict=True)]
     assert all(end <= start for end, start in zip(ends, [*work.offsets[1:], work.size], strict=True))
@@ -73,7 +73,7 @@ def test_flat_outputs_do_not_overlap() -> None:
 
 
 def test_stretches_are_of_even_size() -> None:
-    masking = products.masking((16, 8), [((32, 64, 3, 3), 1, False)])
+    masking = masked_products.masking((16, 8), [((32, 64, 3, 3), 1, False)])
     work, _ = work_of(masking, channels_last=False)
     widths = (work.table[:, 4] - work.table[:, 3]).unique().tolist()
     assert widths == [288]  # 576 columns in blocks of 72: two halves, not 504 and 72

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor, nn
 
 import smartprune
-from helpers import products, zoo
-from helpers.interpreted import INTERPRETED, loaded_loop_bounds, needs_interpreter, needs_triton, on_gpu, run_interpreted  # noqa: F401 (a fixture)
+from helpers import masked_products, zoo
+from helpers.triton_interpreter import INTERPRETED, loaded_loop_bounds, needs_interpreter, needs_triton, on_gpu, run_interpreted  # noqa: F401 (a fixture)
 from smartprune.errors import SmartpruneError
 from smartprune.pruning import guard
 from smartprune.pruning import multiply as module
@@ -14,7 +14,7 @@ from smartprune.pruning import multiply_tables as masking_tables
 from smartprune.pruning.multiply import Masking
 from smartprune.pruning.telemetry import Telemetry
 
-SMALL: list[products.Shape] = [
+SMALL: list[masked_products.Shape] = [
     ((9, 10, 3, 3), 1, False),
     ((5, 13), 1, False),
     ((8, 4, 3), 2, False),
@@ -36,13 +36,15 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(masking_tables, "SUMMED", 16)
 
 
-def both(masking: Masking, mask: Tensor, weights: list[Tensor], **options: object) -> tuple[products.Made, products.Made]:
+def both(
+    masking: Masking, mask: Tensor, weights: list[Tensor], **options: object
+) -> tuple[masked_products.Products, masked_products.Products]:
     """By torch, and by the kernels."""
     out = []
     for backend in ("torch", "triton"):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(module, "BACKEND", backend)
-            out.append(products.made(masking, mask, weights, **options))  # type: ignore[arg-type]
+            out.append(masked_products.computed(masking, mask, weights, **options))  # type: ignore[arg-type]
     assert any(runs is not None for runs in masking.fused.values())
     return out[0], out[1]
 
@@ -58,7 +60,7 @@ def same(a: Tensor | None, b: Tensor | None) -> None:
         assert torch.equal(a, b)
 
 
-def agree(want: products.Made, made: products.Made) -> None:
+def agree(want: masked_products.Products, made: masked_products.Products) -> None:
     for a, b in zip(want.products, made.products, strict=True):
         same(a, b)
     for g, h in zip(want.weights, made.weights, strict=True):
@@ -84,9 +86,9 @@ KINDS: list[dict[str, object]] = [
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("block", [(16, 8), (4, 4)], ids=str)
 def test_agrees_with_torch(block: tuple[int, ...], channels_last: bool, kind: int) -> None:
-    masking = products.masking(block, SMALL)
-    weights = products.weights_of(masking, channels_last=channels_last)
-    mask = products.mask_of(masking)
+    masking = masked_products.masking(block, SMALL)
+    weights = masked_products.weights_of(masking, channels_last=channels_last)
+    mask = masked_products.mask_of(masking)
     if KINDS[kind].get("hold"):
         mask = mask > 0.5
         masking.multiply_(mask.float(), weights)
@@ -97,16 +99,16 @@ def test_agrees_with_torch(block: tuple[int, ...], channels_last: bool, kind: in
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("block", ["channel", (None, 1), (3, 2, None), (None, None, None), (5, 4)], ids=str)
 def test_any_block(block: tuple[int | None, ...] | str) -> None:
-    masking = products.masking(block, SMALL)
+    masking = masked_products.masking(block, SMALL)
     for dtype in (torch.float32, torch.bfloat16):
-        agree(*both(masking, products.mask_of(masking), products.weights_of(masking, dtype)))
+        agree(*both(masking, masked_products.mask_of(masking), masked_products.weights_of(masking, dtype)))
 
 
 @needs_interpreter
 def test_large_tiles() -> None:
-    masking = products.masking((16, 8), [((33, 64, 3, 3), 1, False), ((20, 24), 1, False)])
-    agree(*both(masking, products.mask_of(masking), products.weights_of(masking)))
-    agree(*both(masking, products.mask_of(masking), products.weights_of(masking, channels_last=True)))
+    masking = masked_products.masking((16, 8), [((33, 64, 3, 3), 1, False), ((20, 24), 1, False)])
+    agree(*both(masking, masked_products.mask_of(masking), masked_products.weights_of(masking)))
+    agree(*both(masking, masked_products.mask_of(masking), masked_products.weights_of(masking, channels_last=True)))
 
 
 @needs_interpreter
@@ -115,22 +117,22 @@ def test_layers_of_different_dtypes_and_many_of_them(monkeypatch: pytest.MonkeyP
     from smartprune.pruning import multiply_triton as masking_triton
 
     monkeypatch.setattr(masking_triton, "MOST", 2)
-    masking = products.masking((4, 4), SMALL)
-    weights = products.weights_of(masking)
+    masking = masked_products.masking((4, 4), SMALL)
+    weights = masked_products.weights_of(masking)
     weights[1], weights[3] = weights[1].half(), weights[3].half()
-    agree(*both(masking, products.mask_of(masking), weights))
+    agree(*both(masking, masked_products.mask_of(masking), weights))
     (runs,) = [runs for runs in masking.fused.values() if runs is not None]
     assert [run.layers for run in runs] == [[0, 2], [4], [1, 3]]
 
 
 @needs_interpreter
 def test_what_kernels_cannot_do_torch_does() -> None:
-    masking = products.masking((4, 4), SMALL[1:2])
+    masking = masked_products.masking((4, 4), SMALL[1:2])
     for weight in (torch.randn(5, 13, dtype=torch.float64), torch.randn(13, 5).t()):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(module, "BACKEND", "triton")
-            made = products.made(masking, products.mask_of(masking), [weight])
-            want = products.expected(masking, products.mask_of(masking), [weight], products.grads_of([weight]))
+            made = masked_products.computed(masking, masked_products.mask_of(masking), [weight])
+            want = masked_products.expected(masking, masked_products.mask_of(masking), [weight], masked_products.grads_of([weight]))
         torch.testing.assert_close(made.products[0].double(), want.products[0], rtol=1e-6, atol=1e-6)
     assert list(masking.fused.values()) == [None, None]
 
@@ -138,14 +140,14 @@ def test_what_kernels_cannot_do_torch_does() -> None:
 @needs_interpreter
 def test_gradients_that_are_missing_strided_or_unaligned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "BACKEND", "triton")
-    masking = products.masking((4, 4), SMALL)
-    mask = products.mask_of(masking).requires_grad_()
-    leaves = [weight.requires_grad_() for weight in products.weights_of(masking)]
+    masking = masked_products.masking((4, 4), SMALL)
+    mask = masked_products.mask_of(masking).requires_grad_()
+    leaves = [weight.requires_grad_() for weight in masked_products.weights_of(masking)]
     leaves[1] = torch.randn(66)[1:].reshape(5, 13).requires_grad_()
     leaves[2].requires_grad_(False)
     out = masking.apply(mask, leaves)
     assert all(product.data_ptr() % 16 == 0 for product in out)
-    grads = products.grads_of(out)
+    grads = masked_products.grads_of(out)
     grads[0] = grads[0].to(memory_format=torch.channels_last)
     grads[4] = torch.ones(()).expand(out[4].shape)
     for number in (0, 1):  # the second pass lacks two gradients
@@ -155,7 +157,7 @@ def test_gradients_that_are_missing_strided_or_unaligned(monkeypatch: pytest.Mon
             leaf.grad = None
         torch.autograd.backward([out[i] for i in used], [grads[i] for i in used])
         given = [grads[i] if i in used else torch.zeros_like(grads[i]) for i in range(5)]
-        want = products.expected(masking, mask.detach(), [leaf.detach() for leaf in leaves], given)
+        want = masked_products.expected(masking, mask.detach(), [leaf.detach() for leaf in leaves], given)
         torch.testing.assert_close(mask.grad.double(), want.mask, rtol=1e-5, atol=1e-5)
         for i, leaf in enumerate(leaves):
             if i == 2 or i not in used:
@@ -167,10 +169,10 @@ def test_gradients_that_are_missing_strided_or_unaligned(monkeypatch: pytest.Mon
 @needs_interpreter
 def test_a_change_in_place_before_backward_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "BACKEND", "triton")
-    masking = products.masking((4, 4), SMALL)
-    leaves = [weight.requires_grad_() for weight in products.weights_of(masking)]
-    out = masking.apply(products.mask_of(masking).requires_grad_(), leaves)
-    masking.multiply_(products.mask_of(masking), leaves[3:4], [3])
+    masking = masked_products.masking((4, 4), SMALL)
+    leaves = [weight.requires_grad_() for weight in masked_products.weights_of(masking)]
+    out = masking.apply(masked_products.mask_of(masking).requires_grad_(), leaves)
+    masking.multiply_(masked_products.mask_of(masking), leaves[3:4], [3])
     with pytest.raises(SmartpruneError, match="weight 3 of the pruned layers was changed in place"):
         torch.autograd.backward(out, [torch.ones_like(p) for p in out])
 
@@ -179,11 +181,11 @@ def test_a_change_in_place_before_backward_is_refused(monkeypatch: pytest.Monkey
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("hard", [False, True])
 def test_multiply_in_place(hard: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    masking = products.masking((4, 4), SMALL)
-    mask = products.mask_of(masking)
+    masking = masked_products.masking((4, 4), SMALL)
+    mask = masked_products.mask_of(masking)
     mask = mask > 0.5 if hard else mask
     for layers in (None, [4, 1]):
-        some = [w for i, w in enumerate(products.weights_of(masking, channels_last=True)) if layers is None or i in layers]
+        some = [w for i, w in enumerate(masked_products.weights_of(masking, channels_last=True)) if layers is None or i in layers]
         some = some if layers is None else some[::-1]
         want = [weight.clone() for weight in some]
         masking.multiply_(mask, want, layers)
@@ -247,12 +249,12 @@ def test_a_whole_search() -> None:
 # On the GPU
 
 
-def on_device(shapes: list[products.Shape]) -> tuple[Masking, list[Tensor], Tensor]:
-    masking = products.masking((16, 8), shapes)
-    return masking, products.weights_of(masking, channels_last=True, device="cuda"), products.mask_of(masking, "cuda")
+def on_device(shapes: list[masked_products.Shape]) -> tuple[Masking, list[Tensor], Tensor]:
+    masking = masked_products.masking((16, 8), shapes)
+    return masking, masked_products.weights_of(masking, channels_last=True, device="cuda"), masked_products.mask_of(masking, "cuda")
 
 
-LARGE: list[products.Shape] = [
+LARGE: list[masked_products.Shape] = [
     ((64, 3, 7, 7), 1, False),
     ((512, 512, 3, 3), 1, False),
     ((128, 64, 1, 1), 1, False),
@@ -267,9 +269,9 @@ LARGE: list[products.Shape] = [
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("block", [(16, 8), "channel", (None, 1), (5, 4), (16, 8, None)], ids=str)
 def test_gpu_agrees_with_torch(block: tuple[int | None, ...] | str, channels_last: bool, kind: int) -> None:
-    masking = products.masking(block, LARGE)
-    weights = products.weights_of(masking, channels_last=channels_last, device="cuda")
-    mask = products.mask_of(masking, "cuda")
+    masking = masked_products.masking(block, LARGE)
+    weights = masked_products.weights_of(masking, channels_last=channels_last, device="cuda")
+    mask = masked_products.mask_of(masking, "cuda")
     if KINDS[kind].get("hold"):
         mask = mask > 0.5
         masking.multiply_(mask.float(), weights)

@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from helpers import jobs, reference, zoo
-from helpers.hostile import HOSTILE
+from helpers import reference, training_jobs, zoo
+from helpers.hostile_names import HOSTILE
 from smartprune.artifacts.receipt import Receipt
 from smartprune.cli import main
 from smartprune.errors import SmartpruneError
@@ -38,7 +38,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("sklearn")
     folder = tmp_path_factory.mktemp("page") / "run"
-    train(jobs.small(folder, search_epochs=4))
+    train(training_jobs.small_config(folder, search_epochs=4))
     return folder
 
 
@@ -148,7 +148,7 @@ def test_maps_norms_and_scores_against_the_weights(run: Path) -> None:
 @pytest.mark.parametrize("method", ["smart", "gradual", "magnitude"])
 def test_the_scores_of_a_run_are_those_its_mask_was_made_of(tmp_path: Path, method: str) -> None:
     pytest.importorskip("sklearn")
-    train(jobs.small(tmp_path / "run", method=method, dense_epochs=1, finetune_epochs=1))
+    train(training_jobs.small_config(tmp_path / "run", method=method, dense_epochs=1, finetune_epochs=1))
     scores = load_file(tmp_path / "run" / "scores.safetensors")["scores"].numpy()
     mask = Receipt.load(tmp_path / "run" / "receipt.json").mask().numpy()
     best = sorted(range(len(scores)), key=lambda i: (-scores[i], i))[: int(mask.sum())]

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from helpers import jobs
+from helpers import training_jobs
 from helpers.browser import MISSING, Browser
-from helpers.hostile import HOSTILE
+from helpers.hostile_names import HOSTILE
 from smartprune.artifacts.receipt import Receipt
 from smartprune.reports.page import write_page
 from smartprune.run_files import PAGE
@@ -36,7 +36,7 @@ def browser() -> Iterator[Browser]:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("sklearn")
     folder = tmp_path_factory.mktemp("browser") / "run"
-    train(jobs.small(folder, search_epochs=4))
+    train(training_jobs.small_config(folder, search_epochs=4))
     return folder
 
 
@@ -136,8 +136,12 @@ def test_curves_are_read_out(browser: Browser, run: Path) -> None:
     browser.open(run / PAGE)
     browser.run("const s = document.querySelector('#figure-loss svg'); s.scrollIntoView({block: 'center'}); s.focus()")
     browser.press("end")
-    last = jobs.rows(run)[-1]
-    steps = sum(row["step"] for row in jobs.rows(run) if row["epoch"] == {"dense": 2, "search": 4, "finetune": 1}[row["stage"]])
+    last = training_jobs.metric_rows(run)[-1]
+    steps = sum(
+        row["step"]
+        for row in training_jobs.metric_rows(run)
+        if row["epoch"] == {"dense": 2, "search": 4, "finetune": 1}[row["stage"]]
+    )
     words = browser.text("#figure-loss output")
     assert words.startswith(f"step {steps}: ")
     assert float(words.rpartition(" ")[2]) == pytest.approx(last["loss"], rel=1e-3)

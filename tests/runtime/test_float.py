@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import smartprune as sp
-from helpers.zeros import agree, pruned
+from helpers.pruned_models import assert_equal_to_rounding, randomly_pruned
 from helpers.zoo import conv1d_net, mobilenet_block, plain_cnn, transformer_block, unet
 from smartprune.models import MODELS
 from smartprune.runtime.module import Accelerated
@@ -24,7 +24,7 @@ FEW = settings(max_examples=60, deadline=None, derandomize=True, suppress_health
 @torch.no_grad()
 def check(model: nn.Module, *inputs: Tensor, threads: int = 1, native: bool = True) -> Accelerated:
     fast = sp.accelerate(model.eval(), threads=threads)
-    agree(fast(*inputs), model(*inputs))
+    assert_equal_to_rounding(fast(*inputs), model(*inputs))
     assert isinstance(fast, Accelerated)
     if native:  # nothing was left to torch
         assert len(fast.plan(*inputs).parts) == 1
@@ -48,7 +48,7 @@ def convolutions(draw: st.DrawFn) -> tuple[nn.Module, Tensor]:
     x = torch.randn(draw(st.sampled_from([1, 1, 2, 9])), inputs, *size)
     if draw(st.booleans()):
         x = x.contiguous(memory_format=torch.channels_last)
-    return pruned(nn.Sequential(conv, nn.BatchNorm2d(outputs), after), sparsity, block), x
+    return randomly_pruned(nn.Sequential(conv, nn.BatchNorm2d(outputs), after), sparsity, block), x
 
 
 @FEW
@@ -61,13 +61,13 @@ def test_convolutions(case: tuple[nn.Module, Tensor], threads: int) -> None:
 @pytest.mark.parametrize("outputs", [16, 8])  # vectors of 16 and of 8
 def test_every_tile(stride: int, outputs: int) -> None:
     """All widths of a map, so all widths of a tile; heights and batches that leave rows over."""
-    conv = pruned(nn.Conv2d(8, outputs, 3, stride, 1), 0.3, (8, 8))
+    conv = randomly_pruned(nn.Conv2d(8, outputs, 3, stride, 1), 0.3, (8, 8))
     fast = sp.accelerate(conv, threads=1)
     with torch.no_grad():
         for width in (*range(1, 19), 31, 33, 56, 100):
             for batch, height in ((1, 7), (3, 5)):
                 x = torch.randn(batch, 8, height, width)
-                agree(fast(x), conv(x))
+                assert_equal_to_rounding(fast(x), conv(x))
 
 
 @FEW
@@ -77,11 +77,11 @@ def test_every_tile(stride: int, outputs: int) -> None:
     st.sampled_from([(1,), (2,), (9,), (2, 7), (2, 3, 4)]),
 )
 def test_linear(inputs: int, outputs: int, lead: tuple[int, ...]) -> None:
-    check(pruned(nn.Sequential(nn.Linear(inputs, outputs), nn.ReLU()), 0.5), torch.randn(*lead, inputs))
+    check(randomly_pruned(nn.Sequential(nn.Linear(inputs, outputs), nn.ReLU()), 0.5), torch.randn(*lead, inputs))
 
 
 def test_input_of_any_strides() -> None:
-    model = pruned(nn.Sequential(nn.Conv2d(20, 24, 3, padding=1), nn.ReLU()), 0.5)
+    model = randomly_pruned(nn.Sequential(nn.Conv2d(20, 24, 3, padding=1), nn.ReLU()), 0.5)
     big = torch.randn(3, 40, 18, 22)
     for x in (
         big[:, ::2],
@@ -91,7 +91,7 @@ def test_input_of_any_strides() -> None:
         big[:, :20].double(),
     ):
         fast = sp.accelerate(model, threads=1)
-        agree(fast(x), model(x.float()))
+        assert_equal_to_rounding(fast(x), model(x.float()))
 
 
 class Branches(nn.Module):
@@ -178,17 +178,19 @@ class Pointwise(nn.Module):
 @pytest.mark.parametrize("module", [Pools, Pointwise])
 def test_operations(module: type[nn.Module], channels: int) -> None:
     fast = check(module(), torch.randn(2, channels, 9, 12))
-    agree(fast(torch.randn(1, channels, 18, 4)), module()(torch.randn(1, channels, 18, 4)), 1e9)  # another shape runs
+    assert_equal_to_rounding(
+        fast(torch.randn(1, channels, 18, 4)), module()(torch.randn(1, channels, 18, 4)), 1e9
+    )  # another shape runs
 
 
 @pytest.mark.parametrize("channels", [16, 20, 5])
 def test_additions(channels: int) -> None:
-    check(pruned(Branches(channels), 0.3, (8, 4)), torch.randn(2, channels, 9, 10))
+    check(randomly_pruned(Branches(channels), 0.3, (8, 4)), torch.randn(2, channels, 9, 10))
 
 
 @pytest.mark.parametrize(("first", "second"), [(16, 32), (16, 20), (5, 16), (7, 9)])
 def test_concatenations(first: int, second: int) -> None:
-    check(pruned(Joined(first, second), 0.3, (8, 4)), torch.randn(2, 6, 11, 9))
+    check(randomly_pruned(Joined(first, second), 0.3, (8, 4)), torch.randn(2, 6, 11, 9))
 
 
 @pytest.mark.parametrize("stride", [1, 2, 3])
@@ -207,7 +209,7 @@ def test_grouped_convolutions() -> None:
 
 @pytest.mark.parametrize("name", sorted(SIZES))
 def test_models(name: str) -> None:
-    model, x = pruned(MODELS[name](), 0.9), torch.randn(2, 3, SIZES[name], SIZES[name])
+    model, x = randomly_pruned(MODELS[name](), 0.9), torch.randn(2, 3, SIZES[name], SIZES[name])
     fast = check(model, x, native=name != "yolov5m")
     assert len(fast.plan(x).programs) == 1
 
@@ -215,7 +217,7 @@ def test_models(name: str) -> None:
 @pytest.mark.parametrize("make", [plain_cnn, mobilenet_block, transformer_block, unet, conv1d_net])
 def test_what_is_not_native_runs_in_torch(make: Callable[[], tuple[nn.Module, Tensor]]) -> None:
     model, x = make()
-    check(pruned(model, 0.5), x, native=False)
+    check(randomly_pruned(model, 0.5), x, native=False)
 
 
 def test_a_value_read_in_two_layouts() -> None:
@@ -260,10 +262,10 @@ def test_what_cannot_be_traced_keeps_its_code() -> None:
             y = self.a(x) if float(x.sum()) > 0 else self.again(-x)
             return self.b(y.mean((2, 3)))
 
-    model = pruned(Dynamic(), 0.4)
+    model = randomly_pruned(Dynamic(), 0.4)
     fast = sp.accelerate(model, threads=1)
     for x in (torch.rand(2, 8, 5, 5), -torch.rand(2, 8, 5, 5)):
-        agree(fast(x), model(x))
+        assert_equal_to_rounding(fast(x), model(x))
     assert isinstance(fast.a, Accelerated)
     assert fast.a is fast.again
 
@@ -280,8 +282,8 @@ def test_several_inputs_and_nested_outputs() -> None:
     model, x, y = Two(), torch.randn(1, 4, 6, 6), torch.randn(1, 4, 6, 6)
     fast = sp.accelerate(model, threads=1)
     ours, theirs = fast(x, y=y), model(x, y)
-    agree(ours["sum"], theirs["sum"])
-    agree(ours["both"][0], theirs["both"][0])
+    assert_equal_to_rounding(ours["sum"], theirs["sum"])
+    assert_equal_to_rounding(ours["both"][0], theirs["both"][0])
     assert ours["both"][1] == 2.0
     assert ours["x"] is x
 

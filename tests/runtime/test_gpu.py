@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from helpers.interpreted import INTERPRETED, loaded_loop_bounds, needs_interpreter, needs_triton, run_interpreted  # noqa: F401 (a fixture)
-from helpers.interpreted import on_gpu as on_gpu_machine
+from helpers.triton_interpreter import INTERPRETED, loaded_loop_bounds, needs_interpreter, needs_triton, run_interpreted  # noqa: F401 (a fixture)
+from helpers.triton_interpreter import on_gpu as on_gpu_machine
 from smartprune import SmartpruneError
 from smartprune.runtime.gpu import layers as gpu
 from smartprune.runtime.gpu.layers import Dense, Kept, Sparse, Tile, on_gpu

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import smartprune as sp
-from helpers.zeros import agree, pruned
+from helpers.pruned_models import assert_equal_to_rounding, randomly_pruned
 from smartprune.runtime.module import Accelerated
 
 
@@ -168,11 +168,11 @@ ORDERED = [function, positional, method, copied, operators, renamed, sizes, modu
 @pytest.mark.parametrize("between", [*OWN, *ORDERED])
 @torch.no_grad()
 def test_values_changed_in_place(between: Callable[[Net, Tensor], Tensor], example: Tensor | None, backend: str) -> None:
-    model = pruned(Net(between), 0.3, (4, 4))
+    model = randomly_pruned(Net(between), 0.3, (4, 4))
     fast = sp.accelerate(model, threads=1, example=example, backend=backend)
     for _ in range(2):
         x = torch.randn(2, 8, 6, 6)
-        agree(fast(x), model(x))
+        assert_equal_to_rounding(fast(x), model(x))
     own = not isinstance(fast, Accelerated) or fast.own_code() is not None
     if between in ORDERED:
         assert not own
@@ -203,20 +203,20 @@ def test_a_picture_is_prepared_in_place() -> None:
             x -= 127
             return self.last(self.first(x.div_(64)))
 
-    model, x = pruned(Prepared(on_view), 0.3, (4, 4)), (torch.rand(2, 8, 6, 6) * 255).to(torch.uint8)
+    model, x = randomly_pruned(Prepared(on_view), 0.3, (4, 4)), (torch.rand(2, 8, 6, 6) * 255).to(torch.uint8)
     fast = sp.accelerate(model, threads=1, example=x)
     assert isinstance(fast, Accelerated)
-    agree(fast(x), model(x))
+    assert_equal_to_rounding(fast(x), model(x))
 
     class Contiguous(Net):
         def forward(self, x: Tensor) -> Tensor:
             x.contiguous().sub_(1)
             return self.last(self.first(x))
 
-    model = pruned(Contiguous(on_view), 0.3, (4, 4))
+    model = randomly_pruned(Contiguous(on_view), 0.3, (4, 4))
     x = torch.randn(2, 8, 6, 6)
     fast = sp.accelerate(model, threads=1, example=x.contiguous(memory_format=torch.channels_last))
-    agree(fast(x.clone()), model(x.clone()))
+    assert_equal_to_rounding(fast(x.clone()), model(x.clone()))
 
 
 @pytest.mark.parametrize("change", [lambda x: x.sub_(1), lambda x: x[:, 0].zero_(), lambda x: F.relu(x, inplace=True)])
@@ -231,18 +231,18 @@ def test_a_model_that_changes_its_inputs_still_does(change: Callable[[Tensor], T
             change(x)
             return self.conv(x)
 
-    model = pruned(Changing(), 0.3, (4, 4))
+    model = randomly_pruned(Changing(), 0.3, (4, 4))
     example = torch.randn(1, 8, 4, 4)
     before = example.clone()
     fast = sp.accelerate(model, threads=1, example=[(example,)])
     x = torch.randn(1, 8, 4, 4)
     ours, theirs = x.clone(), x.clone()
-    agree(fast(ours), model(theirs))
-    agree(ours, theirs, 0.0)
+    assert_equal_to_rounding(fast(ours), model(theirs))
+    assert_equal_to_rounding(ours, theirs, 0.0)
     assert not torch.equal(ours, x)
     fast = sp.accelerate(model, threads=1)
     ours = before.clone()
-    agree(fast(ours), model(before.clone()))
+    assert_equal_to_rounding(fast(ours), model(before.clone()))
 
 
 def test_a_buffer_that_counts() -> None:
@@ -271,6 +271,6 @@ def test_int8_says_that_it_cannot(between: Callable[[Net, Tensor], Tensor]) -> N
 @torch.no_grad()
 @pytest.mark.parametrize("between", [method, operators, chain, memory_read_before])
 def test_int8_keeps_the_order(between: Callable[[Net, Tensor], Tensor]) -> None:
-    model, x = pruned(Net(between), 0.3, (4, 4)), torch.randn(2, 8, 6, 6)
+    model, x = randomly_pruned(Net(between), 0.3, (4, 4)), torch.randn(2, 8, 6, 6)
     ours, theirs = sp.accelerate(model, dtype="int8", example=x, threads=1)(x), model(x)
     assert float((ours - theirs).norm() / theirs.norm()) < 0.05

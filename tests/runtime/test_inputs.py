@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import smartprune as sp
-from helpers.zeros import agree, pruned
+from helpers.pruned_models import assert_equal_to_rounding, randomly_pruned
 from smartprune.runtime.cpu.program import Misfit
 from smartprune.runtime.module import MOST_FORMS, MOST_PLANS, Accelerated
 
@@ -42,7 +42,7 @@ class Nested(nn.Module):
 
 @torch.no_grad()
 def same(fast: nn.Module, model: nn.Module, *inputs: Any, **named: Any) -> None:
-    agree(fast(*inputs, **named), model(*inputs, **named))
+    assert_equal_to_rounding(fast(*inputs, **named), model(*inputs, **named))
 
 
 def planned(fast: nn.Module) -> Accelerated:
@@ -52,7 +52,7 @@ def planned(fast: nn.Module) -> Accelerated:
 
 
 def test_a_mask_of_another_dtype() -> None:
-    model = pruned(Masked(), 0.4, (4, 4))
+    model = randomly_pruned(Masked(), 0.4, (4, 4))
     x, mask = torch.randn(2, 8, 6, 6), torch.rand(2, 8, 6, 6) > 0.5
     fast = sp.accelerate(model, threads=1)
     for other in (mask.float(), mask, mask.long() * 3, mask.to(torch.uint8), mask.float(), mask):
@@ -63,7 +63,7 @@ def test_a_mask_of_another_dtype() -> None:
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bool, torch.int64, torch.complex64])
 def test_a_dtype_that_the_model_does_not_take(dtype: torch.dtype) -> None:
     """The same error as without us, before and after a call that can be answered."""
-    model = pruned(nn.Sequential(nn.Conv2d(3, 8, 3)), 0.4, (4, 4))
+    model = randomly_pruned(nn.Sequential(nn.Conv2d(3, 8, 3)), 0.4, (4, 4))
     x = (torch.rand(1, 3, 16, 16) * 9).to(dtype)
     with pytest.raises(RuntimeError) as theirs, torch.no_grad():
         model(x)
@@ -74,7 +74,7 @@ def test_a_dtype_that_the_model_does_not_take(dtype: torch.dtype) -> None:
 
 
 def test_wrong_shapes_give_the_error_of_the_model() -> None:
-    model = pruned(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()), 0.4, (4, 4))
+    model = randomly_pruned(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()), 0.4, (4, 4))
     fast = sp.accelerate(model, example=torch.randn(1, 3, 9, 9))
     for x in (torch.randn(1, 4, 9, 9), torch.randn(1, 3, 9, 9, 1), None, "x"):
         with pytest.raises((RuntimeError, TypeError)) as theirs:
@@ -96,7 +96,7 @@ READS: list[tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], tuple[Tensor,
 
 @pytest.mark.parametrize(("make", "read"), READS)
 def test_nested_inputs(make: Callable[[Tensor, Tensor], Any], read: Callable[[Any], tuple[Tensor, Tensor]]) -> None:
-    model = pruned(Nested(read), 0.4, (4, 4))
+    model = randomly_pruned(Nested(read), 0.4, (4, 4))
     fast = sp.accelerate(model, threads=1)
     for rows in (3, 3, 300, 3000, 3):  # large tensors print alike
         for _ in range(2):
@@ -105,7 +105,7 @@ def test_nested_inputs(make: Callable[[Tensor, Tensor], Any], read: Callable[[An
     assert len(planned(fast)._plans) == 4
     assert len(fast._forms) == 1
     a, b = torch.randn(3, 16).double(), torch.randn(3, 16).bfloat16()
-    agree(fast(make(a, b)), model(make(a.float(), b.float())))
+    assert_equal_to_rounding(fast(make(a, b)), model(make(a.float(), b.float())))
 
 
 def test_numbers_and_other_constants() -> None:
@@ -119,7 +119,7 @@ def test_numbers_and_other_constants() -> None:
                 x = self.conv(x) * factor
             return x.relu() if mode == "relu" else -x if flag else x
 
-    model, x = pruned(Scaled(), 0.4, (4, 4)), torch.randn(1, 8, 4, 4)
+    model, x = randomly_pruned(Scaled(), 0.4, (4, 4)), torch.randn(1, 8, 4, 4)
     fast = sp.accelerate(model, threads=1, example=x)
     for _ in range(2):
         for args, kwargs in (
@@ -136,7 +136,7 @@ def test_numbers_and_other_constants() -> None:
 
 
 def test_plans_are_bounded() -> None:
-    model = pruned(nn.Sequential(nn.Linear(8, 8)), 0.4, (4, 4))
+    model = randomly_pruned(nn.Sequential(nn.Linear(8, 8)), 0.4, (4, 4))
     fast = planned(sp.accelerate(model, threads=1))
     for rows in range(1, MOST_PLANS + 9):
         same(fast, model, torch.randn(rows, 8))
@@ -144,7 +144,7 @@ def test_plans_are_bounded() -> None:
     assert len(fast._plans) == MOST_PLANS
     assert next(reversed(fast._plans)) == ((tuple, (torch.float32, (1, 8))))
 
-    model = pruned(Nested(lambda v: (v[0], v[-1])), 0.4, (4, 4))
+    model = randomly_pruned(Nested(lambda v: (v[0], v[-1])), 0.4, (4, 4))
     fast = planned(sp.accelerate(model, threads=1))
     for count in range(2, MOST_FORMS + 6):
         same(fast, model, [torch.randn(2, 16)] * count)
@@ -176,7 +176,7 @@ class Resized(nn.Module):
 
 
 def test_shapes_that_depend_on_numbers() -> None:
-    model = pruned(Chosen(), 0.4, (4, 4))
+    model = randomly_pruned(Chosen(), 0.4, (4, 4))
     fast = sp.accelerate(model, threads=1)
     seen = set()
     for seed in range(12):
@@ -190,7 +190,7 @@ def test_shapes_that_depend_on_numbers() -> None:
 
 
 def test_sizes_that_depend_on_numbers() -> None:
-    model = pruned(Resized(), 0.4, (4, 4))
+    model = randomly_pruned(Resized(), 0.4, (4, 4))
     fast = sp.accelerate(model, threads=1)
     for size in (8, 4, 8, 2, 6):
         x = torch.randn(1, 4, 8, 8)
@@ -201,18 +201,18 @@ def test_sizes_that_depend_on_numbers() -> None:
 
 def test_a_program_points_at_nothing_else() -> None:
     x = torch.randn(2, 8)
-    fast = planned(sp.accelerate(pruned(nn.Sequential(nn.Linear(8, 8)), 0.4, (4, 4)), threads=1))
+    fast = planned(sp.accelerate(randomly_pruned(nn.Sequential(nn.Linear(8, 8)), 0.4, (4, 4)), threads=1))
     plan = fast.plan(x)
     program = plan.programs[0]
     for other in (x.double(), x.to(torch.uint8), x > 0, x[:1], x.T, x[None], x.to("meta"), x.to_sparse(), None, 3):
         with pytest.raises(Misfit):
             program.run(fast._pool, [other])
-    agree(program.run(fast._pool, [x])[0], fast(x))
+    assert_equal_to_rounding(program.run(fast._pool, [x])[0], fast(x))
 
 
 def test_memory_that_does_not_hold_the_numbers() -> None:
     """The imaginary part of a conjugate is negated when it is read; a default dtype is not what outputs are made of."""
-    model = pruned(nn.Sequential(nn.Linear(8, 8)), 0.4, (4, 4))
+    model = randomly_pruned(nn.Sequential(nn.Linear(8, 8)), 0.4, (4, 4))
     fast = sp.accelerate(model, threads=1)
     x = torch.randn(3, 8, dtype=torch.complex64).conj().imag
     assert x.is_neg()
@@ -225,7 +225,7 @@ def test_memory_that_does_not_hold_the_numbers() -> None:
 
 
 def test_inference_mode() -> None:
-    model = pruned(nn.Sequential(nn.Conv2d(8, 8, 1), nn.ReLU(inplace=True)), 0.4, (4, 4))
+    model = randomly_pruned(nn.Sequential(nn.Conv2d(8, 8, 1), nn.ReLU(inplace=True)), 0.4, (4, 4))
     with torch.inference_mode():
         fast = planned(sp.accelerate(model, threads=1))
         x = torch.randn(1, 8, 4, 4)
@@ -234,11 +234,11 @@ def test_inference_mode() -> None:
 
 
 def test_under_autocast() -> None:
-    model, x = pruned(nn.Sequential(nn.Conv2d(8, 8, 1), nn.ReLU()), 0.4, (4, 4)), torch.randn(1, 8, 4, 4)
+    model, x = randomly_pruned(nn.Sequential(nn.Conv2d(8, 8, 1), nn.ReLU()), 0.4, (4, 4)), torch.randn(1, 8, 4, 4)
     fast = sp.accelerate(model, threads=1)
     with torch.no_grad():
         theirs = model(x)
         with torch.autocast("cpu"):
             ours = planned(fast)(x)
-    agree(ours, theirs)
+    assert_equal_to_rounding(ours, theirs)
     planned(fast)

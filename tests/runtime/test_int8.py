@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import smartprune as sp
-from helpers.zeros import pruned
+from helpers.pruned_models import randomly_pruned
 from smartprune.models import MODELS
 from smartprune.runtime.module import Accelerated
 
@@ -89,7 +89,7 @@ def test_whole_numbers(
     torch.manual_seed(inputs + outputs)
     conv = nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2)
     model = Two(conv, relu, adding).eval()
-    pruned(model.conv, sparsity, block)
+    randomly_pruned(model.conv, sparsity, block)
     x = (torch.randint(0, 256, (batch, inputs, 9, 14)) - 128) / 32  # numbers that int8 has exactly
     x[0, 0, 0, :2] = torch.tensor([-4.0, 127 / 32])
     with torch.no_grad():
@@ -172,7 +172,7 @@ def test_a_factor_that_only_happens_to_give_a_multiple() -> None:
 
 @pytest.mark.parametrize("lead", [(5,), (2, 7)])
 def test_linear_layers(lead: tuple[int, ...]) -> None:
-    model, x = pruned(nn.Sequential(nn.Linear(40, 50), nn.GELU(), nn.Linear(50, 20)), 0.3), torch.randn(*lead, 40)
+    model, x = randomly_pruned(nn.Sequential(nn.Linear(40, 50), nn.GELU(), nn.Linear(50, 20)), 0.3), torch.randn(*lead, 40)
     with torch.no_grad():
         theirs, ours = model(x), sp.accelerate(model, dtype="int8", example=x, threads=1)(x)
     assert float((ours - theirs).norm() / theirs.norm()) < 0.02
@@ -181,7 +181,7 @@ def test_linear_layers(lead: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("name", ["resnet18", "mobilenetv2", "googlenet", "densenet", "bisenetv2", "yolov5m"])
 def test_models(name: str) -> None:
     side = 64 if name in ("bisenetv2", "yolov5m") else 32
-    model = pruned(MODELS[name](), 0.8)
+    model = randomly_pruned(MODELS[name](), 0.8)
     examples = [torch.randn(2, 3, side, side) for _ in range(3)]
     fast = sp.accelerate(model, (16, 8), dtype="int8", example=examples, threads=1)
     with torch.no_grad():
@@ -191,7 +191,7 @@ def test_models(name: str) -> None:
 
 
 def test_threads_do_not_change_a_number() -> None:
-    model, x = pruned(MODELS["resnet18"](), 0.9), torch.randn(3, 3, 32, 32)
+    model, x = randomly_pruned(MODELS["resnet18"](), 0.9), torch.randn(3, 3, 32, 32)
     for dtype in ("float32", "int8"):
         one, two = (sp.accelerate(model, dtype=dtype, example=x, threads=n) for n in (1, 2))
         assert torch.equal(one(x), two(x))
@@ -231,7 +231,7 @@ class Writes(nn.Module):
 
 
 def test_a_graph_that_does_not_run_says_so() -> None:
-    model, x = pruned(Writes(), 0.5), torch.randn(4, 16)
+    model, x = randomly_pruned(Writes(), 0.5), torch.randn(4, 16)
     assert torch.allclose(sp.accelerate(model, example=x)(x), model(x), atol=1e-5)
     with pytest.raises(sp.SmartpruneError, match=r"does not run \(TypeError.*use float32"):
         sp.accelerate(model, example=x, dtype="int8")

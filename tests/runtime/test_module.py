@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 import smartprune as sp
-from helpers.zeros import agree, pruned
+from helpers.pruned_models import assert_equal_to_rounding, randomly_pruned
 from helpers.zoo import plain_cnn
 from smartprune.models import resnet
 from smartprune.runtime.module import Accelerated
@@ -21,7 +21,7 @@ from smartprune.runtime.module import Accelerated
 
 @pytest.fixture
 def model() -> nn.Module:
-    return pruned(resnet.resnet8(in_channels=3), 0.7)
+    return randomly_pruned(resnet.resnet8(in_channels=3), 0.7)
 
 
 def test_the_model_is_not_touched(model: nn.Module) -> None:
@@ -49,7 +49,7 @@ def test_new_shapes_make_new_plans(model: nn.Module) -> None:
     with torch.no_grad():
         for shape in ((1, 3, 8, 8), (2, 3, 8, 8), (1, 3, 12, 20), (5, 3, 9, 7), (1, 3, 8, 8)):
             x = torch.randn(shape)
-            agree(fast(x), model(x))
+            assert_equal_to_rounding(fast(x), model(x))
     assert len(fast._plans) == 4
 
 
@@ -80,18 +80,18 @@ def test_calls_from_many_threads_take_turns(model: nn.Module, threads: int) -> N
         expected = [model(x) for x in inputs]
     with ThreadPoolExecutor(4) as pool:
         for ours, theirs in zip(pool.map(fast, inputs), expected, strict=True):
-            agree(ours, theirs)
+            assert_equal_to_rounding(ours, theirs)
 
 
 def test_models_that_share_threads_take_turns() -> None:
-    models = [pruned(resnet.resnet8(in_channels=3, width=w), 0.5) for w in (16, 24)]
+    models = [randomly_pruned(resnet.resnet8(in_channels=3, width=w), 0.5) for w in (16, 24)]
     fast = [sp.accelerate(model, threads=2) for model in models]
     x = torch.randn(4, 3, 16, 16)
     with torch.no_grad():
         expected = [model(x) for model in models]
     with ThreadPoolExecutor(4) as pool:
         for number, ours in enumerate(pool.map(lambda i: fast[i % 2](x), range(40))):
-            agree(ours, expected[number % 2])
+            assert_equal_to_rounding(ours, expected[number % 2])
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -181,15 +181,15 @@ def test_weights_that_a_hook_makes_before_every_call() -> None:
     prune.random_unstructured(masked[2], "bias", 0.5)
     with torch.enable_grad():
         theirs = masked(x)  # which leaves a weight with a history, that torch does not copy
-        agree(sp.accelerate(masked, (1, None, None, None), threads=1)(x), theirs)
+        assert_equal_to_rounding(sp.accelerate(masked, (1, None, None, None), threads=1)(x), theirs)
     fast = sp.accelerate(masked, threads=1)
-    agree(fast(x), theirs)
+    assert_equal_to_rounding(fast(x), theirs)
     assert isinstance(fast, Accelerated)
     assert len(fast.plan(x).programs) == len(fast.plan(x).parts) == 1
     assert prune.is_pruned(masked)
     with pytest.warns(FutureWarning, match="weight_norm"), torch.enable_grad():
         normed = nn.Sequential(nn.utils.weight_norm(nn.Conv2d(8, 8, 3)))
-    agree(sp.accelerate(normed, threads=1)(x), normed(x))
+    assert_equal_to_rounding(sp.accelerate(normed, threads=1)(x), normed(x))
 
 
 @torch.no_grad()
@@ -200,7 +200,7 @@ def test_a_tied_weight_under_masks_of_its_own(both: bool) -> None:
     for layer in (model[0], model[2])[: 1 + both]:
         prune.random_unstructured(layer, "weight", 0.5)
     before = copy.deepcopy(model.state_dict())
-    agree(sp.accelerate(model, threads=1)(x), model(x))
+    assert_equal_to_rounding(sp.accelerate(model, threads=1)(x), model(x))
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
@@ -216,12 +216,12 @@ def test_a_model_in_a_wrapper(model: nn.Module) -> None:
     ):
         fast = sp.accelerate(wrapped, (16, 8), threads=1)  # type: ignore[arg-type]
         assert isinstance(fast, Accelerated)
-        agree(fast(x), model(x))
+        assert_equal_to_rounding(fast(x), model(x))
 
 
 def test_a_block_that_is_there_is_accepted() -> None:
     model, x = plain_cnn()
-    agree(sp.accelerate(pruned(model, 0.5), "16x8")(x), model(x))
+    assert_equal_to_rounding(sp.accelerate(randomly_pruned(model, 0.5), "16x8")(x), model(x))
 
 
 def test_profile_names_every_operation(model: nn.Module) -> None:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import smartprune as sp
-from helpers.zeros import agree, pruned
+from helpers.pruned_models import assert_equal_to_rounding, randomly_pruned
 from smartprune.runtime.fallback import Replaced
 from smartprune.runtime.module import Accelerated
 
@@ -94,7 +94,7 @@ class Reads(nn.Module):
 
 @torch.no_grad()
 def same(fast: nn.Module, model: nn.Module, *inputs: Any, **named: Any) -> None:
-    agree(fast(*inputs, **named), model(*inputs, **named))
+    assert_equal_to_rounding(fast(*inputs, **named), model(*inputs, **named))
 
 
 X, Y = torch.randn(2, 2, 8, 6, 6, generator=torch.Generator().manual_seed(1))
@@ -112,7 +112,7 @@ CALLS: list[tuple[type[nn.Module], list[tuple[tuple[Any, ...], dict[str, Any]]]]
 @pytest.mark.parametrize("with_example", [True, False])
 @pytest.mark.parametrize(("make", "calls"), CALLS)
 def test_ordinary_models(make: type[nn.Module], calls: list[tuple[tuple[Any, ...], dict[str, Any]]], with_example: bool) -> None:
-    model = pruned(make(), 0.3, (4, 4))
+    model = randomly_pruned(make(), 0.3, (4, 4))
     fast = sp.accelerate(model, threads=1, example=calls[0][0] if with_example and calls[0][0] else None)
     for _ in range(2):
         for args, kwargs in calls:
@@ -139,7 +139,7 @@ def test_an_example_of_zeros_is_not_enough(dtype: str) -> None:
                 x = x * 2
             return self.conv(x)
 
-    model = pruned(Doubled(), 0.3, (4, 4))
+    model = randomly_pruned(Doubled(), 0.3, (4, 4))
     if dtype == "int8":
         with pytest.raises(sp.SmartpruneError, match="use float32"):
             sp.accelerate(model, dtype=dtype, example=torch.zeros(2, 8, 6, 6))
@@ -151,7 +151,7 @@ def test_an_example_of_zeros_is_not_enough(dtype: str) -> None:
 
 
 def test_torchs_own_modules_are_left_alone() -> None:
-    fast = sp.accelerate(pruned(Encoder(), 0.3, (4, 4)), example=torch.randn(2, 5, 16))
+    fast = sp.accelerate(randomly_pruned(Encoder(), 0.3, (4, 4)), example=torch.randn(2, 5, 16))
     assert type(fast.layer.linear1) is nn.Linear
     assert isinstance(fast.head, Replaced)
     assert fast.head.out_features == 4
@@ -176,7 +176,7 @@ def test_own_code_adds_to_a_list_and_is_told_what_to_do(with_example: bool) -> N
     assert len(kept) == 1
     assert kept[0] is first
     fast.twice = True
-    agree(fast(X, kept), 2 * first)
+    assert_equal_to_rounding(fast(X, kept), 2 * first)
     fast.other = 1
     assert fast.other == 1
     copied = copy.deepcopy(fast)
@@ -196,14 +196,14 @@ def test_own_code_runs_like_a_plan(dtype: torch.dtype, with_example: bool) -> No
         def forward(self, x: Tensor) -> Tensor:
             return self.norm(x) + self.conv(x) if x.sum() < 1e9 else x
 
-    model, x = pruned(Choosing(), 0.3, (4, 4)).to(dtype), X.to(dtype)
+    model, x = randomly_pruned(Choosing(), 0.3, (4, 4)).to(dtype), X.to(dtype)
     with torch.no_grad():
         theirs = model.float()(x.float())
     fast = sp.accelerate(model.to(dtype), threads=1, example=x if with_example else None)
     assert not isinstance(fast, Accelerated)
     outer = nn.Sequential(fast).train().half()
     for run in (fast, outer, copy.deepcopy(outer)):
-        agree(run(x.clone().requires_grad_()), theirs)
+        assert_equal_to_rounding(run(x.clone().requires_grad_()), theirs)
     assert not fast.training
     assert not fast.norm.training
 
@@ -213,7 +213,7 @@ def test_inputs_of_an_unknown_kind() -> None:
         def forward(self, box: Box) -> Tensor:  # type: ignore[override]
             return self.conv(box.inside)
 
-    model = pruned(Boxed(), 0.3, (4, 4))
+    model = randomly_pruned(Boxed(), 0.3, (4, 4))
     for fast in (sp.accelerate(model, threads=1), sp.accelerate(model, threads=1, example=[(Box(X),)])):
         same(fast, model, Box(X))
         same(fast, model, Box(Y[:1]))
@@ -237,7 +237,7 @@ RESULTS = {
 def alike(ours: Any, theirs: Any) -> None:
     assert type(ours) is type(theirs)
     if isinstance(theirs, Tensor):
-        agree(ours, theirs)
+        assert_equal_to_rounding(ours, theirs)
     elif isinstance(theirs, dict):
         assert list(ours) == list(theirs)
         alike(list(ours.values()), list(theirs.values()))
@@ -254,7 +254,7 @@ def test_results_are_the_containers_of_the_model(name: str) -> None:
         def forward(self, x: Tensor) -> Any:  # type: ignore[override]
             return RESULTS[name](self.conv(x))
 
-    model = pruned(Giving(), 0.3, (4, 4))
+    model = randomly_pruned(Giving(), 0.3, (4, 4))
     fast = sp.accelerate(model, threads=1)
     with torch.no_grad():
         for _ in range(2):
@@ -266,13 +266,13 @@ def test_a_result_of_the_models_own_class() -> None:
         def forward(self, x: Tensor) -> Box:  # type: ignore[override]
             return Box(self.conv(x))
 
-    model = pruned(Boxing(), 0.3, (4, 4))
+    model = randomly_pruned(Boxing(), 0.3, (4, 4))
     with torch.no_grad():
-        agree(sp.accelerate(model, threads=1, example=X)(Y).inside, model(Y).inside)
+        assert_equal_to_rounding(sp.accelerate(model, threads=1, example=X)(Y).inside, model(Y).inside)
 
 
 def test_hooks_and_patched_code() -> None:
-    model = pruned(Named(), 0.3, (4, 4))
+    model = randomly_pruned(Named(), 0.3, (4, 4))
     model.register_forward_hook(lambda m, args, out: out + 1)
     model.conv.register_forward_hook(lambda m, args, out: out * 2)
     same(sp.accelerate(model, threads=1), model, X)
@@ -287,13 +287,13 @@ def test_an_accelerated_part_of_a_model() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.last(F.relu(self.inner(x)))
 
-    model = Outer(sp.accelerate(pruned(Named(), 0.3, (4, 4)), threads=2)).eval()
+    model = Outer(sp.accelerate(randomly_pruned(Named(), 0.3, (4, 4)), threads=2)).eval()
     same(sp.accelerate(model, threads=2), model, X)
 
 
 def test_int8_with_and_without_a_mask() -> None:
     torch.manual_seed(0)
-    model = pruned(Optional(), 0.3, (4, 4))
+    model = randomly_pruned(Optional(), 0.3, (4, 4))
     fast = sp.accelerate(model, dtype="int8", example=[X, (Y, X > 0)], threads=1)
     with torch.no_grad():
         for args in ((X,), (Y, X > 0), (X, Y > 0)):
@@ -305,7 +305,7 @@ def test_int8_with_and_without_a_mask() -> None:
 
 def test_tracing_does_not_disturb_other_threads() -> None:
     """torch.fx patches torch.nn.Module while it traces; plans are made while other threads run their models."""
-    model, other = pruned(Optional(), 0.3, (4, 4)), nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval()
+    model, other = randomly_pruned(Optional(), 0.3, (4, 4)), nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval()
     errors: list[BaseException] = []
     stop = threading.Event()
 
@@ -375,9 +375,9 @@ class Selects(nn.Module):
 
 def test_a_model_that_selects_among_numbers_that_are_all_but_equal() -> None:
     torch.manual_seed(0)
-    model, x = pruned(Selects(), 0.5), torch.randn(16, 256)
+    model, x = randomly_pruned(Selects(), 0.5), torch.randn(16, 256)
     fast = sp.accelerate(model, example=x)
     same = (fast(x) == model(x)).float().mean()
     assert 0.9 < same < 1  # or there is nothing to test
     with pytest.raises(sp.SmartpruneError, match="draw random numbers"):
-        sp.accelerate(pruned(Selects(noise=100), 0.5), example=x)
+        sp.accelerate(randomly_pruned(Selects(noise=100), 0.5), example=x)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.jobs import rows, small
+from helpers.training_jobs import metric_rows, small_config
 from smartprune import SmartpruneError
 from smartprune.tasks import TASKS
 from smartprune.tasks.augment import Augmented, augment, within
@@ -117,19 +117,19 @@ def test_a_sample_is_changed_by_its_place_alone(name: str) -> None:
     ("over", "stages"), [("search", {"search"}), ("pruning", {"search", "finetune"}), ("all", {"dense", "search", "finetune"})]
 )
 def test_the_stages_that_it_is_for(over: str, stages: set[str], tmp_path: Path) -> None:
-    config, data = small(tmp_path / "a", augment=1.0, augment_over=over), Simple()
+    config, data = small_config(tmp_path / "a", augment=1.0, augment_over=over), Simple()
     assert {stage for stage in ("dense", "search", "finetune") if isinstance(shown(data, config, stage), Augmented)} == stages
-    assert shown(data, small(tmp_path / "a", augment_over=over), "search") is data
+    assert shown(data, small_config(tmp_path / "a", augment_over=over), "search") is data
 
 
 def test_a_run_sees_them_in_its_search_alone(tmp_path: Path) -> None:
     for name, setting in (("plain", {}), ("search", {"augment": 1.0}), ("pruning", {"augment": 1.0, "augment_over": "pruning"})):
-        train(small(tmp_path / name, **setting))
+        train(small_config(tmp_path / name, **setting))
     dense, model = ({name: (tmp_path / name / f"{kind}.safetensors").read_bytes() for name in ("plain", "search", "pruning")}
                     for kind in ("dense", "model"))  # fmt: skip
     assert len(set(dense.values())) == 1
     assert len(set(model.values())) == 3
-    losses = {name: [row["loss"] for row in rows(tmp_path / name) if row["stage"] == "search"] for name in dense}
+    losses = {name: [row["loss"] for row in metric_rows(tmp_path / name) if row["stage"] == "search"] for name in dense}
     assert losses["search"] == losses["pruning"]
     assert losses["search"][0] > losses["plain"][0]  # they are harder
 
@@ -147,7 +147,7 @@ def test_a_task_without_pictures_is_told_before_the_run(tmp_path: Path, monkeypa
     with pytest.raises(
         SmartpruneError, match=r"augment=1 is for batches that begin with pictures, .* begin with dict. Use --augment 0"
     ):
-        check(small(tmp_path / "a", augment=1.0))
+        check(small_config(tmp_path / "a", augment=1.0))
     assert not (tmp_path / "a").exists()
     for wrong in (torch.zeros(2, 3), torch.zeros(2, 3, 8, 8, dtype=torch.uint8)):
         monkeypatch.setattr(Words, "batches", lambda *_, wrong=wrong: iter([(wrong, torch.zeros(2))]))
@@ -166,4 +166,4 @@ def test_a_task_without_pictures_is_told_before_the_run(tmp_path: Path, monkeypa
 )
 def test_wrong_settings(setting: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(SmartpruneError, match=message):
-        small(tmp_path / "a", **setting)
+        small_config(tmp_path / "a", **setting)

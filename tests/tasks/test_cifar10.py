@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from helpers.jobs import assert_same_run, rows
-from helpers.pictures import TEST, TRAIN, WRITERS, parts, write_binary, write_python
+from helpers.cifar10_folders import TEST, TRAIN, WRITERS, splits, write_binary, write_python
+from helpers.training_jobs import assert_same_run, metric_rows
 from smartprune import SmartpruneError
 from smartprune.cli import main
 from smartprune.tasks.cifar10 import MEAN, STD, Cifar10, Split
@@ -37,7 +37,7 @@ def test_every_form_gives_the_same_pictures(form: str, part: str, tmp_path: Path
     if form == "mosaic":
         pytest.importorskip("PIL")
     pictures, labels = read(WRITERS[form](tmp_path), part)
-    true, own = parts()[part]
+    true, own = splits()[part]
     assert np.array_equal(labels, own)
     assert pictures.shape == true.shape
     assert pictures.dtype == np.uint8
@@ -48,7 +48,7 @@ def test_every_form_gives_the_same_pictures(form: str, part: str, tmp_path: Path
 @pytest.mark.parametrize("protocol", range(5))
 def test_python_batches_of_every_age(protocol: int, tmp_path: Path) -> None:
     pictures, _ = read(write_python(tmp_path, protocol), "test")
-    assert np.array_equal(pictures, parts()["test"][0])
+    assert np.array_equal(pictures, splits()["test"][0])
 
 
 def test_folder_may_be_one_above_and_come_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +162,7 @@ def test_chunks_and_entry_point_do_not_matter(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_evaluation_sees_every_picture_once_as_it_is(folder: Path) -> None:
-    true, own = parts()["test"]
+    true, own = splits()["test"]
     seen = list(Cifar10(folder=str(folder)).data("test", CPU).batches(16, seed=5, epoch=7))
     assert torch.equal(torch.cat([labels for _, labels in seen]), torch.from_numpy(own).long())
     images = torch.cat([images for images, _ in seen]).permute(0, 2, 3, 1)
@@ -171,7 +171,7 @@ def test_evaluation_sees_every_picture_once_as_it_is(folder: Path) -> None:
 
 
 def test_holdout_is_the_end_of_train(folder: Path) -> None:
-    labels = torch.from_numpy(parts()["train"][1]).long()
+    labels = torch.from_numpy(splits()["train"][1]).long()
     for holdout, limit, end in [(0, 0, TRAIN), (50, 0, TRAIN), (50, 120, 120)]:
         task = Cifar10(folder=str(folder), holdout=holdout, limit=limit)
         train, held = (task.data(name, CPU) for name in ("train", "validation"))
@@ -201,7 +201,7 @@ def test_a_run_from_the_command_line(folder: Path, tmp_path: Path, capsys: pytes
     assert main(["train", "--config", str(tmp_path / "a/config.json"), "--out", str(tmp_path / "b")]) == 0
     assert "asked    blocks 0.9 removed: keep exactly 1,708 of 17,078" in capsys.readouterr().out
     assert_same_run(tmp_path / "a", tmp_path / "b")
-    told = rows(tmp_path / "a")
+    told = metric_rows(tmp_path / "a")
     assert [row["accuracy"] for row in told] == [None, None, None]  # nothing is held out
     config = json.loads((tmp_path / "a/config.json").read_text())
     assert (config["amp"], config["schedule_over"], config["search_lr"]) == ("off", "pruning", 0.02)

@@ -17,9 +17,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from helpers.boxfolders import CATEGORIES, COLOURS, COUNTS, boxed, change, write_boxes
-from helpers.folders import pack, save
-from helpers.jobs import assert_same_run, rows
+from helpers.box_folders import CATEGORIES, COLOURS, COUNTS, edit_annotations, image_and_boxes, write_boxes
+from helpers.image_folders import make_tar, save_image
+from helpers.training_jobs import assert_same_run, metric_rows
 from smartprune import SmartpruneError
 from smartprune.cli import main
 from smartprune.experiments.compare import compare
@@ -241,7 +241,9 @@ def test_finds_are_in_pixels_and_ids_of_the_file(tmp_path: Path) -> None:
     found = own.predictions(Knows(data), data)
     wanted = []
     for number in range(COUNTS["test"]):
-        wanted += [(100 + 3 * number, CATEGORIES[label][0], box) for label, box, crowd in boxed("test", number)[1] if not crowd]
+        wanted += [
+            (100 + 3 * number, CATEGORIES[label][0], box) for label, box, crowd in image_and_boxes("test", number)[1] if not crowd
+        ]
     assert len(found) == len(wanted)
     for find in found:
         assert find["score"] == 0.9
@@ -281,7 +283,7 @@ def test_without_moves_training_pictures_are_those_of_the_test(tmp_path: Path) -
 @pytest.mark.parametrize("mosaic", [0.0, 0.5, 1.0])
 def test_pictures_and_boxes_move_together(mosaic: float, tmp_path: Path) -> None:
     """The colour of a box tells its class: it fills what is left of the box, and is hardly anywhere else."""
-    change(write_boxes(tmp_path, train=24), lambda data: [entry.update(iscrowd=0) for entry in data["annotations"]])
+    edit_annotations(write_boxes(tmp_path, train=24), lambda data: [entry.update(iscrowd=0) for entry in data["annotations"]])
     data = task(tmp_path, **{**STILL, "mosaic": mosaic, "scale": 0.5, "shift": 0.2, "flip": True}).data("train", CPU)
     boxes = most = 0
     for epoch in range(2):
@@ -349,14 +351,14 @@ def test_disk_and_memory_give_the_same_batches(tmp_path: Path) -> None:
 @pytest.mark.parametrize("packed", [False, True])
 def test_layouts(packed: bool, year: str, tmp_path: Path) -> None:
     place = write_boxes(tmp_path / "set", test=not year, year=year)
-    own = task(pack(place, tmp_path / "set.tar") if packed else place)
+    own = task(make_tar(place, tmp_path / "set.tar") if packed else place)
     for split, folder in (("train", "train"), ("validation", None if year else "val"), ("test", "val" if year else "test")):
         data = own.data(split, CPU)
         if folder is None:
             assert data.steps(4) == 0
             assert list(data.batches(4, seed=0, epoch=0)) == []
             continue
-        pictures = [boxed(folder, number) for number in range(COUNTS[folder])]
+        pictures = [image_and_boxes(folder, number) for number in range(COUNTS[folder])]
         assert len(data.truth.pictures) == len(pictures)  # type: ignore[attr-defined]
         for (values, objects), found in zip(pictures, data.truth.pictures, strict=True):  # type: ignore[attr-defined]
             assert (found.height, found.width) == values.shape[:2]
@@ -368,11 +370,11 @@ def test_layouts(packed: bool, year: str, tmp_path: Path) -> None:
 
 
 def entry(key: str, value: Any, place: int = 2) -> Callable[[Path], None]:
-    return lambda folder: change(folder, lambda data: data["annotations"][place].update({key: value}))
+    return lambda folder: edit_annotations(folder, lambda data: data["annotations"][place].update({key: value}))
 
 
 def image(key: str, value: Any, place: int = 1) -> Callable[[Path], None]:
-    return lambda folder: change(folder, lambda data: data["images"][place].update({key: value}))
+    return lambda folder: edit_annotations(folder, lambda data: data["images"][place].update({key: value}))
 
 
 TRAIN = r"instances_train\.json"
@@ -400,19 +402,22 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "same file": (image("file_name", "000.png"), r"000\.png is listed twice, the second time with id 103"),
     "no such file": (image("file_name", "gone.png"), r"lists gone\.png \(id 103\), but there is no .*images/train/gone\.png"),
     "other size": (image("width", 77), r"images/train/001\.png has 30x44 pixels, but its entry \(id 103\) says 77x44"),
-    "no width": (lambda p: change(p, lambda data: data["images"][1].pop("width")), r"images\[1\]: width is missing"),
-    "no box": (lambda p: change(p, lambda data: data["annotations"][2].pop("bbox")), r"annotations\[2\]: bbox is missing"),
+    "no width": (lambda p: edit_annotations(p, lambda data: data["images"][1].pop("width")), r"images\[1\]: width is missing"),
+    "no box": (
+        lambda p: edit_annotations(p, lambda data: data["annotations"][2].pop("bbox")),
+        r"annotations\[2\]: bbox is missing",
+    ),
     "no category": (
-        lambda p: change(p, lambda data: data["annotations"][2].pop("category_id")),
+        lambda p: edit_annotations(p, lambda data: data["annotations"][2].pop("category_id")),
         r"annotations\[2\]: category_id is missing",
     ),
     "same category": (
-        lambda p: change(p, lambda data: data["categories"][1].update(id=4)),
+        lambda p: edit_annotations(p, lambda data: data["categories"][1].update(id=4)),
         r"categories\[1\]: id 4 comes twice among the categories",
     ),
-    "no images": (lambda p: change(p, lambda data: data.update(images=[], annotations=[])), TRAIN + " lists no images"),
+    "no images": (lambda p: edit_annotations(p, lambda data: data.update(images=[], annotations=[])), TRAIN + " lists no images"),
     "crowds only": (
-        lambda p: change(p, lambda data: [entry.update(iscrowd=1) for entry in data["annotations"]]),
+        lambda p: edit_annotations(p, lambda data: [entry.update(iscrowd=1) for entry in data["annotations"]]),
         TRAIN + " holds no box that counts; there is nothing to learn from",
     ),
     "no list": (lambda p: (p / "annotations/instances_train.json").unlink(), TRAIN + " is missing; it holds the boxes"),
@@ -425,7 +430,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "no picture": (lambda p: (p / "images/train/002.png").unlink(), r"lists 002\.png \(id 106\), but there is no .*002\.png"),
     "no pictures": (lambda p: shutil.rmtree(p / "images/train"), r"lists 000\.png \(id 100\), but there is no"),
     "no entry": (
-        lambda p: save(p / "images/train/more.png", np.zeros((9, 9, 3), np.uint8)),
+        lambda p: save_image(p / "images/train/more.png", np.zeros((9, 9, 3), np.uint8)),
         r"images/train/more\.png has no entry in annotations/instances_train\.json",
     ),
 }
@@ -440,7 +445,7 @@ def test_damage_is_named(name: str, tmp_path: Path) -> None:
 
 
 def test_other_classes_in_the_test_split(tmp_path: Path) -> None:
-    change(write_boxes(tmp_path), lambda data: data["categories"][0].update(name="pink"), "test")
+    edit_annotations(write_boxes(tmp_path), lambda data: data["categories"][0].update(name="pink"), "test")
     with pytest.raises(
         SmartpruneError, match=r"instances_test\.json has the categories 4 \(pink\).*instances_train\.json has 4 \(red\)"
     ):
@@ -546,7 +551,7 @@ def test_a_run_of_scenes_and_one_that_was_stopped_end_alike(tmp_path: Path) -> N
     for name in ("dense_detections.json", "detections.json"):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
     if evaluator() is not None:
-        assert [row["mAP"] is None for row in rows(tmp_path / "a")] == [False] * 8 + [True] + [False] * 4
+        assert [row["mAP"] is None for row in metric_rows(tmp_path / "a")] == [False] * 8 + [True] + [False] * 4
         assert set(result.also) == {"dense", "pruned"}
         assert result.also["pruned"]["mAP@.5"] > result.pruned > 0  # type: ignore[operator]
 
@@ -562,7 +567,7 @@ def test_a_run_where_nothing_scores_is_scored_later(
         result = train(configure({**SHORT, "out": str(folder)}))
         assert (result.dense, result.pruned, result.verified) == (None, None, True)
         assert result == Result.load(folder) == resume(folder)
-        assert all(row["mAP"] is None for row in rows(folder))
+        assert all(row["mAP"] is None for row in metric_rows(folder))
         assert "not scored yet; what judges it is not installed here" in result.shown("pruned")
         assert main(["train", "--resume", "--out", str(folder)]) == 0
         assert f"smartprune eval {folder}" in capsys.readouterr().out
@@ -598,7 +603,7 @@ def test_a_run_where_nothing_scores_is_scored_later(
 
 @pytest.mark.parametrize("name", ["detection", "voc07sub"])
 def test_a_step_of_yolov5m_on_pictures_from_a_tar(name: str, tmp_path: Path) -> None:
-    tar = pack(write_boxes(tmp_path / "set"), tmp_path / "set.tar")
+    tar = make_tar(write_boxes(tmp_path / "set"), tmp_path / "set.tar")
     own = TASKS[name](folder=str(tar), size=32)
     torch.manual_seed(0)
     model, batch = own.model("yolov5m"), next(iter(own.data("train", CPU).batches(4, seed=0, epoch=0)))
@@ -618,7 +623,7 @@ def test_a_step_of_yolov5m_on_pictures_from_a_tar(name: str, tmp_path: Path) -> 
 
 
 def test_a_run_of_pictures_from_a_tar(tmp_path: Path) -> None:
-    tar = pack(write_boxes(tmp_path / "set"), tmp_path / "bccd.tar")
+    tar = make_tar(write_boxes(tmp_path / "set"), tmp_path / "bccd.tar")
     short = {"dense_epochs": 1, "search_epochs": 1, "finetune_epochs": 1, "warmup_epochs": 0.0, "batch": 6, "device": "cpu"}
     own = {"folder": str(tar), "size": 32}
     result = train(configure({"task": "bccd", "task_settings": own, **short, "threads": 1, "out": str(tmp_path / "run")}))

@@ -14,8 +14,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from helpers.folders import TRAIN, VAL, pack, pixels, write_classes
-from helpers.jobs import assert_same_run, rows
+from helpers.image_folders import TRAIN, VAL, make_tar, pixels, write_classes
+from helpers.training_jobs import assert_same_run, metric_rows
 from smartprune import SmartpruneError
 from smartprune.cli import main
 from smartprune.tasks.imagefolder import ImageFolder, Split
@@ -65,7 +65,7 @@ def test_a_plan_needs_the_data_too(folder: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("top", [".", "set-of-three"])
 def test_a_tar_reads_as_the_folder_does(top: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = kept(ImageFolder(folder=str(folder), size=16), "test")
-    tar = pack(folder, tmp_path / "imagenette128.tar", top)
+    tar = make_tar(folder, tmp_path / "imagenette128.tar", top)
     assert torch.equal(kept(ImageFolder(folder=str(tar), size=16), "test"), wanted)
     monkeypatch.setenv("SMARTPRUNE_DATA", str(tmp_path))  # the folder that holds the tar
     assert torch.equal(kept(ImageFolder(size=16), "test"), wanted)
@@ -82,7 +82,7 @@ def test_links_in_a_tar_are_followed_as_in_a_folder(folder: Path, tmp_path: Path
     other = own / "train" / names[-1] / f"other{first.suffix}"
     other.symlink_to(f"../{names[0]}/{first.name}")
     for top in (".", "set"):
-        tar = pack(own, tmp_path / f"{top.strip('.')}a.tar", top)
+        tar = make_tar(own, tmp_path / f"{top.strip('.')}a.tar", top)
         a, b = (ImageFolder(folder=str(place), size=16) for place in (own, tar))
         assert len(kept(a, "train")) == len(names) + 4
         assert torch.equal(kept(a, "train"), kept(b, "train"))
@@ -90,7 +90,7 @@ def test_links_in_a_tar_are_followed_as_in_a_folder(folder: Path, tmp_path: Path
     other.unlink()
     other.symlink_to("/elsewhere/1.png")
     with pytest.raises(SmartpruneError, match=rf"train/{names[-1]}/other\{first.suffix} leads to no file in it; .* --dereference"):
-        ImageFolder(folder=str(pack(own, tmp_path / "b.tar")), size=16).data("train", CPU)
+        ImageFolder(folder=str(make_tar(own, tmp_path / "b.tar")), size=16).data("train", CPU)
 
 
 def test_linked_folders_in_a_tar_are_followed_as_in_a_folder(folder: Path, tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_linked_folders_in_a_tar_are_followed_as_in_a_folder(folder: Path, tmp_p
     first.symlink_to(f"../.store/{first.name}")
     (own / "train" / "zebra").symlink_to(f"../.store/{first.name}")
     for top in (".", "set"):
-        tar = pack(own, tmp_path / f"{top.strip('.')}a.tar", top)
+        tar = make_tar(own, tmp_path / f"{top.strip('.')}a.tar", top)
         a, b = (ImageFolder(folder=str(place), size=16) for place in (own, tar))
         assert len(kept(a, "train")) == count
         assert torch.equal(kept(a, "train"), kept(b, "train"))
@@ -241,7 +241,7 @@ def add_class(path: Path) -> None:
 )
 def test_damage_is_named(damage: object, name: str, split: str, message: str, packed: bool, tmp_path: Path) -> None:
     damage(write_classes(tmp_path / "set") / name)  # type: ignore[operator]
-    place = pack(tmp_path / "set", tmp_path / "set.tar") if packed else tmp_path / "set"
+    place = make_tar(tmp_path / "set", tmp_path / "set.tar") if packed else tmp_path / "set"
     with pytest.raises(SmartpruneError, match=message) as caught:
         ImageFolder(folder=str(place), size=16).data(split, CPU)
     assert str(place) in str(caught.value)
@@ -279,7 +279,7 @@ def test_no_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_tar_that_ends_early_is_named(folder: Path, tmp_path: Path) -> None:
-    tar = pack(folder, tmp_path / "short.tar")
+    tar = make_tar(folder, tmp_path / "short.tar")
     with tarfile.open(tar) as file:
         last = [member for member in file if member.isfile()][-1]
     tar.write_bytes(tar.read_bytes()[: last.offset_data + 10])
@@ -326,7 +326,7 @@ def test_a_run_and_one_that_was_stopped_end_alike(folder: Path, tmp_path: Path, 
         train(configure({**vars(config), "out": str(tmp_path / "b")}), stop=lambda: next(steps) == 4)
     resume(tmp_path / "b")
     assert_same_run(tmp_path / "a", tmp_path / "b")
-    assert [row["accuracy"] is None for row in rows(tmp_path / "a")] == [False, False, True, False]
+    assert [row["accuracy"] is None for row in metric_rows(tmp_path / "a")] == [False, False, True, False]
 
 
 def test_the_real_data() -> None:

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from helpers.folders import HIGH, PAIRS, WIDE, drawn, pack, save, write_pairs
-from helpers.jobs import assert_same_run, rows
+from helpers.image_folders import HEIGHT, PAIRS, WIDTH, image_and_mask, make_tar, save_image, write_pairs
+from helpers.training_jobs import assert_same_run, metric_rows
 from smartprune import SmartpruneError
 from smartprune.models import MODELS
 from smartprune.tasks.camvid import Camvid
@@ -121,15 +121,15 @@ def test_metric_of_a_model_over_padded_pictures(tmp_path: Path) -> None:
         assert metric(model, data) == pytest.approx(slow_iou(found, taken[..., 3], 4))
     pictures, masks = next(iter(data.batches(2, seed=0, epoch=0)))
     assert (pictures.shape, masks.shape) == ((2, 3, 64, 64), (2, 64, 64))
-    assert bool((masks[:, HIGH:] == IGNORE).all() and (masks[:, :, WIDE:] == IGNORE).all())
-    assert bool((pictures[:, :, HIGH:] == 0).all())
+    assert bool((masks[:, HEIGHT:] == IGNORE).all() and (masks[:, :, WIDTH:] == IGNORE).all())
+    assert bool((pictures[:, :, HEIGHT:] == 0).all())
 
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("city", [False, True])
 def test_layouts(city: bool, packed: bool, tmp_path: Path) -> None:
     place = write_pairs(tmp_path / "set", city)
-    place = pack(place, tmp_path / "set.tar") if packed else place
+    place = make_tar(place, tmp_path / "set.tar") if packed else place
     own = task(place)
     for split, folder in (("train", "train"), ("validation", None if city else "val"), ("test", "val" if city else "test")):
         data = own.data(split, CPU)
@@ -137,7 +137,7 @@ def test_layouts(city: bool, packed: bool, tmp_path: Path) -> None:
             assert data.steps(4) == 0  # the masks of the test set of Cityscapes are secret: val is for results
             assert list(data.batches(4, seed=0, epoch=0)) == []
             continue
-        pairs = [drawn(folder, i) for i in range(PAIRS[folder])]
+        pairs = [image_and_mask(folder, i) for i in range(PAIRS[folder])]
         kept = data.shelf.kept.numpy()  # type: ignore[attr-defined]
         assert np.array_equal(kept[..., :3], np.stack([picture for picture, _ in pairs]))
         assert np.array_equal(kept[..., 3], np.stack([mask for _, mask in pairs]))
@@ -206,12 +206,18 @@ def test_disk_and_memory_give_the_same_batches_from_any_entry_point(tmp_path: Pa
         (lambda p: shutil.rmtree(p / "images/train"), r"images/train is missing or holds no pictures"),
         (lambda p: (p / "images/train/2.png").write_bytes(b"no"), r"images/train/2\.png cannot be read as a picture"),
         (lambda p: (p / "labels/train/2.png").write_bytes(b"no"), r"labels/train/2\.png cannot be read as a picture"),
-        (lambda p: save(p / "labels/train/2.png", drawn("train", 2)[0]), r"labels/train/2\.png has the mode RGB; a mask has one"),
         (
-            lambda p: save(p / "labels/train/2.png", np.full((HIGH, WIDE), 9, np.uint8)),
+            lambda p: save_image(p / "labels/train/2.png", image_and_mask("train", 2)[0]),
+            r"labels/train/2\.png has the mode RGB; a mask has one",
+        ),
+        (
+            lambda p: save_image(p / "labels/train/2.png", np.full((HEIGHT, WIDTH), 9, np.uint8)),
             r"2\.png holds the class 9; there are 0 to 3",
         ),
-        (lambda p: save(p / "labels/train/2.png", np.zeros((8, 9), np.uint8)), r"train/2\.png has 9x8 pixels, its picture 48x40"),
+        (
+            lambda p: save_image(p / "labels/train/2.png", np.zeros((8, 9), np.uint8)),
+            r"train/2\.png has 9x8 pixels, its picture 48x40",
+        ),
     ],
 )
 def test_damage_is_named(damage: object, message: str, tmp_path: Path) -> None:
@@ -222,8 +228,8 @@ def test_damage_is_named(damage: object, message: str, tmp_path: Path) -> None:
 
 def test_pictures_of_two_sizes(tmp_path: Path) -> None:
     write_pairs(tmp_path)
-    save(tmp_path / "images/train/4.png", np.zeros((80, 96, 3), np.uint8))
-    save(tmp_path / "labels/train/4.png", np.ones((80, 96), np.uint8))
+    save_image(tmp_path / "images/train/4.png", np.zeros((80, 96, 3), np.uint8))
+    save_image(tmp_path / "labels/train/4.png", np.ones((80, 96), np.uint8))
     with pytest.raises(
         SmartpruneError, match=r"images/train/4\.png has 96x80 pixels, those before it 48x40; .*resize=WIDTHxHEIGHT"
     ):
@@ -294,7 +300,7 @@ def test_a_run_of_scenes_and_one_that_was_stopped_end_alike(tmp_path: Path) -> N
         train(configure({"task": "scenes", **short, "out": str(tmp_path / "b")}), stop=lambda: next(steps) == 7)
     resume(tmp_path / "b")
     assert_same_run(tmp_path / "a", tmp_path / "b")
-    assert [row["mIoU"] is None for row in rows(tmp_path / "a")] == [False, False, True, False]
+    assert [row["mIoU"] is None for row in metric_rows(tmp_path / "a")] == [False, False, True, False]
     compose.cache_clear()
 
 
@@ -302,7 +308,7 @@ def test_a_run_of_scenes_and_one_that_was_stopped_end_alike(tmp_path: Path) -> N
 def test_a_run_of_pictures_from_a_tar(name: str, tmp_path: Path) -> None:
     if "bisenetv2" not in MODELS:
         pytest.skip("there is no bisenetv2")
-    tar = pack(write_pairs(tmp_path / "set"), tmp_path / "set.tar")
+    tar = make_tar(write_pairs(tmp_path / "set"), tmp_path / "set.tar")
     short = {"dense_epochs": 1, "search_epochs": 1, "finetune_epochs": 1, "batch": 3, "device": "cpu", "threads": 1}
     own = {"folder": str(tar), "height": 32, "width": 32}
     result = train(configure({"task": name, "task_settings": own, **short, "out": str(tmp_path / "run")}))

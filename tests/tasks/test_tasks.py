@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from helpers.tasks import SETTINGS
+from helpers.task_folders import SETTINGS
 from smartprune import SmartpruneError
 from smartprune.models import MODELS
 from smartprune.recipe import Recipe

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from helpers.devices import Waits
+from helpers.device_syncs import DeviceSyncs
 from smartprune import topk
 from smartprune.errors import SmartpruneError
 from smartprune.topk import check_device, hard_topk, soft_topk
@@ -665,10 +665,10 @@ def test_plain_path_waits_for_no_gpu(monkeypatch: pytest.MonkeyPatch, weighted: 
     x = torch.empty(100, device="meta", requires_grad=True)
     k, tau = (torch.empty((), dtype=torch.float64, device="meta") for _ in range(2))
     warm = torch.empty(2, 2, dtype=torch.float64, device="meta")
-    with Waits() as waits:
+    with DeviceSyncs() as syncs:
         soft_topk(x, k, tau, torch.empty(100, device="meta") if weighted else None, warm=warm).sum().backward()
     assert x.grad is not None
-    assert waits.found == []
+    assert syncs.operations == []
 
 
 def test_plain_path_is_short(monkeypatch: pytest.MonkeyPatch) -> None:

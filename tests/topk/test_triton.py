@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.interpreted import environment, loaded_loop_bounds, needs_interpreter, needs_triton, on_gpu, run_interpreted  # noqa: F401 (a fixture)
+from helpers.triton_interpreter import environment, loaded_loop_bounds, needs_interpreter, needs_triton, on_gpu, run_interpreted  # noqa: F401 (a fixture)
 from smartprune import topk
 from smartprune.errors import SmartpruneError
 from smartprune.topk import check_device, hard_topk, soft_topk

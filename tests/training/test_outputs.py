@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 import smartprune as sp
-from helpers.jobs import small
+from helpers.training_jobs import small_config
 from smartprune import SmartpruneError, cli, run_files
 from smartprune.hardware.npu import read_npu
 from smartprune.training import outputs as deliver
@@ -22,7 +22,7 @@ needs_onnx = pytest.mark.skipif(bool(REAL()), reason=f"not installed: {', '.join
 
 def test_a_run_leaves_a_packed_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deliver, "missing", lambda: ["onnxscript"])
-    result = train(small(tmp_path / "run", onnx="auto"))
+    result = train(small_config(tmp_path / "run", onnx="auto"))
     assert list(result.files) == ["packed", "page"]
     assert (tmp_path / "run" / "report.html").exists()
     plain = load_file(tmp_path / "run" / "model.safetensors")
@@ -38,7 +38,7 @@ def test_a_run_leaves_onnx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     import onnxruntime  # type: ignore[import-untyped, unused-ignore]
 
     monkeypatch.setattr(deliver, "missing", REAL)
-    config = small(tmp_path / "run", onnx="on")
+    config = small_config(tmp_path / "run", onnx="on")
     result = train(config)
     assert "opened and compared" in result.files["onnx"]
     assert result == Result.load(tmp_path / "run")
@@ -60,7 +60,7 @@ def test_a_network_that_onnx_cannot_hold_does_not_lose_the_run(tmp_path: Path, m
 
     monkeypatch.setattr(deliver, "missing", list)
     monkeypatch.setattr(deliver, "export_onnx", fails)
-    result = train(small(tmp_path / "run", onnx="auto"))
+    result = train(small_config(tmp_path / "run", onnx="auto"))
     assert result.verified
     assert result.files["onnx"] == "not written: export_onnx: no such operator"
 
@@ -68,13 +68,13 @@ def test_a_network_that_onnx_cannot_hold_does_not_lose_the_run(tmp_path: Path, m
 def test_onnx_that_cannot_be_written_is_said_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deliver, "missing", lambda: ["onnx"])
     with pytest.raises(SmartpruneError, match=r"onnx='on' needs onnx; install it with: pip install 'smartprune\[onnx\]'"):
-        train(small(tmp_path / "run", onnx="on"))
+        train(small_config(tmp_path / "run", onnx="on"))
     assert not (tmp_path / "run").exists()
 
 
 def test_a_run_with_a_budget_in_cycles(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "run"
-    config = small(out, sparsity=None, cycles=0.6, npu="edge")
+    config = small_config(out, sparsity=None, cycles=0.6, npu="edge")
     assert config.asked == ("cycles", 0.6)
     train(config)
     task = make_task(config.task, config.task_settings)
@@ -88,6 +88,6 @@ def test_a_run_with_a_budget_in_cycles(tmp_path: Path, capsys: pytest.CaptureFix
     assert cli.main(["compare", str(out)]) == 0
     assert "cycles 0.6" in capsys.readouterr().out
     with pytest.raises(SmartpruneError, match=r"sparsity=0.5, macs=None, cycles=0.6: give one of them"):
-        small(out, cycles=0.6)
+        small_config(out, cycles=0.6)
     with pytest.raises(SmartpruneError, match="npu 'toaster' is not known; there are: "):
-        small(out, sparsity=None, cycles=0.6, npu="toaster")
+        small_config(out, sparsity=None, cycles=0.6, npu="toaster")

@@ -1,6 +1,6 @@
 """Several processes at one run: the result is that of one process, every rank agrees, and what stops one stops all.
 
-One pair of processes does most of the work (two.py), here it is looked at.
+One pair of processes does most of the work (helpers/run_two_ranks.py), and the tests read its results.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from helpers.jobs import EXACT, assert_same_run, environment, rows
-from helpers.tasks import SETTINGS, folder
-from helpers.two import ALL, job, stopped
+from helpers.run_two_ranks import ALL_OPTIONS, job_config, train_until_stopped
+from helpers.task_folders import SETTINGS, folder
+from helpers.training_jobs import EXACT_FILES, assert_same_run, environment, metric_rows
 from smartprune import SmartpruneError
 from smartprune.artifacts.receipt import Receipt
 from smartprune.tasks import TASKS
@@ -66,10 +66,10 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The runs of two processes, and the same by one."""
     out = tmp_path_factory.mktemp("two")
     for parallel in ("ddp", "fsdp"):
-        stopped(job(out / f"one-to-{parallel}", parallel=parallel, **ALL), 15)  # in the search
-    processes = [begin(str(TESTS / "helpers" / "two.py"), str(rank), str(out)) for rank in (0, 1)]
-    train(job(out / "one"))
-    train(job(out / "one-all", **ALL))
+        train_until_stopped(job_config(out / f"one-to-{parallel}", parallel=parallel, **ALL_OPTIONS), 15)  # in the search
+    processes = [begin(str(TESTS / "helpers" / "run_two_ranks.py"), str(rank), str(out)) for rank in (0, 1)]
+    train(job_config(out / "one"))
+    train(job_config(out / "one-all", **ALL_OPTIONS))
     said = finish(processes, 200)
     assert [process.returncode for process in processes] == [0, 0], said
     return out
@@ -82,7 +82,7 @@ def assert_close(a: Path, b: Path) -> None:
         for key, value in one.items():
             torch.testing.assert_close(two[key], value, rtol=2e-3, atol=1e-4)
     assert Receipt.load(a / "receipt.json").mask_hash == Receipt.load(b / "receipt.json").mask_hash
-    for x, y in zip(rows(a), rows(b), strict=True):
+    for x, y in zip(metric_rows(a), metric_rows(b), strict=True):
         assert y["loss"] == pytest.approx(x["loss"], rel=1e-3)
         assert (y["stage"], y["step"]) == (x["stage"], x["step"])
 
@@ -100,7 +100,7 @@ def test_two_processes_do_what_one_does(parallel: str, done: Path) -> None:
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_stopped_on_any_rank_and_resumed_to_the_same_bits(parallel: str, done: Path) -> None:
-    assert_same_run(done / f"{parallel}-all", done / f"{parallel}-again")
+    assert_same_run(done / f"{parallel}-all", done / f"{parallel}-resumed")
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
@@ -112,21 +112,21 @@ def test_a_run_changes_between_one_process_and_two(parallel: str, done: Path) ->
 
 def test_only_the_first_rank_shows_progress_and_both_say_what_is_wrong(done: Path) -> None:
     first, second = (json.loads((done / f"rank{rank}.json").read_text()) for rank in (0, 1))
-    assert first["shown"] > 0
-    assert second["shown"] == 0
-    held, odd, graph, large, sync = first["wrong"]
+    assert first["ticks"] > 0
+    assert second["ticks"] == 0
+    held, odd, graph, large, sync = first["errors"]
     assert "already holds a run" in held
     assert "batch=127 cannot be shared among 2 processes equally; choose a multiple of 2" in odd
     assert "graph='on'" in graph
     assert "batch=4096 is more than there is to train on" in large
     assert "sync_bn='on' needs GPUs" in sync
-    assert "rank 1" in second["wrong"][0]
+    assert "rank 1" in second["errors"][0]
     assert not (done / "x").exists()
 
 
 def test_methods_under_fsdp(done: Path) -> None:
     told = json.loads((done / "rank0.json").read_text())["methods"]
-    assert told["gradual"] == "nothing"
+    assert told["gradual"] == "no error"
     assert Receipt.load(done / "gradual" / "receipt.json").met
     for method in ("awg", "pdp"):
         assert f"parallel='fsdp': {method} needs whole weights in every step; use --parallel ddp" in told[method]
@@ -159,7 +159,7 @@ def wait_for_rows(out: Path, processes: list[subprocess.Popen[str]]) -> None:
 
 def test_torchrun_is_stopped_and_goes_on(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(TESTS / "helpers" / "plain.py")]
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(TESTS / "helpers" / "plain_task.py")]
     launcher = begin(*words, *WORDS, *ENDLESS, "--out", str(out))
     wait_for_rows(out, [launcher])
     launcher.send_signal(signal.SIGTERM)
@@ -171,18 +171,18 @@ def test_torchrun_is_stopped_and_goes_on(tmp_path: Path) -> None:
     told = json.loads((out / "config.json").read_text())
     (out / "config.json").write_text(json.dumps(told | {"dense_epochs": state["step"] // 7 + 1}))
     assert resume(out).verified
-    assert all((out / name).exists() for name in EXACT)
+    assert all((out / name).exists() for name in EXACT_FILES)
 
 
 def test_an_error_on_one_rank_ends_the_other(done: Path) -> None:
-    first, second = (json.loads((done / f"rank{rank}.json").read_text())["failed"] for rank in (0, 1))
+    first, second = (json.loads((done / f"rank{rank}.json").read_text())["failure"] for rank in (0, 1))
     assert second.startswith("rank 1: the loss is nan in dense, step 10 of 21")
     assert first.startswith("rank 0: another process ended before its time; its error is the one to read")
 
 
 def test_a_killed_rank_ends_the_other(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    processes = pair(str(TESTS / "helpers" / "plain.py"), *WORDS, *ENDLESS, "--out", str(out))
+    processes = pair(str(TESTS / "helpers" / "plain_task.py"), *WORDS, *ENDLESS, "--out", str(out))
     wait_for_rows(out, processes)
     processes[1].kill()
     said, _ = finish(processes, 60)
@@ -197,7 +197,7 @@ def test_torchrun_may_restart_the_command(tmp_path: Path, monkeypatch: pytest.Mo
 
     out = tmp_path / "run"
     words = [*WORDS, "--dense-epochs", "1", "--out", str(out)]
-    stopped(configure({"task": "plain", **SHORT, "out": str(out)}), 10)
+    train_until_stopped(configure({"task": "plain", **SHORT, "out": str(out)}), 10)
     assert main(words) == 1  # the folder holds a run
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert main(words) == 0

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from helpers.jobs import FLAGS, assert_same_run, command, environment, rows, small
+from helpers.training_jobs import SMALL_FLAGS, assert_same_run, command, environment, metric_rows, small_config
 from smartprune import SmartpruneError
 from smartprune.cli import main
 from smartprune.experiments.compare import compare
@@ -32,7 +32,7 @@ from smartprune.training.train import Result, resume, train
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("runs") / "whole"
-    train(small(out))
+    train(small_config(out))
     return out
 
 
@@ -52,7 +52,7 @@ def test_stopped_and_resumed_again_and_again(every: int, whole: Path, tmp_path: 
     """35 steps: 14 dense, 14 of search, 7 of fine-tuning; the stops fall into, onto and between epochs and stages."""
     out, stops = tmp_path / "run", 1
     with pytest.raises(SmartpruneError, match=r"stopped in dense, after step .*; continue with: smartprune train --resume"):
-        train(small(out), stop=After(every))
+        train(small_config(out), stop=After(every))
     while not (out / "result.json").exists():
         torch.rand(1)
         with suppress(SmartpruneError):
@@ -85,9 +85,9 @@ def wait_for(path: Path, process: subprocess.Popen[str]) -> bool:
 
 @pytest.mark.slow
 def test_killed_at_random_moments(tmp_path: Path) -> None:
-    flags = [*FLAGS, "--dense-epochs", "6", "--search-epochs", "8", "--finetune-epochs", "6"]
+    flags = [*SMALL_FLAGS, "--dense-epochs", "6", "--search-epochs", "8", "--finetune-epochs", "6"]
     longer = {"dense_epochs": 6, "search_epochs": 8, "finetune_epochs": 6}
-    train(small(tmp_path / "whole", **longer))
+    train(small_config(tmp_path / "whole", **longer))
     moments, out, kills = random.Random(4), tmp_path / "run", 0
     arguments = [*flags, "--checkpoint-seconds", "0", "--out", str(out)]
     for _ in range(6):
@@ -118,9 +118,9 @@ ENDLESS = ["--dense-epochs", "100000", "--checkpoint-seconds", "1000"]
 
 def test_sigterm_writes_a_checkpoint_and_says_how_to_go_on(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    process = start(*FLAGS, *ENDLESS, "--out", str(out), folder=tmp_path)
+    process = start(*SMALL_FLAGS, *ENDLESS, "--out", str(out), folder=tmp_path)
     assert wait_for(out / "metrics.jsonl", process)
-    while not rows(out):
+    while not metric_rows(out):
         time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
     output, errors = process.communicate(timeout=60)
@@ -142,7 +142,7 @@ def test_ctrl_c_does_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     before = signal.getsignal(signal.SIGINT)
     thread = threading.Thread(target=press, daemon=True)
     thread.start()
-    assert main(["train", *FLAGS, *ENDLESS, "--out", str(out)]) == 1
+    assert main(["train", *SMALL_FLAGS, *ENDLESS, "--out", str(out)]) == 1
     thread.join()
     assert "stopping: writing a checkpoint" in capsys.readouterr().err
     assert (out / "checkpoint.pt").exists()
@@ -152,7 +152,7 @@ def test_ctrl_c_does_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 def test_rows_after_the_checkpoint_are_written_once(whole: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     with pytest.raises(SmartpruneError):
-        train(small(out), stop=After(10))
+        train(small_config(out), stop=After(10))
     with (out / "metrics.jsonl").open("a") as file:
         file.write('{"stage": "dense", "epoch": 2}\n{"half a r')
     (out / ".checkpoint.pt.abc.part").write_bytes(b"half")
@@ -171,7 +171,7 @@ def test_killed_while_finishing(whole: Path, tmp_path: Path, monkeypatch: pytest
     with monkeypatch.context() as patch:
         patch.setattr(smartprune.training.train, "verify", die)
         with pytest.raises(KeyboardInterrupt):
-            train(small(out))
+            train(small_config(out))
     assert not (out / "result.json").exists()
     resume(out)
     assert_same_run(whole, out)
@@ -180,9 +180,9 @@ def test_killed_while_finishing(whole: Path, tmp_path: Path, monkeypatch: pytest
 def test_commands_to_go_on_with_can_be_pasted(tmp_path: Path) -> None:
     folder = tmp_path / "my runs" / "it's a run"
     with pytest.raises(SmartpruneError, match="continue with: ") as stopped:
-        train(small(folder), stop=lambda: True)
+        train(small_config(folder), stop=lambda: True)
     with pytest.raises(SmartpruneError, match="continue it with: ") as held:
-        train(small(folder))
+        train(small_config(folder))
     for said in (str(stopped.value), str(held.value).partition(", or choose")[0]):
         assert shlex.split(said.partition("with: ")[2]) == ["smartprune", "train", "--resume", "--out", str(folder)]
 
@@ -195,7 +195,7 @@ def test_no_run_to_resume(tmp_path: Path) -> None:
 def test_no_checkpoint_yet_starts_from_the_beginning(whole: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     with pytest.raises(SmartpruneError):
-        train(small(out), stop=After(1))
+        train(small_config(out), stop=After(1))
     (out / "checkpoint.pt").unlink()
     resume(out)
     assert_same_run(whole, out)
@@ -203,7 +203,7 @@ def test_no_checkpoint_yet_starts_from_the_beginning(whole: Path, tmp_path: Path
 
 def stopped_run(out: Path) -> None:
     with pytest.raises(SmartpruneError, match="stopped"):
-        train(small(out), stop=After(20))
+        train(small_config(out), stop=After(20))
 
 
 @pytest.mark.parametrize("damage", ["empty", "cut", "noise", "flip", "foreign", "other"])
@@ -240,7 +240,7 @@ def test_a_process_that_saves_without_checksums_still_resumes(tmp_path: Path) ->
 def test_checkpoint_of_another_run(tmp_path: Path) -> None:
     stopped_run(tmp_path / "a")
     with pytest.raises(SmartpruneError):
-        train(small(tmp_path / "b", task_settings={"width": 8}), stop=After(20))
+        train(small_config(tmp_path / "b", task_settings={"width": 8}), stop=After(20))
     (tmp_path / "a" / "checkpoint.pt").write_bytes((tmp_path / "b" / "checkpoint.pt").read_bytes())
     with pytest.raises(SmartpruneError, match=r"checkpoint\.pt does not fit config\.json beside it"):
         resume(tmp_path / "a")
@@ -272,8 +272,8 @@ def test_lost_rows_do_not_lose_the_run(left: str, whole: Path, tmp_path: Path) -
         file.write(json.dumps({"stage": "finetune", "epoch": 1, "step": 7}) + "\n")  # after the checkpoint
     resume(out, Progress(shown))
     assert "lost" not in shown.getvalue()
-    expected = rows(whole)
-    assert rows(out) == [expected[number] for number in (*kept, 2, 3, 4)]
+    expected = metric_rows(whole)
+    assert metric_rows(out) == [expected[number] for number in (*kept, 2, 3, 4)]
     for name in ("dense.safetensors", "model.safetensors", "receipt.json"):
         assert (out / name).read_bytes() == (whole / name).read_bytes()
     assert (out / "report.html").stat().st_size > 10_000

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.jobs import rows, small
-from helpers.pictures import write_binary
+from helpers.cifar10_folders import write_binary
+from helpers.training_jobs import metric_rows, small_config
 from smartprune import METHODS, SmartpruneError
 from smartprune.methods import capabilities
 from smartprune.training.config import Config, configure
@@ -60,9 +60,9 @@ def test_rates_on_the_device_change_in_place() -> None:
 
 
 def test_bfloat16_run_on_a_cpu(tmp_path: Path) -> None:
-    result = train(small(tmp_path / "a", amp="bf16", dense_epochs=1, search_epochs=1))
+    result = train(small_config(tmp_path / "a", amp="bf16", dense_epochs=1, search_epochs=1))
     assert result.verified
-    assert all(math.isfinite(row["loss"]) for row in rows(tmp_path / "a"))
+    assert all(math.isfinite(row["loss"]) for row in metric_rows(tmp_path / "a"))
 
 
 def test_what_is_left_to_the_machine() -> None:
@@ -97,7 +97,7 @@ def test_a_graph_trains_as_python_does(method: str, folder: Path, tmp_path: Path
     changes: dict[str, Any] = {"method": method, "sparsity": 0.5}
     for graph in ("off", "on"):
         train(job(folder, tmp_path / graph, graph=graph, **changes))
-    for a, b in zip(rows(tmp_path / "off"), rows(tmp_path / "on"), strict=True):
+    for a, b in zip(metric_rows(tmp_path / "off"), metric_rows(tmp_path / "on"), strict=True):
         assert b["loss"] == pytest.approx(a["loss"], rel=0.1)
         assert b["lr"] == pytest.approx(a["lr"])
         if a["stage"] == "search":
@@ -119,7 +119,7 @@ def test_a_recorded_run_resumes(stop_at: int, folder: Path, tmp_path: Path) -> N
     with pytest.raises(SmartpruneError, match="stopped in"):
         train(job(folder, tmp_path / "a", graph="on", amp="bf16"), stop=stop)
     assert resume(tmp_path / "a") == Result.load(tmp_path / "a")
-    assert len(rows(tmp_path / "a")) == 4
+    assert len(metric_rows(tmp_path / "a")) == 4
 
 
 @gpu

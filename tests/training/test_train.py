@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from helpers.jobs import SMALL, assert_same_run, rows, small
+from helpers.training_jobs import SMALL_SETTINGS, assert_same_run, metric_rows, small_config
 from smartprune import METHODS, SmartpruneError
 from smartprune.artifacts.receipt import Receipt
 from smartprune.artifacts.verify import verify
@@ -27,7 +27,7 @@ from smartprune.training.train import Result, check, resolved, resume, train
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("runs") / "done"
-    train(small(out))
+    train(small_config(out))
     return out
 
 
@@ -50,7 +50,7 @@ def test_run_folder(done: Path) -> None:
 
 
 def test_metrics_have_a_row_for_every_epoch(done: Path) -> None:
-    told = rows(done)
+    told = metric_rows(done)
     assert [(row["stage"], row["epoch"]) for row in told] == [
         ("dense", 1), ("dense", 2), ("search", 1), ("search", 2), ("finetune", 1)
     ]  # fmt: skip
@@ -86,23 +86,23 @@ def test_config_is_resolved(done: Path) -> None:
 
 
 def test_another_seed_gives_another_model(done: Path, tmp_path: Path) -> None:
-    train(small(tmp_path / "b", seed=1))
+    train(small_config(tmp_path / "b", seed=1))
     assert (tmp_path / "b" / "model.safetensors").read_bytes() != (done / "model.safetensors").read_bytes()
 
 
 def test_dense_checkpoint_leads_to_the_same_result(done: Path, tmp_path: Path) -> None:
     out = tmp_path / "from-dense"
-    result = train(small(out, dense=str(done / "dense.safetensors")))
+    result = train(small_config(out, dense=str(done / "dense.safetensors")))
     for name in ("dense.safetensors", "model.safetensors", "receipt.json"):
         assert (out / name).read_bytes() == (done / name).read_bytes()
     assert result.dense == Result.load(done).dense
-    assert [row["stage"] for row in rows(out)] == ["search", "search", "finetune"]
+    assert [row["stage"] for row in metric_rows(out)] == ["search", "search", "finetune"]
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_meets_the_budget(method: str, done: Path, tmp_path: Path) -> None:
     out = tmp_path / method
-    train(small(out, method=method, search_epochs=3, dense=str(done / "dense.safetensors")))
+    train(small_config(out, method=method, search_epochs=3, dense=str(done / "dense.safetensors")))
     receipt = Receipt.load(out / "receipt.json")
     assert receipt.method == method
     assert receipt.met
@@ -127,13 +127,13 @@ ABLATION = [
 @pytest.mark.parametrize("settings", ABLATION, ids=str)
 def test_switches_of_the_ablation(settings: dict[str, object], done: Path, tmp_path: Path) -> None:
     """Every switch of the paper's Table 5, from the dense model to the verified file."""
-    result = train(small(tmp_path / "run", settings=settings, dense=str(done / "dense.safetensors")))
+    result = train(small_config(tmp_path / "run", settings=settings, dense=str(done / "dense.safetensors")))
     assert result.verified
     assert Receipt.load(tmp_path / "run" / "receipt.json").met
 
 
 def test_macs_budget(done: Path, tmp_path: Path) -> None:
-    train(small(tmp_path / "macs", sparsity=None, macs=0.5, dense=str(done / "dense.safetensors")))
+    train(small_config(tmp_path / "macs", sparsity=None, macs=0.5, dense=str(done / "dense.safetensors")))
     receipt = Receipt.load(tmp_path / "macs" / "receipt.json")
     assert receipt.macs is not None
     assert receipt.macs.removed >= receipt.macs.total / 2
@@ -143,7 +143,7 @@ def test_macs_budget(done: Path, tmp_path: Path) -> None:
 
 def test_adamw_floor_and_skip(done: Path, tmp_path: Path) -> None:
     changes: dict[str, Any] = {"optimizer": "adamw", "lr": 1e-3, "search_lr": 1e-3, "finetune_lr": 1e-3, "floor": 0.25}
-    train(small(tmp_path / "a", skip=["stages.0.*"], dense=str(done / "dense.safetensors"), **changes))
+    train(small_config(tmp_path / "a", skip=["stages.0.*"], dense=str(done / "dense.safetensors"), **changes))
     receipt = Receipt.load(tmp_path / "a" / "receipt.json")
     assert all(row.blocks.kept >= row.blocks.total / 4 for row in receipt.layers)
     assert not any(row.name.startswith("stages.0") for row in receipt.layers)
@@ -152,7 +152,7 @@ def test_adamw_floor_and_skip(done: Path, tmp_path: Path) -> None:
 def test_global_state_is_put_back(tmp_path: Path) -> None:
     torch.manual_seed(5)
     state, threads = torch.get_rng_state(), torch.get_num_threads()
-    train(small(tmp_path / "a", dense_epochs=0, search_epochs=1))
+    train(small_config(tmp_path / "a", dense_epochs=0, search_epochs=1))
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.get_num_threads() == threads
     assert not torch.are_deterministic_algorithms_enabled()
@@ -167,50 +167,50 @@ def test_nan_loss_names_stage_and_step(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(Digits, "loss", loss)
     with pytest.raises(SmartpruneError, match=r"the loss is nan in search, step 6 of 14; lower the learning rate"):
-        train(small(tmp_path / "a"))
+        train(small_config(tmp_path / "a"))
 
 
 def test_existing_folder_is_refused(done: Path, tmp_path: Path) -> None:
     before = (done / "model.safetensors").read_bytes()
     with pytest.raises(SmartpruneError, match="already holds a run; continue it with: smartprune train --resume"):
-        train(small(done))
+        train(small_config(done))
     assert (done / "model.safetensors").read_bytes() == before
     (tmp_path / "note.txt").write_text("mine")
     with pytest.raises(SmartpruneError, match="is not empty and holds no run; choose another folder"):
-        train(small(tmp_path))
+        train(small_config(tmp_path))
     with pytest.raises(SmartpruneError, match="is a file; give a folder"):
-        train(small(tmp_path / "note.txt"))
+        train(small_config(tmp_path / "note.txt"))
 
 
 def test_empty_folder_is_fine(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    assert train(small(tmp_path / "empty", dense_epochs=0, search_epochs=1)).verified
+    assert train(small_config(tmp_path / "empty", dense_epochs=0, search_epochs=1)).verified
 
 
 def test_what_cannot_work_is_refused_before_training(tmp_path: Path) -> None:
     with pytest.raises(SmartpruneError, match=r"floor=0\.9 needs"):
-        train(small(tmp_path / "a", floor=0.9))
+        train(small_config(tmp_path / "a", floor=0.9))
     with pytest.raises(SmartpruneError, match="matches no layer"):
-        train(small(tmp_path / "a", skip=["nothing.*"]))
+        train(small_config(tmp_path / "a", skip=["nothing.*"]))
     assert not (tmp_path / "a").exists()
 
 
 def test_dense_file_that_does_not_fit(done: Path, tmp_path: Path) -> None:
     file = tmp_path / "x.safetensors"
     with pytest.raises(SmartpruneError, match=r"cannot be read as a \.safetensors file"):
-        check(small(tmp_path / "a", dense=str(file)))
+        check(small_config(tmp_path / "a", dense=str(file)))
     file.write_bytes(b"\xff" * 100)
     with pytest.raises(SmartpruneError, match=r"cannot be read as a \.safetensors file"):
-        check(small(tmp_path / "a", dense=str(file)))
+        check(small_config(tmp_path / "a", dense=str(file)))
     tensors = load_file(done / "dense.safetensors")
     with pytest.raises(SmartpruneError, match=r"conv1.weight is \(4, 1, 3, 3\) there and \(8, 1, 3, 3\) in the model"):
-        check(small(tmp_path / "a", dense=str(done / "dense.safetensors"), task_settings={"width": 8}))
+        check(small_config(tmp_path / "a", dense=str(done / "dense.safetensors"), task_settings={"width": 8}))
     save_file({name: value for name, value in tensors.items() if not name.startswith("fc")}, file)
     with pytest.raises(SmartpruneError, match=r"lacks fc.bias, fc.weight; give the one it was made with"):
-        check(small(tmp_path / "a", dense=str(file)))
+        check(small_config(tmp_path / "a", dense=str(file)))
     save_file({**tensors, "fc.bias": tensors["fc.bias"] * math.nan}, file)
     with pytest.raises(SmartpruneError, match=r"fc\.bias holds NaN or infinity"):
-        check(small(tmp_path / "a", dense=str(file)))
+        check(small_config(tmp_path / "a", dense=str(file)))
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,7 @@ def test_dense_file_that_does_not_fit(done: Path, tmp_path: Path) -> None:
 )
 def test_wrong_configurations(change: dict[str, Any], message: str) -> None:
     with pytest.raises(SmartpruneError, match=message):
-        configure({**SMALL, **change})
+        configure({**SMALL_SETTINGS, **change})
 
 
 @pytest.mark.parametrize(
@@ -272,7 +272,7 @@ def test_a_page_that_a_kill_left_out_is_made_up_for(done: Path) -> None:
 
 def test_the_folder_we_are_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    train(small(Path()))
+    train(small_config(Path()))
     assert (tmp_path / "result.json").exists()
     assert not list(tmp_path.glob("*.part"))
 
@@ -282,7 +282,7 @@ def test_threads_are_decided_once(tmp_path: Path) -> None:
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
-        config = resolved(small(tmp_path / "run", threads=0))
+        config = resolved(small_config(tmp_path / "run", threads=0))
     finally:
         torch.set_num_threads(before)
     assert config.threads == 2
@@ -294,7 +294,7 @@ def test_a_dense_file_that_went_away(done: Path, tmp_path: Path) -> None:
     file = tmp_path / "dense.safetensors"
     file.write_bytes((done / "dense.safetensors").read_bytes())
     whole, parted = tmp_path / "whole", tmp_path / "parted"
-    train(small(whole, dense=str(file)))
+    train(small_config(whole, dense=str(file)))
     count = 0
 
     def stop() -> bool:
@@ -303,7 +303,7 @@ def test_a_dense_file_that_went_away(done: Path, tmp_path: Path) -> None:
         return count == 3
 
     with pytest.raises(SmartpruneError, match="stopped in search"):
-        train(small(parted, dense=str(file)), stop=stop)
+        train(small_config(parted, dense=str(file)), stop=stop)
     file.unlink()
     resume(parted)
     assert_same_run(whole, parted)
@@ -315,9 +315,9 @@ def test_a_network_given_as_an_object(tmp_path: Path, monkeypatch: pytest.Monkey
         "from torch import nn\nNONE = nn.Flatten()\n"
     )
     monkeypatch.chdir(tmp_path)
-    train(small(tmp_path / "run", model="objects:NET"))
+    train(small_config(tmp_path / "run", model="objects:NET"))
     with pytest.raises(SmartpruneError, match="has no parameters"):
-        check(small(tmp_path / "other", model="objects:NONE"))
+        check(small_config(tmp_path / "other", model="objects:NONE"))
 
 
 def test_a_network_that_does_not_fit_the_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,7 +326,7 @@ def test_a_network_that_does_not_fit_the_task(tmp_path: Path, monkeypatch: pytes
     )
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SmartpruneError, match=r"model='unfit:net': its first step on digits failed \(IndexError: Target \d"):
-        train(small(tmp_path / "run", model="unfit:net"))
+        train(small_config(tmp_path / "run", model="unfit:net"))
 
 
 def test_a_file_for_another_task(tmp_path: Path) -> None:
@@ -344,7 +344,7 @@ def test_a_file_for_another_task(tmp_path: Path) -> None:
     (tmp_path / "f.json").write_text('{"lr": ' + "9" * 400 + "}")
     with pytest.raises(SmartpruneError, match="lr="):
         configure(asked(args))
-    (tmp_path / "f.json").write_text(json.dumps(asdict(small(tmp_path / "x"))))
+    (tmp_path / "f.json").write_text(json.dumps(asdict(small_config(tmp_path / "x"))))
     more = parser.parse_args(["train", "scenes", "--config", str(tmp_path / "f.json"), "--model", "segnet", "--block", "8x4"])
     assert configure(asked(more)).model == "segnet"  # flags are in place of what the file says
 

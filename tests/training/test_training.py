@@ -28,8 +28,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import smartprune as sp
-from helpers.jobs import FLAGS, assert_same_run, command, environment, rows, small
-from helpers.plain import Plain
+from helpers.plain_task import PlainTask
+from helpers.training_jobs import SMALL_FLAGS, assert_same_run, command, environment, metric_rows, small_config
 from smartprune import SmartpruneError
 from smartprune.cli import main
 from smartprune.tasks import TASKS
@@ -96,9 +96,11 @@ def test_one_schedule_over_search_and_fine_tuning_warms_up_once() -> None:
 
 
 def test_the_rates_of_a_run_are_those_of_its_schedule(tmp_path: Path) -> None:
-    train(small(tmp_path / "a", schedule="poly", poly_power=0.5, search_schedule="linear", warmup_epochs=1, finetune_epochs=2))
+    train(
+        small_config(tmp_path / "a", schedule="poly", poly_power=0.5, search_schedule="linear", warmup_epochs=1, finetune_epochs=2)
+    )
     wanted = [0.1 * (0.1 + 0.9 * 6 / 7), 0.1 * (1 - 6 / 7) ** 0.5, 0.1 * (0.1 + 0.9 * 6 / 7), 0.1 * (1 - 6 / 7)]
-    assert [row["lr"] for row in rows(tmp_path / "a")[:4]] == pytest.approx(wanted)
+    assert [row["lr"] for row in metric_rows(tmp_path / "a")[:4]] == pytest.approx(wanted)
 
 
 # -- the average ------------------------------------------------------------------------------------------------------------
@@ -154,7 +156,7 @@ def test_a_run_judges_and_keeps_the_average(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(Ema, "__init__", begin)
     monkeypatch.setattr(Ema, "update", update)
-    result = train(small(tmp_path / "a", ema=0.8))
+    result = train(small_config(tmp_path / "a", ema=0.8))
     dense, pruned = histories  # none in the search
     assert [len(history) for history in histories] == [15, 8]
     for file, history in (("dense", dense), ("model", pruned)):
@@ -170,7 +172,7 @@ def test_a_run_judges_and_keeps_the_average(tmp_path: Path, monkeypatch: pytest.
     model.eval()
     with torch.no_grad():
         assert task.metric(model, task.data("test", torch.device("cpu"))) == result.pruned
-        assert task.metric(model, task.data("validation", torch.device("cpu"))) == rows(tmp_path / "a")[-1]["accuracy"]
+        assert task.metric(model, task.data("validation", torch.device("cpu"))) == metric_rows(tmp_path / "a")[-1]["accuracy"]
 
 
 def test_removed_blocks_are_zero_in_the_average() -> None:
@@ -271,15 +273,15 @@ def test_distance_joins_the_loss_of_search_and_fine_tuning(tmp_path: Path) -> No
 
 def test_distillation_needs_a_dense_model_and_a_task_that_knows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SmartpruneError, match=r"distill=0\.5 needs a trained dense model; give --dense FILE"):
-        check(small(tmp_path / "a", distill=0.5, dense_epochs=0))
+        check(small_config(tmp_path / "a", distill=0.5, dense_epochs=0))
     monkeypatch.delattr("smartprune.tasks.digits.Digits.distance")
     with pytest.raises(SmartpruneError, match=r"distill=0\.5: digits does not say how far two outputs are apart; use --distill 0"):
-        check(small(tmp_path / "a", distill=0.5))
+        check(small_config(tmp_path / "a", distill=0.5))
 
 
 def test_distillation_from_a_given_dense_model(tmp_path: Path) -> None:
-    train(small(tmp_path / "a", distill=0.5))
-    train(small(tmp_path / "b", distill=0.5, dense=str(tmp_path / "a" / "dense.safetensors")))
+    train(small_config(tmp_path / "a", distill=0.5))
+    train(small_config(tmp_path / "b", distill=0.5, dense=str(tmp_path / "a" / "dense.safetensors")))
     assert (tmp_path / "a" / "model.safetensors").read_bytes() == (tmp_path / "b" / "model.safetensors").read_bytes()
 
 
@@ -323,12 +325,12 @@ def test_clipping_leaves_the_scores_alone(tmp_path: Path) -> None:
 def test_four_batches_are_as_one_of_four_times_the_size(tmp_path: Path) -> None:
     train(plain(tmp_path / "one", batch=128, clip_norm=1.0, ema=0.5))
     train(plain(tmp_path / "four", batch=32, accumulate=4, clip_norm=1.0, ema=0.5))
-    assert [row["step"] for row in rows(tmp_path / "four")] == [7, 7, 14, 7]
+    assert [row["step"] for row in metric_rows(tmp_path / "four")] == [7, 7, 14, 7]
     for file in ("dense", "model"):
         one, four = (load_file(tmp_path / name / f"{file}.safetensors") for name in ("one", "four"))
         for name, value in one.items():
             torch.testing.assert_close(four[name], value, rtol=1e-3, atol=2e-5)
-    for a, b in zip(rows(tmp_path / "one"), rows(tmp_path / "four"), strict=True):
+    for a, b in zip(metric_rows(tmp_path / "one"), metric_rows(tmp_path / "four"), strict=True):
         assert b["loss"] == pytest.approx(a["loss"], rel=1e-3)
         assert b["lr"] == pytest.approx(a["lr"])
 
@@ -354,8 +356,8 @@ def test_an_epoch_may_end_with_a_shorter_step(tmp_path: Path) -> None:
 
 
 def test_the_search_counts_optimizer_steps(tmp_path: Path) -> None:
-    train(small(tmp_path / "a", batch=64, accumulate=4))
-    told = [row for row in rows(tmp_path / "a") if row["stage"] == "search"]
+    train(small_config(tmp_path / "a", batch=64, accumulate=4))
+    told = [row for row in metric_rows(tmp_path / "a") if row["stage"] == "search"]
     assert [row["step"] for row in told] == [4, 8]
     assert told[-1]["undecided"] == 0  # the search came to its end
 
@@ -366,7 +368,7 @@ def test_the_search_counts_optimizer_steps(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("runs") / "whole"
-    train(small(out, **ALL))
+    train(small_config(out, **ALL))
     return out
 
 
@@ -386,7 +388,7 @@ def test_resumed_with_everything_switched_on(every: int, whole: Path, tmp_path: 
     """20 steps of four batches or two: the stops fall into, onto and between epochs and stages."""
     out, stops = tmp_path / "run", 1
     with pytest.raises(SmartpruneError, match="stopped in dense"):
-        train(small(out, **ALL), stop=After(every))
+        train(small_config(out, **ALL), stop=After(every))
     while not (out / "result.json").exists():
         torch.rand(1)
         with suppress(SmartpruneError):
@@ -400,7 +402,7 @@ def test_killed_with_everything_switched_on(whole: Path, tmp_path: Path) -> None
     import subprocess
 
     flags = [word for name, value in ALL.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    out, arguments, kills = tmp_path / "run", [*FLAGS, *flags, "--checkpoint-seconds", "0", "--out", str(tmp_path / "run")], 0
+    out, arguments, kills = tmp_path / "run", [*SMALL_FLAGS, *flags, "--checkpoint-seconds", "0", "--out", str(tmp_path / "run")], 0
     for moment in (0.0, 0.25):
         process = subprocess.Popen(command("train", *arguments), env=environment(), stderr=subprocess.PIPE)
         before = (out / "checkpoint.pt").stat().st_mtime_ns if (out / "checkpoint.pt").exists() else None
@@ -447,7 +449,7 @@ def test_everything_is_recorded(whole: Path) -> None:
 )
 def test_wrong_settings(change: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(SmartpruneError, match=message):
-        small(tmp_path / "a", **change)
+        small_config(tmp_path / "a", **change)
 
 
 # -- TensorBoard ------------------------------------------------------------------------------------------------------------
@@ -466,9 +468,9 @@ def test_tensorboard_has_every_row_once(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     out = tmp_path / "a"
     with pytest.raises(SmartpruneError, match="stopped in search"):
-        train(small(out, tensorboard="on", checkpoint_seconds=1000.0), stop=After(17))
+        train(small_config(out, tensorboard="on", checkpoint_seconds=1000.0), stop=After(17))
     resume(out, stop=After(1000))
-    told, found = rows(out), read_events(out)
+    told, found = metric_rows(out), read_events(out)
     at = [7, 14, 21, 28, 35]  # steps of the whole run
     assert found["loss"] == [(step, pytest.approx(row["loss"])) for step, row in zip(at, told, strict=True)]
     assert [step for step, _ in found["accuracy"]] == [7, 14, 35]  # none in the search
@@ -488,7 +490,7 @@ def test_missing_tensorboard_is_said_before_training(tmp_path: Path, monkeypatch
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     with pytest.raises(SmartpruneError, match=r"pip install 'smartprune\[track\]', or use --tensorboard off"):
-        train(small(tmp_path / "a", tensorboard="on"))
+        train(small_config(tmp_path / "a", tensorboard="on"))
     assert not (tmp_path / "a").exists()
 
 
@@ -526,7 +528,7 @@ def test_nothing_of_a_run_outlives_it(tmp_path: Path, steps: int, monkeypatch: p
     gc.disable()
     try:
         with suppress(SmartpruneError):
-            train(small(tmp_path / "a", tensorboard="on"), stop=After(steps))
+            train(small_config(tmp_path / "a", tensorboard="on"), stop=After(steps))
         assert [writer.closed for writer in writers] == [True]
         assert models
         assert [model() for model in models] == [None] * len(models)
@@ -544,7 +546,7 @@ def test_what_ended_a_run_is_told_whatever_closing_it_raises(tmp_path: Path, mon
 
     monkeypatch.setattr(events, "require", lambda: Full)
     with pytest.raises(SmartpruneError, match="stopped in dense, after step 5"):
-        train(small(tmp_path / "a", tensorboard="on"), stop=After(5))
+        train(small_config(tmp_path / "a", tensorboard="on"), stop=After(5))
 
 
 # -- on a GPU ---------------------------------------------------------------------------------------------------------------
@@ -557,7 +559,7 @@ gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA dev
 @pytest.mark.parametrize("graph", ["off", "on"])
 def test_the_same_bits_twice_on_a_gpu(graph: str, tmp_path: Path) -> None:
     for name in ("a", "b"):
-        train(small(tmp_path / name, **{**ALL, "accumulate": 2}, device="cuda", graph=graph))
+        train(small_config(tmp_path / name, **{**ALL, "accumulate": 2}, device="cuda", graph=graph))
     assert (tmp_path / "a" / "model.safetensors").read_bytes() == (tmp_path / "b" / "model.safetensors").read_bytes()
 
 
@@ -566,15 +568,15 @@ def test_the_same_bits_twice_on_a_gpu(graph: str, tmp_path: Path) -> None:
 def test_everything_in_a_graph(tmp_path: Path) -> None:
     """A graph takes the steps that Python takes, the shorter last one of an epoch among them."""
     for graph in ("off", "on"):
-        train(small(tmp_path / graph, **ALL, dense_epochs=3, device="cuda", graph=graph))
-    for a, b in zip(rows(tmp_path / "off"), rows(tmp_path / "on"), strict=True):
+        train(small_config(tmp_path / graph, **ALL, dense_epochs=3, device="cuda", graph=graph))
+    for a, b in zip(metric_rows(tmp_path / "off"), metric_rows(tmp_path / "on"), strict=True):
         assert b["loss"] == pytest.approx(a["loss"], rel=0.1)
         assert b["lr"] == pytest.approx(a["lr"])
         assert "graph" not in b
 
 
 def test_the_plain_task_has_no_batch_norm() -> None:
-    model = Plain().model("plain")
+    model = PlainTask().model("plain")
     assert not any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
 
 

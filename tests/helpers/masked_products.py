@@ -1,9 +1,10 @@
-"""Masked products and their gradients: cases, and what any way of computing them must give."""
+"""Products of weights and a mask with their gradients: test cases, a slow reference, and the code under test."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
 from smartprune.core.block import Block
@@ -31,8 +32,8 @@ BLOCKS: list[tuple[int | None, ...] | str] = [
 
 
 @dataclass
-class Made:
-    """Products of weights and mask, and the gradients that some gradients of the products lead to."""
+class Products:
+    """Products of weights and mask, and the gradients of both."""
 
     products: list[Tensor]
     weights: list[Tensor | None] = field(default_factory=list)
@@ -62,28 +63,42 @@ def grads_of(products: Sequence[Tensor]) -> list[Tensor]:
     return [torch.randn(p.shape, generator=generator).to(p.device, p.dtype) for p in products]
 
 
-def expected(masking: Masking, mask: Tensor, weights: Sequence[Tensor], grads: Sequence[Tensor]) -> Made:
-    """Through Grid.expand and autograd, in float64."""
+def expected(masking: Masking, mask: Tensor, weights: Sequence[Tensor], grads: Sequence[Tensor]) -> Products:
+    """The reference: Grid.expand and autograd in float64."""
     leaf = mask.double().requires_grad_()
     leaves = [weight.double().requires_grad_() for weight in weights]
     products = [
         weight * grid.expand(masking.piece(leaf, i)) for i, (weight, grid) in enumerate(zip(leaves, masking.grids, strict=True))
     ]
     torch.autograd.backward(products, [grad.double() for grad in grads])
-    return Made([p.detach() for p in products], [leaf.grad for leaf in leaves], leaf.grad)
+    return Products([p.detach() for p in products], [leaf.grad for leaf in leaves], leaf.grad)
 
 
-def made(
+def computed(
     masking: Masking,
     mask: Tensor,
     weights: Sequence[Tensor],
     through: bool = False,
     dtypes: Sequence[torch.dtype | None] | None = None,
     hold: bool = False,
-) -> Made:
-    """Through the masking itself."""
+) -> Products:
+    """The result of the masking under test."""
     leaf = mask.clone().requires_grad_(mask.is_floating_point() and not hold)
     leaves = [weight.clone().requires_grad_() for weight in weights]
     products = masking.hold(leaf, leaves, (), dtypes) if hold else masking.apply(leaf, leaves, through, dtypes)
     torch.autograd.backward(products, grads_of(products))
-    return Made([p.detach() for p in products], [leaf.grad for leaf in leaves], leaf.grad)
+    return Products([p.detach() for p in products], [leaf.grad for leaf in leaves], leaf.grad)
+
+
+@st.composite
+def random_layers(draw: st.DrawFn) -> tuple[tuple[int | None, ...], list[Shape], bool]:
+    """A block, one to three weight shapes with one to five axes, and a flag."""
+    shapes: list[Shape] = []
+    for _ in range(draw(st.integers(1, 3))):
+        axes = draw(st.integers(2, 5))
+        groups = draw(st.sampled_from([1, 1, 2]))
+        shape = [draw(st.integers(1, most)) for most in (7, 6, 3, 2, 2)[:axes]]
+        shape[0] *= groups
+        shapes.append((tuple(shape), groups, draw(st.booleans())))
+    size = st.one_of(st.none(), st.integers(1, 8))
+    return (draw(size), draw(size), draw(st.sampled_from([1, None]))), shapes, draw(st.booleans())

@@ -1,4 +1,4 @@
-"""Packed files and the reader that the documentation describes."""
+"""Packed files: models to pack, and the reader and the example of docs/format.md."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from torch import Tensor, nn
 
 from smartprune.core.block import Block
 
-PAGE = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
+FORMAT_PAGE = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
 
 
-def documented() -> Callable[[Path], dict[str, np.ndarray]]:
-    """The reader that docs/format.md prints."""
+def documented_reader() -> Callable[[Path], dict[str, np.ndarray]]:
+    """The reader that docs/format.md shows."""
     scope: dict[str, object] = {}
-    exec(next(text for text in re.findall(r"```python\n(.*?)```", PAGE, re.S) if "def read_model" in text), scope)
+    exec(next(text for text in re.findall(r"```python\n(.*?)```", FORMAT_PAGE, re.S) if "def read_model" in text), scope)
     return scope["read_model"]  # type: ignore[return-value]
 
 
-def bits(tensor: Tensor) -> np.ndarray:
+def raw_bytes(tensor: Tensor) -> np.ndarray:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
-def as_kept(model: nn.Module, block: object, keep: float = 0.25) -> nn.Module:
-    """The model with random blocks of all its layers set to +0.0."""
+def zero_random_blocks(model: nn.Module, block: object, keep: float = 0.25) -> nn.Module:
+    """Sets random blocks of every layer to +0.0."""
     from smartprune.artifacts.source import read_source
 
     with torch.no_grad():
@@ -36,7 +36,7 @@ def as_kept(model: nn.Module, block: object, keep: float = 0.25) -> nn.Module:
     return model
 
 
-def example() -> dict[str, Tensor]:
+def documented_example() -> dict[str, Tensor]:
     """The worked example of docs/format.md."""
     weight = torch.zeros(3, 4, 1, 2)
     weight[0, 2, 0, 0], weight[1, 2, 0, 0], weight[0, 3, 0, 0], weight[1, 3, 0, 0] = 1, 2, 3, 4

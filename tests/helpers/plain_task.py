@@ -1,6 +1,6 @@
-"""A task without batch norm, whose results do not depend on how a batch is divided; and the command line that knows it.
+"""A task without batch norm, so results do not depend on how a batch is divided; and a command line with this task.
 
-torchrun --nproc-per-node=2 tests/plain.py train plain ...
+torchrun --nproc-per-node=2 tests/helpers/plain_task.py train plain ...
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from smartprune.tasks.digits import Digits
 
 
 @dataclass(frozen=True)
-class Plain(Digits):
-    """The digits with a network of convolutions, a group norm and linear layers."""
+class PlainTask(Digits):
+    """The digits task with convolutions, a group norm and linear layers."""
 
     width: int = 8
     recipe: ClassVar[Recipe] = replace(Digits.recipe, model="plain", block="4x4", lr=0.1, search_lr=0.05, finetune_lr=0.05)
     models: ClassVar[tuple[str, ...]] = ("plain",)
-    fails: ClassVar[int] = 0  # after so many calls the loss is NaN
+    fails: ClassVar[int] = 0  # the loss is NaN after this many calls
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        Plain.fails -= 1
-        return super().loss(model, batch) * (float("nan") if Plain.fails == 0 else 1)
+        PlainTask.fails -= 1
+        return super().loss(model, batch) * (float("nan") if PlainTask.fails == 0 else 1)
 
     def model(self, name: str) -> nn.Module:
         wide = 2 * self.width
@@ -40,7 +40,7 @@ class Plain(Digits):
         )
 
 
-TASKS["plain"] = Plain
+TASKS["plain"] = PlainTask
 
 if __name__ == "__main__":
     from smartprune.cli import main

@@ -1,4 +1,4 @@
-"""Small training runs for the tests: the whole job in about a second."""
+"""Training jobs that take about a second, and ways to run them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import smartprune
 from smartprune.cli import main
 from smartprune.training.config import Config, configure
 
-SMALL: dict[str, Any] = {
+SMALL_SETTINGS: dict[str, Any] = {
     "task_settings": {"width": 4},
     "block": "4x2",
     "dense_epochs": 2,
@@ -23,22 +23,24 @@ SMALL: dict[str, Any] = {
     "sparsity": 0.5,
     "onnx": "off",
 }
-FLAGS = [
+SMALL_FLAGS = [
     "--task-set", "width=4", "--block", "4x2", "--dense-epochs", "2", "--search-epochs", "2", "--finetune-epochs", "1",
     "--batch", "128", "--sparsity", "0.5", "--onnx", "off",
 ]  # fmt: skip
-EXACT = ("dense.safetensors", "model.safetensors", "receipt.json")
+EXACT_FILES = ("dense.safetensors", "model.safetensors", "receipt.json")
 
 
-def small(out: Path, **changes: Any) -> Config:
-    return configure({**SMALL, "out": str(out), **changes})
+def small_config(out: Path, **changes: Any) -> Config:
+    return configure({**SMALL_SETTINGS, "out": str(out), **changes})
 
 
 def command(*arguments: str) -> list[str]:
+    """The command line of a smartprune command that turns warnings into errors."""
     return [sys.executable, "-W", "error", "-m", "smartprune", *arguments]
 
 
 def environment() -> dict[str, str]:
+    """Environment variables of a process that imports this source tree."""
     source = str(Path(smartprune.__file__).parents[1])
     return {
         **os.environ,
@@ -47,21 +49,21 @@ def environment() -> dict[str, str]:
     }
 
 
-def call(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """A command in a process of its own."""
+def run_in_subprocess(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Runs a smartprune command in a new process."""
     return subprocess.run(command(*arguments), cwd=folder, env=environment(), capture_output=True, text=True, timeout=120)
 
 
-def run(*arguments: object) -> int:
-    """The exit code of a command in this process."""
+def run_cli(*arguments: object) -> int:
+    """Runs a smartprune command in this process and returns its exit code."""
     try:
         return main([str(argument) for argument in arguments])
     except SystemExit as stop:
         return int(stop.code or 0)
 
 
-def rows(folder: Path) -> list[dict[str, Any]]:
-    """The metrics of a run, without the time they took."""
+def metric_rows(folder: Path) -> list[dict[str, Any]]:
+    """The rows of a run's metrics.jsonl, without the seconds."""
     out = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     for row in out:
         row.pop("seconds")
@@ -69,10 +71,10 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def assert_same_run(a: Path, b: Path) -> None:
-    """Two runs ended with the same bytes, and told the same on the way."""
-    for name in EXACT:
+    """Checks that two runs wrote the same files, the same metrics and the same results."""
+    for name in EXACT_FILES:
         assert (a / name).read_bytes() == (b / name).read_bytes(), name
-    assert rows(a) == rows(b)
+    assert metric_rows(a) == metric_rows(b)
     first, second = (json.loads((path / "result.json").read_text()) for path in (a, b))
     for key in ("dense", "pruned", "measure", "verified"):
         assert first[key] == second[key]

@@ -1,4 +1,4 @@
-"""Small data folders for every task."""
+"""A data folder with small data for every task."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from helpers.boxfolders import write_boxes
-from helpers.folders import pack, write_classes, write_pairs
-from helpers.pictures import write_binary
+from helpers.box_folders import write_boxes
+from helpers.cifar10_folders import write_binary
+from helpers.image_folders import make_tar, write_classes, write_pairs
 
-SETTINGS: dict[str, dict[str, int]] = {  # of pictures as small as those made here
+SETTINGS: dict[str, dict[str, int]] = {  # task settings that fit the small images
     "imagefolder": {"size": 16},
     "camvid": {"height": 32, "width": 32},
     "segmentation": {"height": 32, "width": 32},
@@ -23,11 +23,11 @@ SETTINGS: dict[str, dict[str, int]] = {  # of pictures as small as those made he
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("PIL")
-    folder = write_binary(tmp_path_factory.mktemp("pictures"))
+    folder = write_binary(tmp_path_factory.mktemp("data"))
     write_classes(folder / "imagenette128", train=100)
-    pack(write_pairs(folder / "pairs", train=300), folder / "camvid.tar")
+    make_tar(write_pairs(folder / "pairs", train=300), folder / "camvid.tar")
     write_pairs(folder / "cityscapes", city=True, train=300)
     boxes = write_boxes(folder / "coco", train=300)
     for name in ("bccd", "voc07sub"):
-        pack(boxes, folder / f"{name}.tar")
+        make_tar(boxes, folder / f"{name}.tar")
     return folder

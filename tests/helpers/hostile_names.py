@@ -1,4 +1,4 @@
-"""A name that tries to break out of a page."""
+"""Weight names that try to inject markup into an HTML page."""
 
 from __future__ import annotations
 
