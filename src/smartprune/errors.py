@@ -1,25 +1,25 @@
-"""The error that this package raises, and what turns others into it."""
+"""The one error type of this package."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-TOO_LARGE = ("allocate memory", "not enough memory", "out of memory")  # in what torch says, and what we quote of that
+MEMORY_MESSAGES = ("allocate memory", "not enough memory", "out of memory")  # parts of torch's messages, also where ours quote them
 
 
 class SmartpruneError(Exception):
-    """Says where, what was given, what is allowed and what to do."""
+    """An error whose message says where it happened, what was given, what is allowed and what to do."""
 
 
 @contextmanager
 def explain_memory_errors(what: str) -> Iterator[None]:
-    """Says what asks for more memory than there is, where something does."""
+    """Turns errors that mean "too little memory" into one that names ``what`` needs it. Other errors pass through."""
     try:
         yield
     except (MemoryError, OverflowError, RuntimeError, TypeError, SmartpruneError) as error:
-        said = str(error).lower()
-        overflow = isinstance(error, OverflowError) or ("overflow" in said and not isinstance(error, SmartpruneError))
-        if not (overflow or isinstance(error, MemoryError) or any(words in said for words in TOO_LARGE)):
+        message = str(error).lower()
+        overflow = isinstance(error, OverflowError) or ("overflow" in message and not isinstance(error, SmartpruneError))
+        if not (overflow or isinstance(error, MemoryError) or any(part in message for part in MEMORY_MESSAGES)):
             raise
-        raise SmartpruneError(f"{what} takes more memory than there is; give something smaller") from None
+        raise SmartpruneError(f"{what} takes more memory than is available; use something smaller") from None

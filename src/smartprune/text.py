@@ -1,17 +1,19 @@
-"""Plain-text tables and bars, for everything this package prints."""
+"""Plain-text tables and bars for terminal output and messages."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
 
-GAP = 2
-LEAST = 8  # a shortened column keeps this many characters
+GAP = 2  # spaces between columns
+MIN_COLUMN = 8  # a column is never shortened below this width
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], align: str, width: int, shrink: Sequence[int] = (0,)) -> list[str]:
-    """Lines of a table at most ``width`` columns wide. ``align`` has one of ``<`` and ``>`` per column; the columns
-    named by ``shrink`` give way, the widest first, when the table is too wide.
+    """Lines of a table that is at most ``width`` characters wide.
+
+    ``align`` has one ``<`` or ``>`` per column. If the table is too wide, the columns listed in ``shrink`` are shortened,
+    the widest first.
 
     >>> print("\\n".join(table(("layer", "blocks"), [("conv1", "12"), ("a.very.long.name", "7")], "<>", 19)))
     layer        blocks
@@ -23,7 +25,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], align: str, widt
     excess = sum(widths) + GAP * (len(widths) - 1) - width
     while excess > 0:
         widest = max(shrink, key=lambda i: widths[i])
-        if widths[widest] <= LEAST:
+        if widths[widest] <= MIN_COLUMN:
             break
         widths[widest] -= 1
         excess -= 1
@@ -34,7 +36,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], align: str, widt
 
 
 def shorten(text: str, width: int) -> str:
-    """Takes out the middle of a text that is longer than ``width``."""
+    """Removes the middle of a text that is longer than ``width``."""
     if len(text) <= width:
         return text
     head = (width - 1) // 2
@@ -42,12 +44,12 @@ def shorten(text: str, width: int) -> str:
 
 
 def format_shape(shape: Sequence[int]) -> str:
-    """``64x64x3x3``, as blocks are written."""
+    """A shape as ``64x64x3x3``, the way blocks are written."""
     return "x".join(map(str, shape)) if shape else "-"
 
 
 def percent(part: int, whole: int) -> str:
-    """A share in percent, never rounded to 0 or 100 unless it is.
+    """A share in percent. It reads 0.00% or 100.00% only if it is exactly that.
 
     >>> percent(0, 7), percent(1, 100_000), percent(99_999, 100_000), percent(7, 7)
     ('0.00%', '0.01%', '99.99%', '100.00%')
@@ -60,16 +62,16 @@ def percent(part: int, whole: int) -> str:
 
 
 def bar(part: int, whole: int, width: int, ascii_only: bool) -> str:
-    """A bar as long as ``part`` of ``whole``; what is more than nothing shows, what is less than all leaves a gap.
+    """A bar that shows ``part`` of ``whole``. It is empty or full only if ``part`` is 0 or ``whole``.
 
     >>> bar(1, 1000, 6, True), bar(500, 1000, 6, True), bar(999, 1000, 6, True)
     ('#.....', '###...', '#####.')
     """
-    full = 0 if whole == 0 else round(width * part / whole)
+    filled = 0 if whole == 0 else round(width * part / whole)
     if 0 < part < whole:
-        full = min(max(full, 1), width - 1)
-    ink, paper = ("#", ".") if ascii_only else ("█", "·")
-    return ink * full + paper * (width - full)
+        filled = min(max(filled, 1), width - 1)
+    full, empty = ("#", ".") if ascii_only else ("█", "·")
+    return full * filled + empty * (width - filled)
 
 
 def stdout_is_ascii() -> bool:
@@ -87,7 +89,7 @@ def supports_unicode(stream: object) -> bool:
 
 
 def escape(text: str) -> str:
-    r"""The text with its code for every character that does not print, such as one that a terminal would obey.
+    r"""Replaces characters that do not print, such as terminal control codes, by their escape sequences.
 
     >>> escape("conv1"), escape("\x1b[2J\u202e")
     ('conv1', '\\x1b[2J\\u202e')

@@ -518,7 +518,7 @@ def test_models_that_can_hold_no_values(tmp_path: Path) -> None:
 def test_misuse_is_named(tmp_path: Path) -> None:
     model, path = nn.Linear(8, 8), tmp_path / "p"
     for wrong in (None, 3, "a\0b"):
-        with pytest.raises(sp.SmartpruneError, match=r"pack: path: .* is no path"):
+        with pytest.raises(sp.SmartpruneError, match=r"pack: path: .* is not a path"):
             sp.pack(model, wrong, (4, 4))  # type: ignore[arg-type]
     with pytest.raises(sp.SmartpruneError, match="'__metadata__' is a name that safetensors files keep for themselves"):
         sp.pack({"__metadata__": torch.zeros(8, 8)}, path, (4, 4))
@@ -529,7 +529,7 @@ def test_misuse_is_named(tmp_path: Path) -> None:
     for limit in ("1", -1, 1.5, True):
         with pytest.raises(sp.SmartpruneError, match=r"unpack: limit=.* must be a number of bytes"):
             sp.unpack(path, limit=limit)  # type: ignore[arg-type]
-    with pytest.raises(sp.SmartpruneError, match=r"unpack: path: .* is no path"):
+    with pytest.raises(sp.SmartpruneError, match=r"unpack: path: .* is not a path"):
         sp.unpack("a\0b")
 
 
@@ -563,8 +563,8 @@ def test_what_is_read_is_not_written(tmp_path: Path, capsys: pytest.CaptureFixtu
         (["report", file, "--html", file], "--html .* is the model itself"),
         (["report", run, "--html", paper], "--html .* is the receipt.json of the run itself"),
         (["pack", run, "--out", str(tmp_path)], "--out .*it is a folder; add the name of a file"),
-        (["unpack", packed, "--out", str(tmp_path / "no" / "a.safetensors")], "--out .*there is no folder"),
-        (["report", file, "--html", str(tmp_path / "no" / "a.html")], "--html .*there is no folder"),
+        (["unpack", packed, "--out", str(tmp_path / "no" / "a.safetensors")], "--out .*the folder .* does not exist"),
+        (["report", file, "--html", str(tmp_path / "no" / "a.html")], "--html .*the folder .* does not exist"),
         (["report", file, "--figures", file], "is a file; give a folder"),
     ):
         with pytest.raises(SystemExit) as stop:

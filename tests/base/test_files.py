@@ -1,4 +1,4 @@
-"""Files: what may be written over, and what may not."""
+"""Atomic writes, and the checks before them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from smartprune.errors import SmartpruneError
 from smartprune.files import as_path, check_folder, check_no_overwrite, check_readable, check_writable, write_atomic
 
 
-def test_a_link_is_followed(tmp_path: Path) -> None:
+def test_write_replaces_the_target_of_a_symlink(tmp_path: Path) -> None:
     (tmp_path / "far").mkdir()
     real, link = tmp_path / "far" / "real", tmp_path / "link"
     real.write_bytes(b"old")
@@ -29,30 +29,30 @@ def test_a_link_is_followed(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path / "far")) == ["not yet", "real"]
 
 
-def test_links_that_lead_nowhere_are_refused(tmp_path: Path) -> None:
-    circle, lost = tmp_path / "circle", tmp_path / "lost"
-    circle.symlink_to("circle")
-    lost.symlink_to(Path("no") / "such")
-    for path in (circle, lost):
+def test_write_refuses_broken_symlinks(tmp_path: Path) -> None:
+    loop, dangling = tmp_path / "loop", tmp_path / "dangling"
+    loop.symlink_to("loop")
+    dangling.symlink_to(Path("no") / "such")
+    for path in (loop, dangling):
         with pytest.raises(SmartpruneError, match="cannot be written"):
             write_atomic(path, b"x")
         assert path.is_symlink()
 
 
-def test_a_pipe_stays_a_pipe(tmp_path: Path) -> None:
-    pipe, got = tmp_path / "pipe", []
+def test_write_to_a_pipe_keeps_the_pipe(tmp_path: Path) -> None:
+    pipe, received = tmp_path / "pipe", []
     os.mkfifo(pipe)
-    reader = threading.Thread(target=lambda: got.append(pipe.read_bytes()))
+    reader = threading.Thread(target=lambda: received.append(pipe.read_bytes()))
     reader.start()
     data = os.urandom(1 << 20)  # more than a pipe holds at once
     write_atomic(pipe, data)
     reader.join()
-    assert got == [data]
+    assert received == [data]
     assert stat.S_ISFIFO(pipe.stat().st_mode)
     assert os.listdir(tmp_path) == ["pipe"]
 
 
-def test_a_device_stays_a_device(tmp_path: Path) -> None:
+def test_write_to_a_device_keeps_the_device(tmp_path: Path) -> None:
     before = os.stat("/dev/null")
     write_atomic("/dev/null", b"x" * 100)
     after = os.stat("/dev/null")
@@ -68,8 +68,7 @@ def test_a_device_stays_a_device(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not os.path.exists("/dev/fd"), reason="needs descriptors that have paths")
 @pytest.mark.parametrize("path", ["/dev/fd/{}", "/proc/self/fd/{}", "/proc/{pid}/fd/{}", "/dev/../dev/fd/{}", "link"])
-def test_what_is_open_is_written_to_and_never_replaced(path: str, tmp_path: Path) -> None:
-    """Whether it is open to be appended to or not, by its own path or by a link to that."""
+def test_write_to_a_descriptor_path_keeps_the_open_file(path: str, tmp_path: Path) -> None:
     real = tmp_path / "real"
     real.write_bytes(b"old")
     before = real.stat().st_ino
@@ -88,7 +87,7 @@ def test_what_is_open_is_written_to_and_never_replaced(path: str, tmp_path: Path
         check_writable(f"/dev/fd/{file.fileno()}")
 
 
-def test_stdout_is_the_open_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_write_to_dev_stdout_keeps_the_order_of_output(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     print("printed")
     write_atomic("/dev/stdout", b"out\n")
     write_atomic("/dev/stderr", b"err\n")
@@ -96,7 +95,7 @@ def test_stdout_is_the_open_file(tmp_path: Path, capfd: pytest.CaptureFixture[st
     assert capfd.readouterr() == ("printed\nout\nprinted later\n", "err\n")
 
 
-def test_paths_that_are_not_text(tmp_path: Path) -> None:
+def test_paths_that_are_not_utf8_are_refused(tmp_path: Path) -> None:
     bad = str(tmp_path / "bad\udcff")
     for check in (check_writable, check_folder, lambda path: write_atomic(path, b"x")):
         with pytest.raises(SmartpruneError, match=r"bad\\udcff' is not valid UTF-8.*give another path"):
@@ -104,18 +103,18 @@ def test_paths_that_are_not_text(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_what_cannot_be_opened_is_told_as_the_system_says_it(tmp_path: Path) -> None:
+def test_check_readable_gives_the_reason_of_the_system(tmp_path: Path) -> None:
     for path, message in ((tmp_path / "none", "No such file or directory"), (tmp_path, "Is a directory")):
         with pytest.raises(SmartpruneError, match=rf"cannot be read \({message}\)"):
             check_readable(path)
 
 
-def test_what_cannot_be_written_is_said_before_the_work(tmp_path: Path) -> None:
+def test_check_writable_raises_what_write_atomic_raises(tmp_path: Path) -> None:
     for path, message in (
         (tmp_path, "it is a folder; add the name of a file"),
-        (tmp_path / "no" / "such", "there is no folder .*no"),
-        ("", "is no path of a file to write"),
-        ("a\0b", "is no path of a file to write"),
+        (tmp_path / "no" / "such", "the folder .*no does not exist"),
+        ("", "is not the path of a file to write"),
+        ("a\0b", "is not the path of a file to write"),
     ):
         with pytest.raises(SmartpruneError, match=message):
             check_writable(path)
@@ -125,11 +124,11 @@ def test_what_cannot_be_written_is_said_before_the_work(tmp_path: Path) -> None:
     with pytest.raises(SmartpruneError, match=r"cannot be written \(Not a directory\)"):
         check_writable(tmp_path / "file" / "inner")
     check_writable(tmp_path / "new")
-    write_atomic(tmp_path / ("n" * 250), b"long")  # as long as a name can be, nearly
+    write_atomic(tmp_path / ("n" * 250), b"long")  # close to the longest name that a file may have
     assert sorted(map(len, os.listdir(tmp_path))) == [4, 250]
 
 
-def test_folders_that_cannot_be_made(tmp_path: Path) -> None:
+def test_check_folder_refuses_files(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     check_folder(tmp_path)
     check_folder(tmp_path / "a" / "b")
@@ -138,7 +137,7 @@ def test_folders_that_cannot_be_made(tmp_path: Path) -> None:
             check_folder(path)
 
 
-def test_a_file_that_is_read_is_not_written(tmp_path: Path) -> None:
+def test_check_no_overwrite_finds_inputs_under_other_names(tmp_path: Path) -> None:
     model = tmp_path / "model"
     model.write_bytes(b"weights")
     (tmp_path / "link").symlink_to("model")
@@ -147,10 +146,10 @@ def test_a_file_that_is_read_is_not_written(tmp_path: Path) -> None:
         with pytest.raises(SmartpruneError, match=r"--out .* is the model itself"):
             check_no_overwrite(path, {"the receipt": None, "the model": model}, "--out")
     check_no_overwrite(tmp_path / "other", {"the model": model}, "--out")
-    check_no_overwrite("/dev/null", {"the model": "/dev/null"}, "--out")  # nothing is lost there
+    check_no_overwrite("/dev/null", {"the model": "/dev/null"}, "--out")  # writing there loses nothing
 
 
 @pytest.mark.parametrize("path", [None, 3, b"bytes", "a\0b"])
-def test_what_is_no_path(path: object) -> None:
-    with pytest.raises(SmartpruneError, match=r"pack: path: .* is no path; give that of a file"):
+def test_as_path_refuses_other_values(path: object) -> None:
+    with pytest.raises(SmartpruneError, match=r"pack: path: .* is not a path; give the path of a file"):
         as_path(path, "pack: path")

@@ -108,8 +108,8 @@ def test_bench_does_not_overwrite_its_inputs(done: Path, tmp_path: Path, capsys:
     common = ["bench", "resnet18", "--input", "3x32x32", "--weights", weights]
     for words, message in (
         ([*common, "--out", weights], "is the file of --weights itself"),
-        ([*common, "--out", str(tmp_path / "no" / "b.json")], "there is no folder"),
-        ([*common, "--plot", str(tmp_path / "no" / "b.svg")], "there is no folder"),
+        ([*common, "--out", str(tmp_path / "no" / "b.json")], f"the folder {tmp_path / 'no'} does not exist"),
+        ([*common, "--plot", str(tmp_path / "no" / "b.svg")], f"the folder {tmp_path / 'no'} does not exist"),
         ([*common, "--out", str(tmp_path / "b.svg"), "--plot", str(tmp_path / "b.svg")], "--out and --plot are both"),
         (["bench", str(done), "--out", str(done / "config.json")], "is the config.json of the run itself"),
         (["bench", str(done / "model.packed.safetensors")], "smartprune unpack makes a plain one"),

@@ -226,8 +226,8 @@ def test_an_unknown_setting_is_no_reason_to_crash(done: Path, tmp_path: Path, ca
         (["train", "--finetune-lr", "1e39"], "finetune_lr=1e+39 should be"),
         (["train", "--score-lr", "1e39"], "score_lr=1e+39 should be"),
         (["train", "--weight-decay", "1e39"], "weight_decay=1e+39 should be"),
-        (["plan", "digits", "--input", "99999999x99999"], "--input 99999999x99999 takes more memory than there is"),
-        (["plan", "digits", "--input", "9999999999999999999999x1"], "takes more memory than there is"),
+        (["plan", "digits", "--input", "99999999x99999"], "--input 99999999x99999 takes more memory than is available"),
+        (["plan", "digits", "--input", "9999999999999999999999x1"], "takes more memory than is available"),
         (
             ["export", "digits", "--block", "8x4", "--out", "a.onnx", "--input", "1x99999999x99999"],
             "--input 1x99999999x99999 takes",
@@ -251,7 +251,7 @@ def test_inputs_that_are_too_large(done: Path, capsys: pytest.CaptureFixture[str
     assert (
         run_cli("bench", str(done), "--batch", "1", "99999999999", "--engines", "torch", "--rounds", "1", "--seconds", "0.01") == 1
     )
-    assert "--batch 99999999999 takes more memory than there is; give something smaller" in capsys.readouterr().err
+    assert "--batch 99999999999 takes more memory than is available; use something smaller" in capsys.readouterr().err
     assert not (done / "bench.json").exists()
 
 
@@ -260,7 +260,7 @@ def test_only_a_lack_of_memory_is_called_one() -> None:
         with pytest.raises(type(error), match=str(error)), explain_memory_errors("x"):
             raise error
     for lack in (MemoryError(), RuntimeError("CUDA out of memory"), SmartpruneError("not enough memory"), OverflowError("too big")):
-        with pytest.raises(SmartpruneError, match="x takes more memory than there is"), explain_memory_errors("x"):
+        with pytest.raises(SmartpruneError, match="x takes more memory than is available"), explain_memory_errors("x"):
             raise lack
 
 

@@ -337,7 +337,7 @@ def test_paths_that_cannot_be_written_are_bad_arguments(work: Path, capsys: pyte
         (["train", *SMALL_FLAGS, "--out", "file"], "is a file; give a folder"),
         (["train", *SMALL_FLAGS, "--out", "file/inner"], "is a file"),
         (["sweep", "--out", "file"], "is a file; give a folder"),
-        (["compare", "runs/a", "--csv", "no/such.csv"], "--csv no/such.csv: cannot be written (there is no folder no)"),
+        (["compare", "runs/a", "--csv", "no/such.csv"], "--csv no/such.csv: cannot be written (the folder no does not exist)"),
         (["compare", "runs/a", "--html", run_file], f"--html {run_file} is the config.json of the run itself"),
         (["compare", "runs/a", "--csv", "x.html", "--html", "x.html"], "--csv and --html are both x.html"),
         (["compare", "runs/a", "--record", "file", "--note", "n"], "is a file; give a folder"),

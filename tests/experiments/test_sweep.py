@@ -316,7 +316,7 @@ def test_the_list_and_a_sweep_with_nothing_left(tmp_path: Path, capsys: pytest.C
         ({"seeds": [0]}, "rows[0]: seeds is a list of 1; it must be a list of 2 integers, one for each of the values"),
         ({"seeds": ["0", "1"]}, "rows[0]: seeds is a list of 2; it must be a list of at most"),
         ({"settings": None}, "rows[0]: settings is None; it must be a dictionary"),
-        ({"protocol": 3}, "rows[0]: protocol is 3; it must be a text"),
+        ({"protocol": 3}, "rows[0]: protocol is 3; it must be a string"),
         ({"sparsity": "0.5"}, "rows[0]: sparsity is '0.5'; it must be a number"),
         ({"sparsity": None, "macs": None}, "rows[0]: sparsity is None; it must be a number"),
         ({"mean": 0.3}, "rows[0]: mean is 0.3"),

@@ -389,7 +389,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "outside": (entry("bbox", [-0.9, 4, 0.5, 5]), r"annotations\[2\].* lies outside of"),
     "three numbers": (entry("bbox", [3, 4, 5]), r"annotations\[2\].*bbox is \[3, 4, 5\]; it must be 4 finite numbers"),
     "a text": (entry("bbox", [3, 4, "5", 6]), r"annotations\[2\].*bbox is .*; it must be 4 finite numbers"),
-    "not a number": (entry("bbox", [3, float("nan"), 5, 6]), r"not readable as JSON \(NaN is no JSON number\)"),
+    "not a number": (entry("bbox", [3, float("nan"), 5, 6]), r"not readable as JSON \(NaN is not a JSON number\)"),
     "area": (entry("area", True), r"annotations\[2\].*area is .*True.*; it must be 1 finite number"),
     "crowd": (entry("iscrowd", 2), r"annotations\[2\]: iscrowd is 2; it must be an integer from 0 to 1"),
     "category": (

@@ -339,7 +339,7 @@ def test_a_file_for_another_task(tmp_path: Path) -> None:
     assert configure(given).model == "segnet"
     assert given["sparsity"] == 0.8
     (tmp_path / "f.json").write_text('{"sparsity": 0.8, "sparsity": 0.9}')
-    with pytest.raises(SmartpruneError, match="a key comes twice"):
+    with pytest.raises(SmartpruneError, match="duplicate key"):
         asked(args)
     (tmp_path / "f.json").write_text('{"lr": ' + "9" * 400 + "}")
     with pytest.raises(SmartpruneError, match="lr="):
