@@ -1,4 +1,4 @@
-"""The promises are kept over the same models: the small ones of the zoo, and ResNet18."""
+"""Fixtures of the promise tests: every small model of the zoo, with and without ResNet18."""
 
 import pytest
 

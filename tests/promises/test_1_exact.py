@@ -1,4 +1,4 @@
-"""Promise 1: the number of blocks kept is ceil((1 - sparsity) * N) in exact arithmetic; a budget is never exceeded."""
+"""Promise 1: exactly ceil((1 - sparsity) * N) blocks are kept, and no budget is exceeded."""
 
 import math
 from fractions import Fraction
@@ -11,8 +11,8 @@ import smartprune as sp
 from helpers.training_cases import Case
 
 
-def blocks_in(weight: torch.Tensor, layer: object) -> int:
-    """Counts blocks with anything but zeros in them, by slow loops over the stored axes."""
+def count_blocks(weight: torch.Tensor, layer: object) -> int:
+    """Counts blocks that hold a nonzero value, with slow loops over the stored axes."""
     axes = layer.grid.axes  # type: ignore[attr-defined]
     seen = set()
     for index in weight.nonzero().tolist():
@@ -24,7 +24,7 @@ def blocks_in(weight: torch.Tensor, layer: object) -> int:
     return len(seen)
 
 
-def test_exact_count(case: Case) -> None:
+def test_every_model_keeps_the_exact_number_of_blocks(case: Case) -> None:
     pruner = case.attach()
     optimizer = case.optimizer()
     case.train(pruner, optimizer, 5)
@@ -33,14 +33,14 @@ def test_exact_count(case: Case) -> None:
     assert int(pruner.mask.sum()) == keep
     receipt = sp.bake(case.model)
     named = dict(case.model.named_parameters())
-    found = sum(blocks_in(named[layer.weight], layer) for layer in pruner.plan.layers)
-    assert found == keep
+    counted = sum(count_blocks(named[layer.weight], layer) for layer in pruner.plan.layers)
+    assert counted == keep
     assert receipt.to_json()["mask_hash"].startswith("sha256:")
 
 
 @pytest.mark.parametrize("sparsity", [0.0, 0.5, 0.9, 0.93, 0.95, 0.97, 0.999, 1 / 3])
 @pytest.mark.parametrize("method", [sp.Smart(), sp.Smart(init="ones"), sp.Magnitude()])
-def test_exact_for_every_sparsity_and_tie(sparsity: float, method: object) -> None:
+def test_counts_are_exact_for_every_sparsity_when_all_scores_tie(sparsity: float, method: object) -> None:
     model = nn.Sequential(nn.Linear(20, 50), nn.ReLU(), nn.Linear(50, 30), nn.Linear(30, 10))
     with torch.no_grad():
         for p in model.parameters():
@@ -51,7 +51,7 @@ def test_exact_for_every_sparsity_and_tie(sparsity: float, method: object) -> No
 
 
 @pytest.mark.parametrize("share", [0.3, 0.5, 0.77, 0.95])
-def test_budgets_are_not_exceeded_and_missed_by_less_than_a_block(small: Case, share: float) -> None:
+def test_cost_budgets_are_met_to_less_than_one_block(small: Case, share: float) -> None:
     for budget in (sp.params(share), sp.macs(share, example=small.x)):
         model = Case(small.name)
         pruner = model.attach(budget=budget)
@@ -61,12 +61,12 @@ def test_budgets_are_not_exceeded_and_missed_by_less_than_a_block(small: Case, s
         assert limit == math.floor((1 - Fraction(str(share))) * int(cost.sum()))
         kept = int(cost[pruner.mask].sum())
         assert kept <= limit
-        left_out = cost[~pruner.mask]
-        assert limit - kept < int(left_out[left_out > 0].min())
+        removed = cost[~pruner.mask]
+        assert limit - kept < int(removed[removed > 0].min())
         sp.bake(model.model)
 
 
-def test_floor_keeps_every_layer_alive() -> None:
+def test_floor_keeps_its_share_of_every_layer() -> None:
     model = Case("plain_cnn")
     with torch.no_grad():
         model.model[3].weight.mul_(1e-3)  # without a floor this layer loses everything
@@ -77,8 +77,8 @@ def test_floor_keeps_every_layer_alive() -> None:
     assert int(pruner.mask.sum()) == pruner.plan.keep
 
 
-def test_hardening_ranks_scores_and_not_masks() -> None:
-    """Far below the threshold all masks are the same number; the block that a floor keeps is still the best of its layer."""
+def test_freeze_ranks_scores_where_soft_masks_are_saturated() -> None:
+    """All soft masks of the first layer are equal, but the floor still keeps the block with the highest score."""
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 4))
     pruner = sp.attach(
         model, sp.Smart(follow=False, reach=None), block=(4, 4), sparsity=0.5, floor=0.01, include=["0", "1"], steps=4

@@ -1,4 +1,4 @@
-"""Promise 4: deepcopy, whole-model save, EMA, compile, autocast, accumulation, checkpointing, tied weights, folding."""
+"""Promise 4: copies, saved models, EMA, compile, autocast, accumulation, checkpointing, tied weights and folding work."""
 
 import copy
 import io
@@ -15,11 +15,11 @@ from smartprune.pruning.multiply import Masking
 
 
 @pytest.mark.parametrize("stage", ["search", "frozen"])
-def test_deepcopy_is_masked_and_independent(case: Case, stage: str) -> None:
+def test_a_deepcopy_is_masked_and_independent(case: Case, stage: str) -> None:
     pruner = case.attach(steps=2)
     optimizer = case.optimizer()
     case.train(pruner, optimizer, 1 if stage == "search" else 3)
-    case.loss()  # masked weights of a forward pass are alive when the copy is made
+    case.loss()  # the masked weights of this forward pass exist when the copy is made
     case.model.eval()
     twin = copy.deepcopy(case.model)
     expected = case.model(case.x).detach()
@@ -37,7 +37,7 @@ def test_deepcopy_is_masked_and_independent(case: Case, stage: str) -> None:
     assert int(theirs.mask.sum()) == theirs.plan.keep
 
 
-def test_whole_model_save_and_load(case: Case) -> None:
+def test_torch_save_of_a_whole_model_keeps_the_mask(case: Case) -> None:
     pruner = case.attach(steps=2)
     optimizer = case.optimizer()
     case.train(pruner, optimizer, 1)
@@ -54,7 +54,7 @@ def test_whole_model_save_and_load(case: Case) -> None:
     assert list(loaded.state_dict()) == list(Case(case.name).model.state_dict())
 
 
-def test_ema_by_averaging_every_float_tensor(small: Case) -> None:
+def test_ema_over_all_float_tensors_has_the_mask_after_apply_to(small: Case) -> None:
     pruner = small.attach(steps=3)
     optimizer = small.optimizer()
     ema = copy.deepcopy(small.model)
@@ -78,7 +78,7 @@ def test_ema_by_averaging_every_float_tensor(small: Case) -> None:
     sp.bake(ema)
 
 
-def test_apply_to_after_bake() -> None:
+def test_apply_to_masks_a_copy_after_bake() -> None:
     case = Case("plain_cnn")
     pruner = case.attach(steps=2)
     ema = copy.deepcopy(case.model)
@@ -90,8 +90,8 @@ def test_apply_to_after_bake() -> None:
     assert str(sp.bake(ema)) == str(pruner.receipt())
 
 
-def test_averaged_model_made_before_attach() -> None:
-    """The scores come last in parameters(), so a plain average zips with the right ones; apply_to masks it."""
+def test_an_averaged_model_made_before_attach_can_be_masked() -> None:
+    """The scores come last in parameters(), so AveragedModel pairs the weights correctly."""
     case = Case("plain_cnn")
     ema = AveragedModel(case.model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))
     pruner = case.attach(steps=2)
@@ -106,7 +106,7 @@ def test_averaged_model_made_before_attach() -> None:
         assert torch.count_nonzero(weight[~gone]) > 0
 
 
-def test_apply_to_a_plain_copy_during_the_search() -> None:
+def test_apply_to_masks_a_dense_copy_during_the_search() -> None:
     case = Case("plain_cnn")
     plain = copy.deepcopy(case.model)
     pruner = case.attach(steps=9)
@@ -118,8 +118,8 @@ def test_apply_to_a_plain_copy_during_the_search() -> None:
     assert torch.equal(plain(case.x), case.model(case.x))
 
 
-def test_gradient_accumulation(small: Case) -> None:
-    """Two half batches add up to the gradient of both, forwards before or between backwards."""
+def test_accumulated_gradients_equal_those_of_the_whole_batch(small: Case) -> None:
+    """With both forward passes first, and with alternating forward and backward passes."""
     pruner = small.attach()
     small.model.eval()  # batch norm's batch statistics would differ between halves
     x, y = small.x, small.y
@@ -146,7 +146,7 @@ def test_gradient_accumulation(small: Case) -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpointing(reentrant: bool) -> None:
+def test_activation_checkpointing_gives_equal_gradients(reentrant: bool) -> None:
     class Checkpointed(nn.Module):
         def __init__(self, inner: nn.Sequential, on: bool) -> None:
             super().__init__()
@@ -171,8 +171,8 @@ def test_activation_checkpointing(reentrant: bool) -> None:
 
 
 @pytest.mark.parametrize("method", [sp.Pdp(tau=1e-2), sp.Smart(gain=True), sp.Smart(), sp.Pas()], ids=lambda m: str(m))
-def test_checkpointed_parts_without_the_model(method: object) -> None:
-    """The first part that runs makes the mask, and does not make it again when its activations are computed anew."""
+def test_checkpointed_submodules_give_equal_gradients(method: object) -> None:
+    """The mask is computed by the first submodule that runs, and not again by recomputation."""
     grads = []
     for on in (False, True):
         case = Case("plain_cnn")
@@ -185,30 +185,30 @@ def test_checkpointed_parts_without_the_model(method: object) -> None:
 
 
 class Stacked(nn.Module):
-    """Every part is checkpointed in the old way, which brings a backward pass for each of them."""
+    """Each part uses reentrant checkpointing, which runs a separate backward pass per part."""
 
-    def __init__(self, again: bool) -> None:
+    def __init__(self, checkpointed: bool) -> None:
         super().__init__()
-        self.again, self.parts = again, nn.ModuleList([nn.Linear(12, 12), nn.Linear(12, 12), nn.Linear(12, 4)])
+        self.checkpointed, self.parts = checkpointed, nn.ModuleList([nn.Linear(12, 12), nn.Linear(12, 12), nn.Linear(12, 4)])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for part in self.parts:
-            x = checkpoint(part, x, use_reentrant=True) if self.again else part(x)
+            x = checkpoint(part, x, use_reentrant=True) if self.checkpointed else part(x)
         return x
 
     def loss(self, x: torch.Tensor) -> torch.Tensor:
-        return self(x).square().mean() if self.again else self.parts[2](self.parts[1](self.parts[0](x))).square().mean()
+        return self(x).square().mean() if self.checkpointed else self.parts[2](self.parts[1](self.parts[0](x))).square().mean()
 
 
 @pytest.mark.parametrize(
     "method", [sp.Pdp(tau=1e-2), sp.Smart(gain=True), sp.Smart(), sp.Pas(), sp.Gradual()], ids=lambda m: str(m)
 )
-def test_more_than_one_backward_pass(method: object) -> None:
-    """Of parts that are checkpointed, and of a loss that does not go through the model's own forward."""
+def test_several_backward_passes_give_the_gradients_of_one(method: object) -> None:
+    """Several passes from checkpointed parts, against a loss that bypasses the forward of the model."""
     grads = []
-    for again in (True, False):
+    for checkpointed in (True, False):
         torch.manual_seed(0)
-        model = Stacked(again)
+        model = Stacked(checkpointed)
         pruner = sp.attach(model, method, block=(4, 4), sparsity=0.5, include="*", steps=9)  # type: ignore[arg-type]
         x = torch.randn(8, 12)
         for batch in x.chunk(2):
@@ -219,7 +219,7 @@ def test_more_than_one_backward_pass(method: object) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast(small: Case, dtype: torch.dtype) -> None:
+def test_training_works_under_autocast(small: Case, dtype: torch.dtype) -> None:
     pruner = small.attach(steps=3)
     optimizer = small.optimizer()
     for _ in range(4):
@@ -234,7 +234,7 @@ def test_autocast(small: Case, dtype: torch.dtype) -> None:
     sp.bake(small.model)
 
 
-def test_bfloat16_model() -> None:
+def test_bfloat16_models_are_pruned_exactly() -> None:
     case = Case("plain_cnn")
     case.model.to(torch.bfloat16)
     case.x = case.x.to(torch.bfloat16)
@@ -245,12 +245,12 @@ def test_bfloat16_model() -> None:
     sp.bake(case.model)
 
 
-QUIET = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks, and hides it
+QUIET = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo reads .grad
 
 
 @QUIET
 @pytest.mark.parametrize("stage", ["search", "frozen"])
-def test_compile(stage: str) -> None:
+def test_compiled_models_train_like_eager_ones(stage: str) -> None:
     torch._dynamo.reset()
     case, plain = Case("plain_cnn"), Case("plain_cnn")
     for c, wrap in ((case, lambda m: torch.compile(m, backend="aot_eager")), (plain, lambda m: m)):
@@ -266,7 +266,7 @@ def test_compile(stage: str) -> None:
 
 
 @QUIET
-def test_compile_does_not_recompile_every_step() -> None:
+def test_compiled_models_are_not_recompiled_every_step() -> None:
     torch._dynamo.reset()
     case = Case("plain_cnn")
     pruner = case.attach(steps=50)
@@ -280,8 +280,8 @@ def test_compile_does_not_recompile_every_step() -> None:
 
 @QUIET
 @pytest.mark.parametrize("steps", [2, 50])  # frozen, searching
-def test_the_masks_are_not_compiled(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They launch kernels by address, which a compiler cannot see through."""
+def test_masking_is_not_compiled(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masking launches kernels by address, which torch.compile cannot trace."""
     torch._dynamo.reset()
     case, seen = Case("plain_cnn"), []
     for name in ("apply", "hold"):
@@ -298,7 +298,7 @@ def test_the_masks_are_not_compiled(steps: int, monkeypatch: pytest.MonkeyPatch)
     assert not any(seen)
 
 
-def test_tied_weights_are_one_weight() -> None:
+def test_tied_weights_are_pruned_as_one_layer() -> None:
     case = Case("tied")
     pruner = case.attach(steps=2)
     tied = [layer for layer in pruner.plan.layers if len(layer.sites) == 2]
@@ -308,7 +308,7 @@ def test_tied_weights_are_one_weight() -> None:
     assert case.model.a.weight is case.model.b.weight
 
 
-def test_conv_bn_folding_after_bake() -> None:
+def test_folding_batch_norm_after_bake_keeps_the_zeros() -> None:
     case = Case("plain_cnn")
     pruner = case.attach(steps=2)
     case.train(pruner, case.optimizer(), 3)
@@ -321,7 +321,7 @@ def test_conv_bn_folding_after_bake() -> None:
     assert torch.allclose(folded(x), case.model[4](case.model[3](x)), atol=1e-5)
 
 
-def test_functional_call_and_vmap_see_masked_weights() -> None:
+def test_functional_call_sees_masked_weights() -> None:
     case = Case("plain_cnn")
     case.attach()
     case.model.eval()
@@ -330,8 +330,8 @@ def test_functional_call_and_vmap_see_masked_weights() -> None:
     assert torch.equal(out, case.model(case.x))
 
 
-def test_an_evaluation_that_ends_in_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It drops its masked weights, between any two lines of an evaluation here."""
+def test_an_evaluation_survives_the_end_of_another_evaluation_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other thread drops the masked weights in the middle of a forward pass."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(12, 20), nn.ReLU(), nn.Linear(20, 8), nn.ReLU(), nn.Linear(8, 4))
     pruner = sp.attach(model, sp.Smart(), block=(4, 4), sparsity=0.5, include="*", steps=4)
@@ -349,8 +349,8 @@ def test_an_evaluation_that_ends_in_another_thread(monkeypatch: pytest.MonkeyPat
         assert torch.equal(model(x), expected)
 
 
-def test_the_example_of_a_budget_is_not_kept() -> None:
-    """It was copied with the model, which fails where it has a history, and saved with it."""
+def test_the_example_of_a_budget_is_not_stored_in_the_model() -> None:
+    """Copying a model with an example that has a grad_fn would fail."""
     model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32), nn.Linear(32, 10))
     example = nn.functional.pad(torch.randn(64, 30, requires_grad=True), (0, 2))
     pruner = sp.attach(model, sp.Smart(), block=(8, 4), budget=sp.macs(0.5, example=example), steps=4)
@@ -360,7 +360,7 @@ def test_the_example_of_a_budget_is_not_kept() -> None:
     assert torch.equal(averaged(example), model(example))
 
 
-def test_an_average_that_was_made_before_attach() -> None:
+def test_averaged_models_made_before_attach_or_after_bake_get_the_same_mask() -> None:
     case = Case("plain_cnn")
     averaged = AveragedModel(case.model)
     pruner = case.attach(steps=2)
@@ -370,5 +370,5 @@ def test_an_average_that_was_made_before_attach() -> None:
     receipt, theirs = sp.bake(case.model), sp.bake(averaged)
     assert theirs.mask_hash == receipt.mask_hash
     late = AveragedModel(Case("plain_cnn").model)
-    pruner.apply_to(late)  # of a baked one
+    pruner.apply_to(late)  # after bake
     assert sp.verify(late.module, receipt=receipt).ok

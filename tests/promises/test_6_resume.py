@@ -1,5 +1,4 @@
-"""Promise 6, for a user's own loop: stop anywhere, resume, and end with the same bits. (Real kills:
-tests/test_resume.py.)"""
+"""Promise 6: resuming a training loop is bit-exact. (tests/training/test_resume.py kills real processes.)"""
 
 import copy
 import io
@@ -25,29 +24,29 @@ def save(case: Case, pruner: sp.Pruner, optimizer: torch.optim.Optimizer) -> io.
 
 @pytest.mark.parametrize("stop", [1, 3, 4, 6])
 @pytest.mark.parametrize("method", METHODS, ids=lambda m: f"{m.name}-{getattr(m, 'mask_type', '')}-{getattr(m, 'ramp', '')}")
-def test_interrupted_is_uninterrupted(small: Case, method: object, stop: int) -> None:
+def test_resuming_from_state_dicts_is_bit_exact(small: Case, method: object, stop: int) -> None:
     pruner = small.attach(method, steps=4)
     optimizer = small.optimizer()
     small.train(pruner, optimizer, stop)
     file = save(small, pruner, optimizer)
     small.train(pruner, optimizer, 7 - stop)
 
-    again = Case(small.name)
-    other = again.attach(method, steps=4)
-    opt = again.optimizer()
+    resumed = Case(small.name)
+    other = resumed.attach(method, steps=4)
+    opt = resumed.optimizer()
     state = torch.load(file, weights_only=True)
-    again.model.load_state_dict(state["m"])
+    resumed.model.load_state_dict(state["m"])
     other.load_state_dict(state["p"])
     opt.load_state_dict(state["o"])
-    again.train(other, opt, 7 - stop)
+    resumed.train(other, opt, 7 - stop)
 
     assert torch.equal(pruner.mask, other.mask)
-    for (name, a), b in zip(small.model.state_dict().items(), again.model.state_dict().values(), strict=True):
+    for (name, a), b in zip(small.model.state_dict().items(), resumed.model.state_dict().values(), strict=True):
         assert torch.equal(a, b), name
-    assert str(sp.bake(small.model)) == str(sp.bake(again.model))
+    assert str(sp.bake(small.model)) == str(sp.bake(resumed.model))
 
 
-def test_wrong_state_is_refused() -> None:
+def test_states_of_other_methods_and_lengths_are_refused() -> None:
     pruner = Case("plain_cnn").attach(steps=4)
     with pytest.raises(sp.SmartpruneError, match=r"steps=4, this one 5"):
         Case("plain_cnn").attach(steps=5).load_state_dict(pruner.state_dict())
@@ -57,17 +56,24 @@ def test_wrong_state_is_refused() -> None:
         Case("plain_cnn").attach(sp.Magnitude(), steps=4).load_state_dict(pruner.state_dict())
 
 
-STEPPED = [sp.Acdc(cycles=2, cap="off"), sp.Awg(stages=2, cap="off"), sp.Gradual(), sp.Pdp(), sp.Pas(), sp.Smart(gain=True)]
+SCHEDULED_METHODS = [
+    sp.Acdc(cycles=2, cap="off"),
+    sp.Awg(stages=2, cap="off"),
+    sp.Gradual(),
+    sp.Pdp(),
+    sp.Pas(),
+    sp.Smart(gain=True),
+]
 
 
-def wheel(method: object, base: dict[str, torch.Tensor]) -> tuple[nn.Sequential, sp.Pruner, torch.optim.Optimizer]:
+def setup(method: object, base: dict[str, torch.Tensor]) -> tuple[nn.Sequential, sp.Pruner, torch.optim.Optimizer]:
     model = nn.Sequential(nn.Linear(12, 20), nn.ReLU(), nn.Linear(20, 4))
     model.load_state_dict(base)
     pruner = sp.attach(model, method, block=(4, 4), sparsity=0.7, include="*", steps=16)  # type: ignore[arg-type]
     return model, pruner, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
 
 
-def turn(model: nn.Module, pruner: sp.Pruner, optimizer: torch.optim.Optimizer, steps: int) -> None:
+def train(model: nn.Module, pruner: sp.Pruner, optimizer: torch.optim.Optimizer, steps: int) -> None:
     x = torch.linspace(-1, 1, 16 * 12).sin().reshape(16, 12)
     for _ in range(steps):
         (model(x).square().mean() + pruner.penalty()).backward()
@@ -77,14 +83,14 @@ def turn(model: nn.Module, pruner: sp.Pruner, optimizer: torch.optim.Optimizer, 
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["states", "whole"])
-@pytest.mark.parametrize("method", STEPPED, ids=lambda method: str(method.name))
-def test_every_step_is_a_place_to_stop(method: object, whole: bool) -> None:
-    """Also those after which an optimizer is to drop its momentum, or leaves everything where it is."""
+@pytest.mark.parametrize("method", SCHEDULED_METHODS, ids=lambda method: str(method.name))
+def test_resuming_after_any_step_is_bit_exact(method: object, whole: bool) -> None:
+    """Including steps after which the optimizer drops its momentum, and steps that change no weight."""
     torch.manual_seed(0)
     base = nn.Sequential(nn.Linear(12, 20), nn.ReLU(), nn.Linear(20, 4)).state_dict()
     for stop in range(1, 16):
-        first = wheel(method, base)
-        turn(*first, stop)
+        first = setup(method, base)
+        train(*first, stop)
         if whole:
             model = copy.deepcopy(first[0])
             pruner = find_pruner(model)
@@ -93,35 +99,35 @@ def test_every_step_is_a_place_to_stop(method: object, whole: bool) -> None:
             second[2].load_state_dict(copy.deepcopy(first[2].state_dict()))
         else:
             states = copy.deepcopy([part.state_dict() for part in first])
-            second = wheel(method, base)
+            second = setup(method, base)
             for part, state in zip(second, states, strict=True):
                 part.load_state_dict(state)
-        turn(*first, 18 - stop)
-        turn(*second, 18 - stop)
+        train(*first, 18 - stop)
+        train(*second, 18 - stop)
         for (name, a), b in zip(first[0].state_dict().items(), second[0].state_dict().values(), strict=True):
             assert torch.equal(a, b), (name, stop)
 
 
-def test_back_into_the_search() -> None:
-    """A pruner that has frozen gets the state of before: its old mask has no say any more."""
+def test_a_frozen_pruner_can_load_a_state_of_the_search() -> None:
+    """The frozen mask no longer applies afterwards."""
     torch.manual_seed(0)
     base = nn.Sequential(nn.Linear(12, 20), nn.ReLU(), nn.Linear(20, 4)).state_dict()
-    parts = wheel(sp.Gradual(), base)
-    turn(*parts, 2)
+    parts = setup(sp.Gradual(), base)
+    train(*parts, 2)
     states = copy.deepcopy([part.state_dict() for part in parts])
-    turn(*parts, 16)
+    train(*parts, 16)
     before = [part.clone() for part in parts[0].state_dict().values()]
     assert parts[1].phase == "frozen"
     for part, state in zip(parts, states, strict=True):
         part.load_state_dict(state)
-    turn(*parts, 1)
+    train(*parts, 1)
     assert parts[1].phase == "search"
     assert not any(bool((weight == 0).any()) for weight in parts[1].blocks.weights)
-    turn(*parts, 15)
+    train(*parts, 15)
     assert all(torch.equal(a, b) for a, b in zip(before, parts[0].state_dict().values(), strict=True))
 
 
-def test_a_state_of_another_search_is_refused() -> None:
+def test_states_of_other_settings_and_damaged_states_are_refused() -> None:
     def state(block: tuple[int, int] = (4, 2), method: object = sp.Magnitude()) -> tuple[sp.Pruner, dict[str, Any]]:
         model = nn.Linear(16, 16)
         pruner = sp.attach(model, method, block=block, sparsity=0.5, include="*", steps=4)  # type: ignore[arg-type]
@@ -142,37 +148,37 @@ def test_a_state_of_another_search_is_refused() -> None:
     smart.load_state_dict({k: v for k, v in learned.items() if k not in ("block", "settings", "forgets")})  # of an older version
 
 
-def test_back_over_an_order_that_was_not_carried_out() -> None:
-    """A state loaded where momentum was just to be dropped brings momentum that is to be kept."""
+def test_load_state_dict_cancels_a_pending_momentum_reset() -> None:
+    """The loaded optimizer state is kept, although the pruner was about to drop momentum."""
     torch.manual_seed(0)
     base = nn.Sequential(nn.Linear(12, 20), nn.ReLU(), nn.Linear(20, 4)).state_dict()
     method = sp.Acdc(cycles=2, cap="off")
-    straight = wheel(method, base)
-    turn(*straight, 3)
+    straight = setup(method, base)
+    train(*straight, 3)
     states = copy.deepcopy([part.state_dict() for part in straight])
-    turn(*straight, 13)
-    parts = wheel(method, base)
-    turn(*parts, 4)  # the order is given here
+    train(*straight, 13)
+    parts = setup(method, base)
+    train(*parts, 4)  # requests the reset
     for part, state in zip(parts, states, strict=True):
         part.load_state_dict(state)
-    turn(*parts, 13)
+    train(*parts, 13)
     for a, b in zip(straight[0].state_dict().values(), parts[0].state_dict().values(), strict=True):
         assert torch.equal(a, b)
 
 
-def test_a_copy_and_a_closure() -> None:
-    """The copy's first forward pass, where it says what optimizers are to do, is inside the step."""
+def test_a_copy_trains_with_a_closure_like_the_original() -> None:
+    """The first forward pass of the copy happens inside optimizer.step()."""
     torch.manual_seed(0)
     base = nn.Sequential(nn.Linear(12, 20), nn.ReLU(), nn.Linear(20, 4)).state_dict()
-    first = wheel(sp.Acdc(cycles=2, cap="off"), base)
-    turn(*first, 4)
+    first = setup(sp.Acdc(cycles=2, cap="off"), base)
+    train(*first, 4)
     model = copy.deepcopy(first[0])
     pruner = find_pruner(model)
     assert pruner is not None
     second = (model, pruner, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
     second[2].load_state_dict(copy.deepcopy(first[2].state_dict()))
     x = torch.linspace(-1, 1, 16 * 12).sin().reshape(16, 12)
-    for net, steering, optimizer in (first, second):
+    for net, pruner, optimizer in (first, second):
         for _ in range(3):
 
             def closure(net: nn.Module = net, optimizer: torch.optim.Optimizer = optimizer) -> torch.Tensor:
@@ -182,7 +188,7 @@ def test_a_copy_and_a_closure() -> None:
                 return loss
 
             optimizer.step(closure)  # type: ignore[arg-type]
-            steering.step()
+            pruner.step()
     for a, b in zip(first[0].state_dict().values(), model.state_dict().values(), strict=True):
         assert torch.equal(a, b)
 
@@ -215,8 +221,8 @@ def three_layers(**options: object) -> tuple[nn.Module, sp.Pruner]:
         ({"sparsity": None, "budget": sp.params(0.8)}, {}, r"budget='params of layers', this one 'blocks of layers'|limit="),
     ],
 )
-def test_the_state_of_another_search_with_as_many_blocks(saved: dict[str, Any], loaded: dict[str, Any], match: str) -> None:
-    """Its mask was put on other layers, and nothing said so."""
+def test_states_of_other_layers_floors_and_budgets_are_refused(saved: dict[str, Any], loaded: dict[str, Any], match: str) -> None:
+    """The number of blocks is the same, so only the description of the search differs."""
     _, pruner = three_layers(**saved)
     model, other = three_layers(**loaded)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -230,7 +236,7 @@ def test_the_state_of_another_search_with_as_many_blocks(saved: dict[str, Any], 
     other.load_state_dict(older)  # of before they were stored
 
 
-def test_a_search_of_a_wrapped_model_goes_on_in_a_plain_one() -> None:
+def test_a_state_of_a_wrapped_model_loads_into_a_plain_one() -> None:
     torch.manual_seed(0)
     options: dict[str, Any] = {"block": (8, 4), "sparsity": 0.8, "steps": 4}
     wrapped = nn.DataParallel(nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 10)))
@@ -242,15 +248,15 @@ def test_a_search_of_a_wrapped_model_goes_on_in_a_plain_one() -> None:
 
 
 @pytest.mark.parametrize("stop", [2, 5])
-def test_a_resumed_search_tells_the_same(stop: int) -> None:
+def test_telemetry_is_restored(stop: int) -> None:
     case = Case("plain_cnn")
     pruner = case.attach(steps=4)
     optimizer = case.optimizer()
     case.train(pruner, optimizer, stop)
-    told = pruner.telemetry()
-    assert sum(told["kept"]) > 0
-    again = Case("plain_cnn")
-    other = again.attach(steps=4)
-    again.model.load_state_dict(case.model.state_dict())
+    telemetry = pruner.telemetry()
+    assert sum(telemetry["kept"]) > 0
+    resumed = Case("plain_cnn")
+    other = resumed.attach(steps=4)
+    resumed.model.load_state_dict(case.model.state_dict())
     other.load_state_dict(torch.load(save(case, pruner, optimizer), weights_only=True)["p"])
-    assert other.telemetry() == told
+    assert other.telemetry() == telemetry

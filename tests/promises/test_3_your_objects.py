@@ -1,5 +1,4 @@
-"""Promise 3: parameters keep identity, order and names; an early optimizer keeps working; baked keys are the plain
-ones."""
+"""Promise 3: parameters keep identity, order and names; earlier optimizers keep working; baked models keep their keys."""
 
 import copy
 import gc
@@ -14,25 +13,25 @@ from helpers.training_cases import Case
 from smartprune.methods.method import Method
 
 
-def listing(model: nn.Module) -> list[tuple[str, int]]:
+def names_and_ids(model: nn.Module) -> list[tuple[str, int]]:
     return [(name, id(p)) for name, p in model.named_parameters()]
 
 
-def insides(module: nn.Module) -> dict[str, object]:
+def attributes(module: nn.Module) -> dict[str, object]:
     return {"class": type(module), **{name: copy.copy(value) for name, value in vars(module).items()}}
 
 
-def test_identity_order_and_names(case: Case) -> None:
-    before, keys = listing(case.model), list(case.model.state_dict())
+def test_parameters_keep_identity_order_and_names(case: Case) -> None:
+    before, keys = names_and_ids(case.model), list(case.model.state_dict())
     classes = {name: type(module) for name, module in case.model.named_modules()}
     pruner = case.attach(steps=2)
-    during = listing(case.model)
-    assert during[: len(before)] == before  # what is added comes last
+    during = names_and_ids(case.model)
+    assert during[: len(before)] == before  # the scores come last
     assert len(during) == len(before) + 1
     case.train(pruner, case.optimizer(), 3)
-    assert listing(case.model)[: len(before)] == before
+    assert names_and_ids(case.model)[: len(before)] == before
     sp.bake(case.model)
-    assert listing(case.model) == before
+    assert names_and_ids(case.model) == before
     assert list(case.model.state_dict()) == keys
     assert {name: type(module) for name, module in case.model.named_modules()} == classes
     for module in case.model.modules():
@@ -44,7 +43,7 @@ def test_identity_order_and_names(case: Case) -> None:
 
 
 @pytest.mark.parametrize("kind", ["sgd", "adam", "adamw"])
-def test_optimizer_built_before_attach(small: Case, kind: str) -> None:
+def test_an_optimizer_made_before_attach_trains_weights_and_scores(small: Case, kind: str) -> None:
     optimizer = small.optimizer(kind=kind)
     weights = {name: p.detach().clone() for name, p in small.model.named_parameters()}
     pruner = small.attach()
@@ -57,7 +56,7 @@ def test_optimizer_built_before_attach(small: Case, kind: str) -> None:
             assert not torch.equal(p, weights[name]), name
 
 
-def test_param_group_takes_options() -> None:
+def test_param_group_accepts_optimizer_options() -> None:
     pruner = Case("plain_cnn").attach()
     group = pruner.param_group(lr=0.5, momentum=0.0)
     assert group["lr"] == 0.5
@@ -66,7 +65,7 @@ def test_param_group_takes_options() -> None:
     assert [p.shape for p in group["params"]] == [(pruner.plan.n,)]
 
 
-def test_user_subclass_with_its_own_forward() -> None:
+def test_layer_subclasses_with_their_own_forward_see_masked_weights() -> None:
     class Standardized(nn.Conv2d):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             weight = self.weight - self.weight.mean((1, 2, 3), keepdim=True)
@@ -83,8 +82,8 @@ def test_user_subclass_with_its_own_forward() -> None:
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_submodule_used_without_the_root(fused: bool) -> None:
-    """Trainers that never call the root's own forward still get fresh, masked weights."""
+def test_submodules_called_without_the_root_are_masked(fused: bool) -> None:
+    """A training loop that never calls the forward of the root gives the same result."""
 
     def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, weight_decay=5e-4, fused=fused)
@@ -106,8 +105,8 @@ def test_submodule_used_without_the_root(fused: bool) -> None:
         assert torch.equal(a, b)
 
 
-def test_state_follows_the_model_to_another_device() -> None:
-    """Attached on the CPU, moved afterwards: everything the pruner holds goes along. (The meta device stands in for a GPU.)"""
+def test_the_pruner_moves_with_the_model_to_another_device() -> None:
+    """The meta device stands in for a GPU."""
     case = Case("plain_cnn")
     pruner = case.attach(steps=3)
     case.train(pruner, case.optimizer(), 1)
@@ -117,8 +116,8 @@ def test_state_follows_the_model_to_another_device() -> None:
     assert {tensor.device.type for tensor in (*tensors, pruner.telemetry_.side)} == {"meta"}
 
 
-def test_a_move_in_inference_mode() -> None:
-    """For an evaluation, say: the search goes on afterwards, and writes to what was moved."""
+def test_the_pruner_moves_in_inference_mode() -> None:
+    """The search continues afterwards, so no moved tensor may be an inference tensor."""
     case = Case("plain_cnn")
     pruner = case.attach(sp.Smart(gain=True), steps=3, budget=sp.params(0.5))
     case.train(pruner, case.optimizer(), 1)
@@ -131,7 +130,7 @@ def test_a_move_in_inference_mode() -> None:
     assert not any(tensor.is_inference() for tensor in tensors)
 
 
-def test_attach_in_inference_mode() -> None:
+def test_attach_works_in_inference_mode() -> None:
     case = Case("plain_cnn")
     plain = copy.deepcopy(case.model)
     with torch.inference_mode():
@@ -143,19 +142,19 @@ def test_attach_in_inference_mode() -> None:
     assert sp.bake(case.model).met
 
 
-def test_attach_in_inference_mode_with_an_example_of_there() -> None:
-    """A model whose first layer works in place writes to it, which torch allows in inference mode only."""
+def test_attach_accepts_an_example_made_in_inference_mode() -> None:
+    """The first layer works in place. PyTorch allows writes to an inference tensor in inference mode only."""
     model = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(8, 8), nn.Linear(8, 8))
     with torch.inference_mode():
         example = torch.ones(1, 8)
-        for given in (example, (example,), {"input": example}):
-            assert sp.plan(model, (4, 4), budget=sp.macs(0.5, example=given)).macs == 64
+        for inputs in (example, (example,), {"input": example}):
+            assert sp.plan(model, (4, 4), budget=sp.macs(0.5, example=inputs)).macs == 64
         sp.attach(model, sp.Smart(), block=(4, 4), budget=sp.macs(0.5, example=example), steps=1)
     model(torch.ones(1, 8)).sum().backward()
 
 
-def test_resume_in_inference_mode() -> None:
-    """Back to where the method watched: backward passes add to what is made there."""
+def test_load_state_dict_works_in_inference_mode() -> None:
+    """The loaded state is in calibration, whose buffers collect gradients of later backward passes."""
     case = Case("plain_cnn")
     pruner = case.attach(sp.Awg(stages=2, cap="off"), steps=20)
     optimizer = case.optimizer()
@@ -170,8 +169,8 @@ def test_resume_in_inference_mode() -> None:
     assert sp.bake(case.model).met
 
 
-def test_a_second_pruner_after_bake() -> None:
-    """More sparsity later: what the first bake removed stays removed, and the count is exact again."""
+def test_a_baked_model_can_be_pruned_further() -> None:
+    """Blocks that the first search removed stay removed, and the new count is exact."""
     case = Case("plain_cnn")
     first = case.attach(steps=2)
     case.train(first, case.optimizer(), 3)
@@ -186,12 +185,12 @@ def test_a_second_pruner_after_bake() -> None:
 @pytest.mark.parametrize("at", ["scalars", "_way", "register_forward_hook"])
 @pytest.mark.parametrize("method", [sp.Smart(), sp.Awg(cap="off")])
 def test_an_interrupted_attach_leaves_the_model_as_it_was(method: Method, at: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scores would stay in its parameters, and those that a method holds still would never train again."""
+    """No scores stay among the parameters, and no weight stays frozen."""
     case = Case("plain_cnn")
     case.train(case.attach(steps=2), case.optimizer(), 2)
     sp.bake(case.model)
     names = [name for name, _ in case.model.named_parameters()]
-    modules = [insides(module) for module in case.model.modules()]
+    modules = [attributes(module) for module in case.model.modules()]
     weight = case.model[3].weight
     zeros = weight == 0
 
@@ -203,52 +202,52 @@ def test_an_interrupted_attach_leaves_the_model_as_it_was(method: Method, at: st
         with pytest.raises(KeyboardInterrupt):
             case.attach(method, steps=32)
     assert [name for name, _ in case.model.named_parameters()] == names
-    assert [insides(module) for module in case.model.modules()] == modules
+    assert [attributes(module) for module in case.model.modules()] == modules
     optimizer = case.optimizer()
     before = weight.clone()
     case.loss().backward()
     optimizer.step()
     assert not torch.equal(weight, before)
-    assert torch.equal(weight == 0, zeros)  # the guard of the bake is still there
+    assert torch.equal(weight == 0, zeros)  # the first bake still holds its zeros
 
 
-def test_a_class_that_allows_no_subclass_says_so_itself() -> None:
-    """What undoes the attach stumbled over the layer that has no stand-in, told of that, and left the scores behind."""
+def test_attach_is_undone_where_a_layer_class_forbids_subclasses() -> None:
+    """The error of the class is raised, and the model is unchanged."""
 
     class Sealed(nn.Linear):
         def __init_subclass__(cls) -> None:
             raise TypeError("Sealed allows no subclass")
 
     model = nn.Sequential(nn.Linear(8, 8), Sealed(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
-    names, modules = [name for name, _ in model.named_parameters()], [insides(module) for module in model.modules()]
+    names, modules = [name for name, _ in model.named_parameters()], [attributes(module) for module in model.modules()]
     with pytest.raises(TypeError, match="allows no subclass"):
         sp.attach(model, sp.Smart(), block=(4, 4), sparsity=0.5, steps=1)
     assert [name for name, _ in model.named_parameters()] == names
-    assert [insides(module) for module in model.modules()] == modules
+    assert [attributes(module) for module in model.modules()] == modules
     sp.attach(model, sp.Smart(), block=(4, 4), sparsity=0.5, steps=1, skip=Sealed)
     assert model(torch.ones(1, 8)).isfinite().all()
 
 
-def test_a_class_goes_with_its_last_module() -> None:
-    """What its functions reach, such as a data set, would stay for ever."""
-    kept = []
+def test_classes_of_masked_layers_are_garbage_collected() -> None:
+    """Otherwise objects that a local class refers to, such as a data set, would never be freed."""
+    references = []
 
     def prune() -> None:
-        class Reached: ...
+        class Target: ...
 
-        reached = Reached()
-        kept.append(weakref.ref(reached))
+        target = Target()
+        references.append(weakref.ref(target))
 
-        class Own(nn.Linear):
+        class LocalLinear(nn.Linear):
             def forward(self, x: torch.Tensor) -> torch.Tensor:
-                assert reached is not None
+                assert target is not None
                 return super().forward(x)
 
-        model = nn.Sequential(nn.Linear(8, 8), Own(8, 8), nn.Linear(8, 8))
+        model = nn.Sequential(nn.Linear(8, 8), LocalLinear(8, 8), nn.Linear(8, 8))
         sp.attach(model, sp.Magnitude(), block=(4, 4), sparsity=0.5, steps=1).freeze()
         sp.bake(model)
 
     prune()
-    gc.collect()  # its stand-in
-    gc.collect()  # and then the class itself
-    assert kept[0]() is None
+    gc.collect()  # the masked class
+    gc.collect()  # then the class itself
+    assert references[0]() is None

@@ -1,5 +1,4 @@
-"""Promise 2: partial blocks, groups, transposed axes, Conv1d/2d/3d and Linear are tiled correctly, or skipped with
-a reason."""
+"""Promise 2: every layer with a weight is tiled correctly, or skipped with a stated reason."""
 
 import torch
 from torch import nn
@@ -8,7 +7,7 @@ import smartprune as sp
 from helpers.training_cases import Case
 
 
-def test_masked_forward_equals_weights_multiplied_by_hand(case: Case) -> None:
+def test_masked_forward_equals_manually_masked_weights(case: Case) -> None:
     pruner = case.attach()
     case.model.eval()
     raw = {layer.weight: weight.detach().clone() for layer, weight in zip(pruner.plan.layers, pruner.blocks.weights, strict=True)}
@@ -20,7 +19,7 @@ def test_masked_forward_equals_weights_multiplied_by_hand(case: Case) -> None:
     with torch.no_grad():
         for layer in pruner.plan.layers:
             weight = plain.get_parameter(layer.weight)
-            for index in range(layer.n):  # block by block, through an indicator that expand() places
+            for index in range(layer.n):  # one block at a time, as expand() places it
                 if layer.n > 400 and index % 97:
                     continue
                 one = torch.zeros(layer.n)
@@ -35,7 +34,7 @@ def test_gradients_equal_autograd_through_an_expanded_mask(small: Case) -> None:
     pruner = small.attach()
     small.loss().backward()
     scores = pruner.parameters()[0]
-    got = [scores.grad.clone(), *(w.grad.clone() for w in pruner.blocks.weights)]
+    actual = [scores.grad.clone(), *(w.grad.clone() for w in pruner.blocks.weights)]
     other = Case(small.name)
     leaf = scores.detach().clone().requires_grad_()
     mask = sp.soft_topk(leaf, pruner.plan.limit, pruner.tau)
@@ -48,19 +47,19 @@ def test_gradients_equal_autograd_through_an_expanded_mask(small: Case) -> None:
     out = torch.func.functional_call(other.model, replaced, (small.x,), tie_weights=False)
     nn.functional.cross_entropy(out, small.y).backward()
     expected = [leaf.grad, *(named[layer.weight].grad for layer in pruner.plan.layers)]
-    for a, b in zip(got, expected, strict=True):
+    for a, b in zip(actual, expected, strict=True):
         assert torch.allclose(a, b, atol=1e-6, rtol=1e-4)
 
 
 def test_every_weight_is_pruned_or_has_a_reason(case: Case) -> None:
     plan = sp.plan(case.model, case.block, case.sparsity)
     named = {name for name, p in case.model.named_parameters() if p.dim() > 1}
-    told = {layer.weight for layer in plan.layers} | {s.name for s in plan.skipped} | {s.name + ".weight" for s in plan.skipped}
-    assert named <= told
+    listed = {layer.weight for layer in plan.layers} | {s.name for s in plan.skipped} | {s.name + ".weight" for s in plan.skipped}
+    assert named <= listed
     assert all(s.reason for s in plan.skipped)
 
 
-def test_channels_last_gives_the_same_numbers_and_keeps_the_layout() -> None:
+def test_channels_last_gives_equal_results_and_keeps_the_layout() -> None:
     a, b = Case("plain_cnn"), Case("plain_cnn")
     b.model.to(memory_format=torch.channels_last)
     pa, pb = a.attach(), b.attach()

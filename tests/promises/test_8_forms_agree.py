@@ -1,4 +1,4 @@
-"""Promise 8: masked, baked and packed forms agree bit for bit, accelerated and ONNX to float rounding, int8 to its own."""
+"""Promise 8: masked, baked and packed models agree bit for bit; accelerated and ONNX models agree to rounding."""
 
 import shutil
 from pathlib import Path
@@ -11,7 +11,7 @@ from helpers.training_cases import Case
 
 
 def trained(case: Case) -> tuple[torch.Tensor, sp.Receipt]:
-    """What the masked model says at the end of its training, and the receipt of the bake that follows."""
+    """The output of the masked model after training, and the receipt of its bake."""
     pruner = case.attach(steps=2)
     case.train(pruner, case.optimizer(), 3)
     case.model.eval()
@@ -30,9 +30,9 @@ def test_masked_baked_and_packed_agree_bit_for_bit(case: Case, tmp_path: Path) -
         assert torch.equal(fresh(case.x), masked)
     for name, tensor in case.model.state_dict().items():
         assert fresh.state_dict()[name].numpy().tobytes() == tensor.numpy().tobytes(), name
-    found = sp.verify(tmp_path / "packed")
-    assert found.ok
-    assert found.mask_hash == receipt.mask_hash == sp.verify(fresh, receipt=receipt).mask_hash
+    result = sp.verify(tmp_path / "packed")
+    assert result.ok
+    assert result.mask_hash == receipt.mask_hash == sp.verify(fresh, receipt=receipt).mask_hash
 
 
 def test_packing_twice_gives_the_same_file(case: Case, tmp_path: Path) -> None:
@@ -57,15 +57,15 @@ def test_accelerated_agrees_to_float_rounding(case: Case) -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("name", ["plain_cnn", "resnet18"])
-def test_accelerated_int8_agrees_to_its_own_rounding(name: str) -> None:
+def test_accelerated_int8_agrees_to_int8_rounding(name: str) -> None:
     case = Case(name)
     masked, _ = trained(case)
     fast = sp.accelerate(case.model, dtype="int8", example=[case.x, torch.randn_like(case.x)])
     assert (fast(case.x) - masked).square().mean().sqrt() <= 0.1 * masked.square().mean().sqrt()
 
 
-def onnx_of(case: Case, path: Path, int8: bool) -> tuple[torch.Tensor, torch.Tensor, sp.Receipt]:
-    """Outputs of the masked model and of the ONNX file on the same inputs."""
+def export_and_run(case: Case, path: Path, int8: bool) -> tuple[torch.Tensor, torch.Tensor, sp.Receipt]:
+    """The outputs of the masked model and of its ONNX file for the same input, and the receipt."""
     for package in ("onnx", "onnxscript"):
         pytest.importorskip(package, reason=f"{package} is not installed")
     runtime = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
@@ -73,21 +73,21 @@ def onnx_of(case: Case, path: Path, int8: bool) -> tuple[torch.Tensor, torch.Ten
     batches = [case.x, torch.randn_like(case.x)] if int8 else None
     sp.export_onnx(case.model, path, case.x, receipt=receipt, int8=int8, calibration=batches)
     session = runtime.InferenceSession(path.read_bytes(), providers=["CPUExecutionProvider"])
-    (found,) = session.run(None, {session.get_inputs()[0].name: case.x.numpy()})
+    (output,) = session.run(None, {session.get_inputs()[0].name: case.x.numpy()})
     checked = sp.verify(path)
     assert checked.ok, str(checked)
     assert checked.receipt is not None
     assert checked.receipt.mask_hash == receipt.mask_hash
-    return masked, torch.from_numpy(found), receipt
+    return masked, torch.from_numpy(output), receipt
 
 
 def test_onnx_agrees_to_float_rounding(case: Case, tmp_path: Path) -> None:
-    masked, found, receipt = onnx_of(case, tmp_path / "model.onnx", int8=False)
-    assert (found - masked).abs().max() <= 1e-5 * masked.abs().max()
+    masked, output, receipt = export_and_run(case, tmp_path / "model.onnx", int8=False)
+    assert (output - masked).abs().max() <= 1e-5 * masked.abs().max()
     assert sp.verify(tmp_path / "model.onnx").mask_hash == receipt.mask_hash
 
 
 @pytest.mark.parametrize("name", ["plain_cnn", "transformer_block"])
-def test_int8_agrees_to_its_own_rounding(name: str, tmp_path: Path) -> None:
-    masked, found, _ = onnx_of(Case(name), tmp_path / "model.onnx", int8=True)
-    assert (found - masked).square().mean().sqrt() <= 0.1 * masked.square().mean().sqrt()
+def test_int8_onnx_agrees_to_int8_rounding(name: str, tmp_path: Path) -> None:
+    masked, output, _ = export_and_run(Case(name), tmp_path / "model.onnx", int8=True)
+    assert (output - masked).square().mean().sqrt() <= 0.1 * masked.square().mean().sqrt()

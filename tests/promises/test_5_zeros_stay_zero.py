@@ -1,4 +1,4 @@
-"""Promise 5: momentum, weight decay and EMA never revive a removed block of a frozen or baked model."""
+"""Promise 5: removed blocks of frozen and baked models stay zero under momentum, weight decay and EMA."""
 
 import copy
 
@@ -19,36 +19,36 @@ OPTIMIZERS = {
 }
 
 
-def revived(weights: list[torch.Tensor], gone: list[torch.Tensor]) -> int:
-    return sum(int(torch.count_nonzero(w.detach()[g])) for w, g in zip(weights, gone, strict=True))
+def nonzero_removed(weights: list[torch.Tensor], removed: list[torch.Tensor]) -> int:
+    return sum(int(torch.count_nonzero(w.detach()[r])) for w, r in zip(weights, removed, strict=True))
 
 
 @pytest.mark.parametrize("kind", sorted(OPTIMIZERS))
-def test_frozen_and_baked(small: Case, kind: str) -> None:
+def test_zeros_survive_training_of_frozen_and_baked_models(small: Case, kind: str) -> None:
     pruner = small.attach(steps=4)
     optimizer = OPTIMIZERS[kind](small.model.parameters())
     small.train(pruner, optimizer, 4)
     weights, gone = pruner.blocks.weights, removed_elements(pruner)
     assert pruner.phase == "frozen"
-    assert revived(weights, gone) == 0
+    assert nonzero_removed(weights, gone) == 0
     for _ in range(3):
         small.loss().backward()
         for weight, g in zip(weights, gone, strict=True):
             assert torch.count_nonzero(weight.grad[g]) == 0
         optimizer.step()
-        assert revived(weights, gone) == 0  # at once: a checkpoint may be written here
+        assert nonzero_removed(weights, gone) == 0  # directly after the step: a checkpoint may be saved here
         optimizer.zero_grad()
     before = [w.detach().clone() for w in weights]
     sp.bake(small.model)
-    for _ in range(3):  # the user trains on, with the same optimizer and its momentum
+    for _ in range(3):  # training continues with the same optimizer and its momentum
         small.loss().backward()
         optimizer.step()
         optimizer.zero_grad()
-        assert revived(weights, gone) == 0
+        assert nonzero_removed(weights, gone) == 0
     assert any(not torch.equal(a, b) for a, b in zip(before, weights, strict=True))
 
 
-def test_released_on_request() -> None:
+def test_bake_without_hold_lets_zeros_train() -> None:
     case = Case("plain_cnn")
     pruner = case.attach(steps=1)
     optimizer = case.optimizer()
@@ -57,10 +57,10 @@ def test_released_on_request() -> None:
     sp.bake(case.model, hold=False)
     case.loss().backward()
     optimizer.step()
-    assert revived(pruner.blocks.weights, gone) > 0
+    assert nonzero_removed(pruner.blocks.weights, gone) > 0
 
 
-def test_writes_behind_our_back_are_cleaned_before_use() -> None:
+def test_writes_to_removed_blocks_are_zeroed_before_use() -> None:
     case = Case("plain_cnn")
     pruner = case.attach(steps=1)
     case.train(pruner, case.optimizer(), 1)
@@ -68,7 +68,7 @@ def test_writes_behind_our_back_are_cleaned_before_use() -> None:
     expected = case.model.eval()(case.x).detach()
     with torch.no_grad():
         for weight, g in zip(pruner.blocks.weights, gone, strict=True):
-            weight[g] = 1.0  # as an EMA swap or a loaded checkpoint might
+            weight[g] = 1.0  # like an EMA swap or a loaded checkpoint
     assert torch.equal(case.model(case.x), expected)
     with torch.no_grad():
         pruner.blocks.weights[0][gone[0]] = 1.0
@@ -77,8 +77,8 @@ def test_writes_behind_our_back_are_cleaned_before_use() -> None:
 
 
 @pytest.mark.parametrize("swap", [False, True], ids=["copied", "swapped"])
-def test_writes_that_leave_no_trace(swap: bool) -> None:
-    """Through ``weight.data``, as many an EMA and Lookahead do: no version counter rises."""
+def test_writes_through_data_are_zeroed_before_use(swap: bool) -> None:
+    """EMA and Lookahead often write through ``weight.data``, which does not change the version counter."""
     case = Case("plain_cnn")
     dense = copy.deepcopy(case.model.state_dict())
     pruner = case.attach(sp.Magnitude(), steps=1)
@@ -96,7 +96,7 @@ def test_writes_that_leave_no_trace(swap: bool) -> None:
     write()
     case.model.eval()
     clean = {name: value.clone() for name, value in case.model.state_dict().items()}
-    assert revived([clean[layer.weight] for layer in pruner.plan.layers], gone) == 0
+    assert nonzero_removed([clean[layer.weight] for layer in pruner.plan.layers], gone) == 0
     expected = case.model(case.x).detach()
     write()
     assert torch.equal(case.model(case.x), expected)
@@ -104,11 +104,11 @@ def test_writes_that_leave_no_trace(swap: bool) -> None:
     assert pruner.receipt().met
     write()
     assert sp.bake(case.model).met
-    assert revived(list(pruner.blocks.weights), gone) == 0
+    assert nonzero_removed(list(pruner.blocks.weights), gone) == 0
 
 
-def test_two_forward_passes_and_then_backward() -> None:
-    """Cleaning at every forward pass must not look like a change to autograd."""
+def test_two_forward_passes_before_backward_are_allowed() -> None:
+    """Zeroing removed blocks in the second forward pass must not invalidate saved tensors."""
     case = Case("plain_cnn")
     pruner = case.attach(sp.Magnitude(), steps=1)
     case.train(pruner, case.optimizer(), 1)
@@ -119,7 +119,7 @@ def test_two_forward_passes_and_then_backward() -> None:
     assert all(parameter.grad is not None for parameter in case.model.parameters())
 
 
-def test_a_receipt_changes_nothing_in_a_baked_model() -> None:
+def test_receipt_does_not_change_a_baked_model() -> None:
     case = Case("plain_cnn")
     pruner = case.attach(sp.Magnitude(), steps=1)
     case.train(pruner, case.optimizer(), 1)
@@ -133,7 +133,7 @@ def test_a_receipt_changes_nothing_in_a_baked_model() -> None:
     assert all(bool((weight == 1).all()) for weight in pruner.blocks.weights)
 
 
-def test_ema_of_frozen_and_of_baked_models() -> None:
+def test_ema_of_frozen_and_baked_models_keeps_the_zeros() -> None:
     case = Case("plain_cnn")
     pruner = case.attach(steps=2)
     optimizer = case.optimizer()
@@ -142,22 +142,22 @@ def test_ema_of_frozen_and_of_baked_models() -> None:
     ema = copy.deepcopy(case.model)
     for _ in range(3):
         case.train(pruner, optimizer, 1)
-        theirs = ema.state_dict()
+        averages = ema.state_dict()
         for name, value in case.model.state_dict().items():
             if value.is_floating_point():
-                theirs[name].lerp_(value, 0.3)
-    assert revived(sp.find_pruner(ema).blocks.weights, gone) == 0
+                averages[name].lerp_(value, 0.3)
+    assert nonzero_removed(sp.find_pruner(ema).blocks.weights, gone) == 0
     sp.bake(ema)
     sp.bake(case.model)
-    theirs = ema.state_dict()
+    averages = ema.state_dict()
     for name, value in case.model.state_dict().items():
         if value.is_floating_point():
-            theirs[name].lerp_(value, 0.5)
-    assert revived([theirs[layer.weight] for layer in pruner.plan.layers], gone) == 0
+            averages[name].lerp_(value, 0.5)
+    assert nonzero_removed([averages[layer.weight] for layer in pruner.plan.layers], gone) == 0
 
 
-def test_momentum_is_cleaned_once_and_not_for_every_copy_that_follows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An average that follows at every step changes nothing for the optimizer of the model."""
+def test_apply_to_does_not_clear_momentum_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Updating an EMA copy at every step does not touch the optimizer of the model."""
     case = Case("plain_cnn")
     pruner = case.attach(steps=3)
     optimizer = OPTIMIZERS["sgd"](case.model.parameters())
@@ -166,15 +166,15 @@ def test_momentum_is_cleaned_once_and_not_for_every_copy_that_follows(monkeypatc
     cleaned: list[torch.Tensor] = []
     real = Masking.multiply_one_
 
-    def noted(self: Masking, piece: torch.Tensor, i: int, value: torch.Tensor) -> None:
+    def record(self: Masking, piece: torch.Tensor, i: int, value: torch.Tensor) -> None:
         cleaned.append(value)
         real(self, piece, i, value)
 
-    monkeypatch.setattr(Masking, "multiply_one_", noted)
+    monkeypatch.setattr(Masking, "multiply_one_", record)
     for _ in range(2):
         pruner.apply_to(ema)
         case.train(pruner, optimizer, 1)
     momenta = {id(state["momentum_buffer"]) for state in optimizer.state.values()}
     assert not momenta & {id(value) for value in cleaned}
     case.train(pruner, OPTIMIZERS["sgd"](case.model.parameters()), 2)
-    assert revived(pruner.blocks.weights, removed_elements(pruner)) == 0
+    assert nonzero_removed(pruner.blocks.weights, removed_elements(pruner)) == 0

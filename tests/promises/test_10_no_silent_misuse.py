@@ -1,4 +1,4 @@
-"""Promise 10: misuse raises where it happens, and says what to do."""
+"""Promise 10: misuse raises immediately, and the message says what to do."""
 
 import contextlib
 import warnings
@@ -14,15 +14,15 @@ from helpers.training_cases import Case
 from smartprune.methods.method import Method
 
 
-def test_scores_missing_from_the_optimizer(small: Case) -> None:
+def test_scores_missing_from_the_optimizer_raise(small: Case) -> None:
     optimizer = small.optimizer()
     pruner = small.attach()
     with pytest.raises(sp.SmartpruneError, match=r"add_param_group\(pruner\.param_group\(\)\)"):
         small.train(pruner, optimizer, 3)
 
 
-def test_scores_missing_from_a_fused_optimizer() -> None:
-    """Fused optimizers do not raise version counters."""
+def test_scores_missing_from_a_fused_optimizer_raise() -> None:
+    """Fused optimizers do not increase version counters."""
     case = Case("plain_cnn")
     optimizer = torch.optim.SGD(case.model.parameters(), lr=0.1, fused=True)
     pruner = case.attach()
@@ -30,8 +30,8 @@ def test_scores_missing_from_a_fused_optimizer() -> None:
         case.train(pruner, optimizer, 2)
 
 
-def test_a_skipped_optimizer_step_is_no_misuse() -> None:
-    """A gradient scaler skips steps; neither weights nor scores move then."""
+def test_skipped_optimizer_steps_are_allowed() -> None:
+    """A gradient scaler skips steps, and then neither weights nor scores change."""
     case = Case("plain_cnn")
     pruner = case.attach(steps=6)
     optimizer = case.optimizer()
@@ -43,12 +43,12 @@ def test_a_skipped_optimizer_step_is_no_misuse() -> None:
     assert pruner.count == 5
 
 
-def test_infeasible_floor() -> None:
+def test_floor_above_the_budget_raises() -> None:
     with pytest.raises(sp.SmartpruneError, match=r"floor=0\.5 needs \d+ blocks, the budget keeps \d+"):
         Case("plain_cnn").attach(floor=0.5, sparsity=0.9)
 
 
-def test_step_after_bake() -> None:
+def test_step_and_bake_after_bake_raise() -> None:
     case = Case("plain_cnn")
     pruner = case.attach(steps=1)
     case.train(pruner, case.optimizer(), 1)
@@ -59,7 +59,7 @@ def test_step_after_bake() -> None:
         sp.bake(case.model)
 
 
-def test_bake_before_the_search_is_over() -> None:
+def test_bake_before_the_end_of_the_search_raises() -> None:
     case = Case("plain_cnn")
     pruner = case.attach(steps=7)
     case.train(pruner, case.optimizer(), 2)
@@ -69,7 +69,7 @@ def test_bake_before_the_search_is_over() -> None:
         pruner.receipt()
 
 
-def test_nan_in_the_loss() -> None:
+def test_nan_in_the_loss_raises() -> None:
     case = Case("plain_cnn")
     pruner = case.attach(steps=7)
     optimizer = case.optimizer()
@@ -80,8 +80,8 @@ def test_nan_in_the_loss() -> None:
 
 
 @pytest.mark.parametrize("method", [sp.Gradual(), sp.Magnitude(), sp.Acdc(cycles=2), sp.Pdp()], ids=lambda method: str(method.name))
-def test_nan_in_the_weights_is_told_by_layer(method: Method) -> None:
-    """Nothing of theirs is trained, so that the loss alone would show it; the error is about weights, not scores."""
+def test_nan_in_the_weights_names_the_layer(method: Method) -> None:
+    """These methods have no trained scores, so the error is about weights."""
     case = Case("plain_cnn")
     pruner = case.attach(method, steps=7)
     optimizer = case.optimizer()
@@ -92,9 +92,9 @@ def test_nan_in_the_weights_is_told_by_layer(method: Method) -> None:
         case.train(pruner, optimizer, 6)
 
 
-@pytest.mark.parametrize("told", [True, False])
-def test_nan_while_the_mask_is_frozen(told: bool) -> None:
-    """Nothing times zero is zero, but for NaN: blocks that come back so are no fault of the mask."""
+@pytest.mark.parametrize("at_step", [True, False])
+def test_nan_in_the_weights_of_a_frozen_model_raises(at_step: bool) -> None:
+    """NaN times zero is NaN, so removed blocks are not zero; the error must name NaN and not the mask."""
     case = Case("plain_cnn")
     pruner = case.attach(steps=1)
     optimizer = case.optimizer()
@@ -103,10 +103,10 @@ def test_nan_while_the_mask_is_frozen(told: bool) -> None:
     case.loss().backward()
     optimizer.step()
     with pytest.raises(sp.SmartpruneError, match=r"pruner\.\w+\(\): the weights of \S+ \(2 of 2 layers\) hold NaN or infinity"):
-        pruner.step() if told else sp.bake(case.model)
+        pruner.step() if at_step else sp.bake(case.model)
 
 
-def test_nan_in_the_scores() -> None:
+def test_nan_in_the_scores_raises() -> None:
     case = Case("plain_cnn")
     pruner = case.attach(steps=7)
     with torch.no_grad():
@@ -115,7 +115,7 @@ def test_nan_in_the_scores() -> None:
         case.model(case.x)
 
 
-def test_a_search_that_ends_too_warm_loses_nothing() -> None:
+def test_a_search_that_ends_too_warm_raises_and_can_be_frozen() -> None:
     case = Case("plain_cnn")
     pruner = case.attach(sp.Smart(start=50.0, end=20.0), steps=3)
     optimizer = case.optimizer()
@@ -129,7 +129,7 @@ def test_a_search_that_ends_too_warm_loses_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         ({"sparsity": 93}, r"sparsity=93 is outside \[0, 1\).*write sparsity=0\.93"),
         ({"sparsity": -0.1}, r"outside \[0, 1\)"),
@@ -148,20 +148,20 @@ def test_a_search_that_ends_too_warm_loses_nothing() -> None:
         ({"method": sp.Smart(start=1e-3, end=1.0)}, r"above start"),
     ],
 )
-def test_bad_arguments(options: dict, words: str) -> None:
+def test_invalid_arguments_raise_and_leave_the_model_unchanged(options: dict, message: str) -> None:
     case = Case("plain_cnn")
-    given = {"method": sp.Smart(), "block": (4, 4), "sparsity": 0.5, "steps": 4, **options}
-    method = given.pop("method")
+    arguments = {"method": sp.Smart(), "block": (4, 4), "sparsity": 0.5, "steps": 4, **options}
+    method = arguments.pop("method")
     keys = list(case.model.state_dict())
-    with pytest.raises(sp.SmartpruneError, match=words):
-        sp.attach(case.model, method, **given)
-    assert list(case.model.state_dict()) == keys  # nothing half-attached is left behind
+    with pytest.raises(sp.SmartpruneError, match=message):
+        sp.attach(case.model, method, **arguments)
+    assert list(case.model.state_dict()) == keys
     assert sp.find_pruner(case.model) is None
 
 
 @pytest.mark.parametrize("method", sp.METHODS)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_weights_that_are_not_finite_are_told_at_attach(method: str, value: float) -> None:
+def test_attach_refuses_weights_that_are_not_finite(method: str, value: float) -> None:
     case = Case("plain_cnn")
     with torch.no_grad():
         case.model[3].weight[1, 1] = value
@@ -169,7 +169,7 @@ def test_weights_that_are_not_finite_are_told_at_attach(method: str, value: floa
         case.attach(sp.METHODS[method](), steps=50)
 
 
-def test_weights_that_cannot_train_are_told_at_attach() -> None:
+def test_attach_refuses_weights_that_cannot_train() -> None:
     case = Case("plain_cnn")
     with pytest.raises(sp.SmartpruneError, match=r"attach: 3\.weight is on the meta device and has no values; load"):
         case.attach(model=case.model.to("meta"))
@@ -180,24 +180,24 @@ def test_weights_that_cannot_train_are_told_at_attach() -> None:
 
 
 @pytest.mark.parametrize("arguments", [{"seed": "x"}, {"seed": 1.5}, {"include": 5}, {"skip": 5}])
-def test_arguments_of_another_kind(arguments: dict[str, object]) -> None:
+def test_arguments_of_the_wrong_type_raise(arguments: dict[str, object]) -> None:
     with pytest.raises(sp.SmartpruneError, match=r"seed=.*give an integer|5 is neither a layer name"):
         Case("plain_cnn").attach(**{"include": (), **arguments})  # type: ignore[arg-type]
 
 
-def test_attached_twice() -> None:
+def test_attaching_twice_raises() -> None:
     case = Case("plain_cnn")
     case.attach()
     with pytest.raises(sp.SmartpruneError, match="already"):
         case.attach()
 
 
-def test_nothing_to_prune() -> None:
+def test_a_model_without_prunable_layers_raises() -> None:
     with pytest.raises(sp.SmartpruneError, match=r"nothing to prune.*include="):
         sp.attach(nn.Sequential(nn.Linear(4, 4)), sp.Smart(), sparsity=0.5, steps=1)
 
 
-def test_dense_checkpoint_into_an_attached_model() -> None:
+def test_loading_a_dense_checkpoint_after_attach_raises() -> None:
     case = Case("plain_cnn")
     dense = {name: value.clone() for name, value in case.model.state_dict().items()}
     case.attach()
@@ -205,7 +205,7 @@ def test_dense_checkpoint_into_an_attached_model() -> None:
         case.model.load_state_dict(dense)
 
 
-def test_last_module_replaced_after_attach() -> None:
+def test_replacing_the_last_module_after_attach_raises() -> None:
     case = Case("plain_cnn")
     pruner = case.attach()
     case.model[10] = nn.Linear(12, 10)
@@ -217,7 +217,7 @@ def test_last_module_replaced_after_attach() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_export_before_bake() -> None:
+def test_export_before_bake_raises() -> None:
     case = Case("plain_cnn")
     pruner = case.attach()
     case.model.eval()
@@ -233,30 +233,30 @@ def test_export_before_bake() -> None:
     torch.export.export(case.model, (case.x,))
 
 
-def three() -> nn.Sequential:
+def three_layers() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(12, 20), nn.ReLU(), nn.Linear(20, 20), nn.ReLU(), nn.Linear(20, 4))
 
 
-EVERY = {"block": (4, 4), "sparsity": 0.7, "include": "*"}
+ALL_LAYERS = {"block": (4, 4), "sparsity": 0.7, "include": "*"}
 
 
-def test_two_pruners_on_one_layer() -> None:
-    model = three()
-    sp.attach(model, sp.Smart(), steps=4, **EVERY)  # type: ignore[arg-type]
+def test_two_pruners_on_one_layer_raise() -> None:
+    model = three_layers()
+    sp.attach(model, sp.Smart(), steps=4, **ALL_LAYERS)  # type: ignore[arg-type]
     with pytest.raises(sp.SmartpruneError, match="belongs to another pruner"):
-        sp.attach(model[2], sp.Smart(), steps=4, **EVERY)  # type: ignore[arg-type]
-    shared, other = three(), three()
+        sp.attach(model[2], sp.Smart(), steps=4, **ALL_LAYERS)  # type: ignore[arg-type]
+    shared, other = three_layers(), three_layers()
     other[2] = shared[2]
-    sp.attach(shared, sp.Smart(), steps=4, **EVERY)  # type: ignore[arg-type]
+    sp.attach(shared, sp.Smart(), steps=4, **ALL_LAYERS)  # type: ignore[arg-type]
     with pytest.raises(sp.SmartpruneError, match=r"2\b.*belongs to another pruner.*skip="):
-        sp.attach(other, sp.Smart(), steps=4, **EVERY)  # type: ignore[arg-type]
+        sp.attach(other, sp.Smart(), steps=4, **ALL_LAYERS)  # type: ignore[arg-type]
 
 
-def test_two_parts_with_a_pruner_each() -> None:
-    model = nn.ModuleDict({"a": three(), "b": three()})
+def test_bake_of_a_model_with_two_pruners_names_the_parts() -> None:
+    model = nn.ModuleDict({"a": three_layers(), "b": three_layers()})
     for part in model.values():
-        sp.attach(part, sp.Magnitude(), steps=1, **EVERY).freeze()  # type: ignore[arg-type]
+        sp.attach(part, sp.Magnitude(), steps=1, **ALL_LAYERS).freeze()  # type: ignore[arg-type]
     with pytest.raises(sp.SmartpruneError, match=r"2 pruners, on a and b; give the part that is meant, model\.a"):
         sp.bake(model)
     assert sp.bake(model["a"]).met
@@ -265,9 +265,9 @@ def test_two_parts_with_a_pruner_each() -> None:
 
 @pytest.mark.parametrize("place", [0, 2, 4])
 @pytest.mark.parametrize("method", [sp.Gradual(), sp.Smart()], ids=["gradual", "smart"])
-def test_a_layer_that_was_replaced_after_attach(method: Method, place: int) -> None:
-    model = three()
-    pruner = sp.attach(model, method, steps=3, **EVERY)  # type: ignore[arg-type]
+def test_replacing_a_pruned_layer_after_attach_raises(method: Method, place: int) -> None:
+    model = three_layers()
+    pruner = sp.attach(model, method, steps=3, **ALL_LAYERS)  # type: ignore[arg-type]
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     model[place] = nn.Linear(model[place].in_features, model[place].out_features)
     model(torch.ones(2, 12)).sum().backward()
@@ -278,7 +278,7 @@ def test_a_layer_that_was_replaced_after_attach(method: Method, place: int) -> N
         pruner.freeze()
 
 
-def test_a_part_that_was_wrapped_after_attach_goes_on() -> None:
+def test_wrapping_a_pruned_layer_after_attach_is_allowed() -> None:
     class Wrapper(nn.Module):
         def __init__(self, inner: nn.Module) -> None:
             super().__init__()
@@ -288,8 +288,8 @@ def test_a_part_that_was_wrapped_after_attach_goes_on() -> None:
             out: torch.Tensor = self.inner(x)
             return out
 
-    model = three()
-    pruner = sp.attach(model, sp.Gradual(), steps=3, **EVERY)  # type: ignore[arg-type]
+    model = three_layers()
+    pruner = sp.attach(model, sp.Gradual(), steps=3, **ALL_LAYERS)  # type: ignore[arg-type]
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     model[2] = Wrapper(model[2])
     for _ in range(3):
@@ -300,16 +300,16 @@ def test_a_part_that_was_wrapped_after_attach_goes_on() -> None:
 
 
 @pytest.mark.parametrize("method", ["smart", None, 3])
-def test_no_method(method: object) -> None:
+def test_an_invalid_method_raises(method: object) -> None:
     with pytest.raises(sp.SmartpruneError, match=r"method=.* is no method; give its settings, such as smartprune\.Smart\(\)"):
-        sp.attach(three(), method, steps=3, **EVERY)  # type: ignore[arg-type]
+        sp.attach(three_layers(), method, steps=3, **ALL_LAYERS)  # type: ignore[arg-type]
 
 
-def test_early_freeze_goes_by_weights_where_nothing_is_known() -> None:
-    """Not by the order of blocks, which would empty the last layers."""
+def test_early_freeze_ranks_by_weights_when_there_are_no_scores() -> None:
+    """Ranking by block index would empty the last layers."""
     for method in (sp.Awg(stages=4, cap="off"), sp.Pas()):
-        model = three()
-        pruner = sp.attach(model, method, steps=40, **EVERY)  # type: ignore[arg-type]
+        model = three_layers()
+        pruner = sp.attach(model, method, steps=40, **ALL_LAYERS)  # type: ignore[arg-type]
         size = pruner.blocks.mean(torch.abs)
         pruner.freeze()
         kept = pruner.mask
@@ -318,10 +318,10 @@ def test_early_freeze_goes_by_weights_where_nothing_is_known() -> None:
 
 @pytest.mark.parametrize("how", ["argument", "keyword"])
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.LBFGS])
-def test_nothing_moves_while_a_method_watches(kind: type[torch.optim.Optimizer], how: str) -> None:
-    """Also where the optimizer is given a closure, which makes the gradients inside its step."""
-    model = three()
-    pruner = sp.attach(model, sp.Awg(stages=2, calibration=0.5, cap="off"), steps=20, **EVERY)  # type: ignore[arg-type]
+def test_calibration_steps_change_no_weight(kind: type[torch.optim.Optimizer], how: str) -> None:
+    """Also with a closure, which computes the gradients inside optimizer.step()."""
+    model = three_layers()
+    pruner = sp.attach(model, sp.Awg(stages=2, calibration=0.5, cap="off"), steps=20, **ALL_LAYERS)  # type: ignore[arg-type]
     optimizer = kind(model.parameters(), lr=0.05)  # type: ignore[call-arg]
     before = {name: value.clone() for name, value in model.state_dict().items()}
 
@@ -339,8 +339,8 @@ def test_nothing_moves_while_a_method_watches(kind: type[torch.optim.Optimizer],
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_a_module_that_two_models_share_has_the_scores_of_one() -> None:
-    """Those of the second model took their place, and the first one's search went on with them."""
+def test_a_module_shared_by_two_models_cannot_hold_scores_of_both() -> None:
+    """The second attach would replace the scores of the first search."""
     head = nn.Linear(8, 4)
     first, second = (nn.Sequential(nn.Linear(8, 8), head) for _ in range(2))
     pruner = sp.attach(first, sp.Smart(), block=(4, 4), sparsity=0.5, steps=2)
@@ -348,14 +348,14 @@ def test_a_module_that_two_models_share_has_the_scores_of_one() -> None:
     with pytest.raises(sp.SmartpruneError, match=r"attach: 1, where scores would go, has some of another pruner already"):
         sp.attach(second, sp.Smart(), block=(4, 4), sparsity=0.5, steps=2)
     assert pruner.parameters()[0] is scores
-    sp.attach(second, sp.Magnitude(), block=(4, 4), sparsity=0.5, steps=2)  # which has none
+    sp.attach(second, sp.Magnitude(), block=(4, 4), sparsity=0.5, steps=2)  # has no scores
     pruner.freeze(force=True)
     sp.bake(first)
     assert [name for name, _ in first.named_parameters()] == ["0.weight", "0.bias", "1.weight", "1.bias"]
 
 
-def test_apply_to_a_model_of_the_same_layers() -> None:
-    """It had its layers masked twice, and the scores replaced that the optimizer trains."""
+def test_apply_to_a_model_that_shares_layers_raises() -> None:
+    """Its layers would be masked twice, and the trained scores replaced."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
     pruner = sp.attach(model, sp.Smart(), block=(4, 4), sparsity=0.5, steps=2)
     with pytest.raises(sp.SmartpruneError, match=r"pruner\.apply_to\(\): 0 belongs to a pruner already"):
@@ -365,21 +365,21 @@ def test_apply_to_a_model_of_the_same_layers() -> None:
     assert type(model[0]) is nn.Linear
 
 
-def test_scores_that_leave_the_optimizer_in_mid_search() -> None:
-    """A new optimizer of the weights alone: the search went on with scores that never moved again."""
+def test_a_new_optimizer_without_the_scores_raises() -> None:
+    """The scores were trained before, and would not change any more."""
     case = Case("plain_cnn")
     weights = list(case.model.parameters())
     pruner = case.attach(steps=40)
-    case.train(pruner, case.optimizer(), 2)  # which then is gone
+    case.train(pruner, case.optimizer(), 2)  # this optimizer is dropped
     with pytest.raises(sp.SmartpruneError, match=r"not the scores, which were trained before; .*add_param_group"):
         case.train(pruner, torch.optim.SGD(weights, lr=0.01), 1)
-    pruner = find(case)
+    pruner = pruner_of(case)
     pruner.parameters()[0].requires_grad_(False)
     with pytest.raises(sp.SmartpruneError, match="the scores do not require grad"):
         case.train(pruner, case.optimizer(), 1)
 
 
-def test_optimizers_may_take_turns_but_not_for_ever() -> None:
+def test_optimizers_may_alternate_but_not_omit_the_scores_forever() -> None:
     case = Case("plain_cnn")
     weights = list(case.model.parameters())
     pruner = case.attach(steps=60)
@@ -393,22 +393,22 @@ def test_optimizers_may_take_turns_but_not_for_ever() -> None:
         case.train(pruner, alone, 1)
 
 
-def find(case: Case) -> sp.Pruner:
+def pruner_of(case: Case) -> sp.Pruner:
     pruner = sp.find_pruner(case.model)
     assert pruner is not None
     return pruner
 
 
 @pytest.mark.parametrize("change", [nn.utils.parametrizations.weight_norm, prune.identity, nn.utils.weight_norm])
-def test_a_masked_layer_whose_weight_is_taken_apart(change: Callable[..., object]) -> None:
+def test_reparametrizing_a_masked_weight_raises(change: Callable[..., object]) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4))
     x = torch.randn(2, 8)
     pruner = sp.attach(model, sp.Smart(), block=(4, 4), sparsity=0.5, steps=2)
     before = model(x)
-    with contextlib.suppress(Exception), warnings.catch_warnings():  # torch's own: it looks for a parameter, and finds a property
+    with contextlib.suppress(Exception), warnings.catch_warnings():  # torch expects a parameter and finds a property
         warnings.simplefilter("ignore")
         change(model[1], "weight")
-    if "weight" in model[1]._parameters:  # refused before anything was changed
+    if "weight" in model[1]._parameters:  # torch refused before it changed the layer
         assert change is not nn.utils.parametrizations.weight_norm
         assert torch.equal(model(x), before)
         return
@@ -418,7 +418,7 @@ def test_a_masked_layer_whose_weight_is_taken_apart(change: Callable[..., object
         pruner.step()
 
 
-def test_a_masked_weight_of_another_shape() -> None:
+def test_changing_the_shape_of_a_masked_weight_raises() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4))
     sp.attach(model, sp.Smart(), block=(4, 4), sparsity=0.5, steps=2)
     model[1]._parameters["weight"] = nn.Parameter(torch.randn(12, 8))
@@ -426,7 +426,7 @@ def test_a_masked_weight_of_another_shape() -> None:
         model(torch.randn(2, 8))
 
 
-def test_apply_to_something_else() -> None:
+def test_apply_to_another_model_raises() -> None:
     pruner = sp.attach(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)), sp.Smart(), block=(4, 4), sparsity=0.5, steps=2)
     with pytest.raises(sp.SmartpruneError, match=r"apply_to\(\): this Linear is no copy of the model: it has no '0\.weight'"):
         pruner.apply_to(nn.Linear(8, 8))

@@ -1,4 +1,4 @@
-"""Promise 9: loading never unpickles foreign code; a damaged or hostile file gets a clear error."""
+"""Promise 9: no code runs when a file is loaded, and damaged or hostile files give a clear error."""
 
 import json
 import os
@@ -15,17 +15,17 @@ from helpers.training_cases import Case
 from smartprune.training.folder import load_weights
 
 
-class Trap:
-    """Unpickling this runs code."""
+class CodeOnLoad:
+    """Unpickling this object creates a folder."""
 
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
 
     def __reduce__(self) -> tuple[object, tuple[str]]:
-        return os.mkdir, (str(self.mark),)
+        return os.mkdir, (str(self.folder),)
 
 
-def pruned(tmp_path: Path) -> tuple[Path, sp.Receipt]:
+def save_pruned_model(tmp_path: Path) -> tuple[Path, sp.Receipt]:
     case = Case("plain_cnn")
     pruner = case.attach(steps=2)
     case.train(pruner, case.optimizer(), 3)
@@ -36,17 +36,20 @@ def pruned(tmp_path: Path) -> tuple[Path, sp.Receipt]:
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".pth"])
-def test_a_checkpoint_with_code_in_it_is_refused_and_not_run(tmp_path: Path, suffix: str) -> None:
-    mark, path = tmp_path / "ran", tmp_path / f"evil{suffix}"
-    for write in (lambda: torch.save({"model": Trap(mark)}, path), lambda: path.write_bytes(pickle.dumps(Trap(mark)))):
+def test_checkpoints_that_contain_code_are_refused(tmp_path: Path, suffix: str) -> None:
+    marker, path = tmp_path / "ran", tmp_path / f"evil{suffix}"
+    for write in (
+        lambda: torch.save({"model": CodeOnLoad(marker)}, path),
+        lambda: path.write_bytes(pickle.dumps(CodeOnLoad(marker))),
+    ):
         write()
         with pytest.raises(sp.SmartpruneError, match=path.name):
             sp.verify(path)
-        assert not mark.exists()
+        assert not marker.exists()
 
 
-def test_two_entries_of_one_name_are_refused(tmp_path: Path) -> None:
-    """Readers differ in which of them they take."""
+def test_duplicate_tensor_names_are_refused(tmp_path: Path) -> None:
+    """Readers differ in which of the two entries they use."""
     model = torch.nn.Linear(8, 8, bias=False)
     packed, plain = tmp_path / "packed.safetensors", tmp_path / "plain.safetensors"
     sp.pack(model, packed, (4, 4))
@@ -66,7 +69,7 @@ def test_two_entries_of_one_name_are_refused(tmp_path: Path) -> None:
         load_weights(model, plain)
 
 
-def test_a_pruners_state_loads_without_pickled_code(tmp_path: Path) -> None:
+def test_pruner_states_load_with_weights_only(tmp_path: Path) -> None:
     case = Case("plain_cnn")
     pruner = case.attach(steps=4)
     case.train(pruner, case.optimizer(), 2)
@@ -78,14 +81,14 @@ def test_a_pruners_state_loads_without_pickled_code(tmp_path: Path) -> None:
         Case("plain_cnn").attach(steps=4).load_state_dict(state)
 
 
-def test_damaged_weights_are_told_from_sound_ones(tmp_path: Path) -> None:
-    path, receipt = pruned(tmp_path)
+def test_damaged_weights_give_a_clear_error(tmp_path: Path) -> None:
+    path, receipt = save_pruned_model(tmp_path)
     assert sp.verify(path, receipt=receipt).ok
-    sound = path.read_bytes()
+    intact = path.read_bytes()
     random.seed(0)
     refused = 0
     for _ in range(300):
-        data = bytearray(sound)
+        data = bytearray(intact)
         kind = random.choice(["cut", "flip", "header"])
         if kind == "cut":
             del data[random.randrange(len(data)) :]
@@ -94,15 +97,15 @@ def test_damaged_weights_are_told_from_sound_ones(tmp_path: Path) -> None:
             data[at] ^= 1 << random.randrange(8)
         path.write_bytes(data)
         try:
-            sp.verify(path, receipt=receipt)  # a flipped bit of a kept weight is a different, sound model
+            sp.verify(path, receipt=receipt)  # a flipped bit in a kept weight is still a valid model
         except sp.SmartpruneError:
             refused += 1
     assert refused > 100
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"format": 9}', json.dumps({"layers": [{}] * 3}), "\x00" * 50])
-def test_hostile_receipts(tmp_path: Path, text: str) -> None:
-    path, _ = pruned(tmp_path)
+def test_damaged_receipts_give_a_clear_error(tmp_path: Path, text: str) -> None:
+    path, _ = save_pruned_model(tmp_path)
     (tmp_path / "receipt.json").write_text(text)
     with pytest.raises(sp.SmartpruneError):
         sp.verify(path, receipt=tmp_path / "receipt.json")
