@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from smartprune.errors import SmartpruneError
-from smartprune.experiments.compare.record import LARGEST_FILE, NOT_YET, RESULT, check_rows, load_rows, save_record, table_lines
+from smartprune.experiments.compare.markdown import NOT_YET, table_lines
+from smartprune.experiments.compare.record import MAX_FILE_BYTES, RESULT, check_rows, load_rows, save_record
 from smartprune.files import parse_json, read_limited, write_atomic
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -84,7 +85,7 @@ def paper_lines(root: Path, page: Path) -> list[str]:
             if row["sparsity"] is None:
                 continue  # another budget
             rate = RATE.search(row["protocol"])
-            if any(word in row["protocol"] for word in ("distill", ", change ")) or (rate is not None and rate[1] != "0.02"):
+            if any(word in row["protocol"] for word in ("distill", ", augment ")) or (rate is not None and rate[1] != "0.02"):
                 continue  # another protocol
             spread = "" if row["std"] is None else f" ± {100 * row['std']:.2f}"
             value = f"{100 * row['mean']:.2f}{spread} ({100 * row['difference']:+.2f}), n={row['n']}"
@@ -206,7 +207,7 @@ def wrapped(data: object, where: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def add(path: Path, name: str, note: str, command: str, root: Path) -> Path:
-    data = parse_json(read_limited(path, LARGEST_FILE), str(path))
+    data = parse_json(read_limited(path, MAX_FILE_BYTES), str(path))
     result, told = wrapped(data, str(path))
     machine = {**told, **(told["versions"] if isinstance(told.get("versions"), dict) else {})}
     named = [f"{key} {machine[key]}" for key in ("device", "threads", "torch", "triton", "python") if machine.get(key)]

@@ -309,7 +309,7 @@ def test_a_folder_that_may_not_be_read(tmp_path: Path, done: Path, monkeypatch: 
     closed.mkdir()
     monkeypatch.setattr(os, "scandir", guarded)
     found = compare([done, tmp_path])
-    assert len(found.entries) == 1
+    assert len(found.runs) == 1
     assert list(found.left_out) == [(closed, "cannot be read (Permission denied); make it readable")]
 
 

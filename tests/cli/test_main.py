@@ -14,7 +14,7 @@ import smartprune
 from helpers.training_jobs import SMALL_FLAGS, assert_same_run, command, environment, run_cli, run_in_subprocess
 from smartprune import NPU
 from smartprune.cli import VERBS
-from smartprune.experiments.compare import protocol
+from smartprune.experiments.compare.identity import protocol
 from smartprune.training.page import run_cycles
 
 

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from smartprune import SmartpruneError
-from smartprune.experiments.compare.record import check_rows, load_rows, markdown, save_record
+from smartprune.experiments.compare.markdown import markdown
+from smartprune.experiments.compare.record import check_rows, load_rows, save_record
 
 ROOT = Path(__file__).parents[2]
 RECORDS = sorted(path.parent for path in (ROOT / "records").glob("*/result.json"))
@@ -56,13 +57,13 @@ def test_every_record_is_whole(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"mean": 2.1}, "mean is 2.1, but that of the values is 2.0"),
-        ({"std": 0.8}, "std is 0.8, but that of the values is 1.0"),
+        ({"mean": 2.1}, "mean is 2.1, but the mean of the values is 2.0"),
+        ({"std": 0.8}, "std is 0.8, but the standard deviation of the values is 1.0"),
         ({"std": None}, "std is None"),
         ({"n": 4}, "n is 4, but there are 3 values"),
         ({"values": []}, "must be a list of numbers"),
         ({"values": ["high"]}, "must be a list of numbers"),
-        ({"values": [2.0], "n": 1}, "std is 1.0, but that of the values is None"),
+        ({"values": [2.0], "n": 1}, "std is 1.0, but the standard deviation of the values is None"),
         ({"dense": {"values": [1.0], "mean": 2.0, "std": None, "n": 1}}, "dense: mean is 2.0"),
     ],
 )
@@ -116,7 +117,7 @@ def test_markdown_tells_columns_apart_by_what_differs() -> None:
     assert markdown([row(sparsity=None, macs=0.9)])[1].startswith("d; m; blocks of 4x2; macs 0.9; p;")
     with pytest.raises(SmartpruneError, match=r"no row has sparsity=0\.7"):
         markdown(rows, {"sparsity": "0.7"})
-    with pytest.raises(SmartpruneError, match="2 rows fall into one place"):
+    with pytest.raises(SmartpruneError, match="2 rows belong to one cell"):
         markdown([row(), row()])
 
 
@@ -222,7 +223,7 @@ def test_the_papers_table_beside_ours(tmp_path: Path) -> None:
         {
             "method": "pdp",
             "sparsity": 0.95,
-            "protocol": lengths[12] + ", change 1, change over search",
+            "protocol": lengths[12] + ", augment 1, augment over search",
             "values": [0.9],
             "seeds": [0],
             "difference": 0,

@@ -22,7 +22,7 @@ import pytest
 from helpers.training_jobs import SMALL_FLAGS, SMALL_SETTINGS, assert_same_run, command, environment, small_config
 from smartprune import SmartpruneError
 from smartprune.cli import main
-from smartprune.experiments.compare import key
+from smartprune.experiments.compare.identity import run_key
 from smartprune.experiments.sweep import Sweep, noted
 from smartprune.experiments.sweep.board import Board, Line, State
 from smartprune.experiments.sweep.grid import Cell, Grid, dense_config, dense_name, lay_out, read_grids
@@ -366,7 +366,7 @@ def test_the_grid_of_the_paper(paper: list[Cell]) -> None:
     assert [(c.config.method, c.config.sparsity, c.config.seed) for c in paper[:63]] == list(
         product(methods, (0.97, 0.95, 0.93), (0, 1, 2))
     )
-    assert len({cell.name for cell in paper}) == len({key(asdict(cell.config)) for cell in paper}) == len(paper)
+    assert len({cell.name for cell in paper}) == len({run_key(asdict(cell.config)) for cell in paper}) == len(paper)
     assert len({cell.dense for cell in paper}) == 8  # one for each network on each task
     dense = {(cell.config.model, cell.config.dense_epochs) for cell in paper if cell.config.task == "cifar10"}
     assert dense == {("resnet18", 200), ("densenet", 60), ("googlenet", 60), ("mobilenetv2", 60)}

@@ -593,7 +593,7 @@ def test_a_run_where_nothing_scores_is_scored_later(
     after = Result.load(folder)
     assert [row["figures"]["mAP"] for row in told] == [after.dense, after.pruned]
     assert after.also["pruned"]["mAP@.5"] == told[1]["figures"]["mAP@.5"]
-    assert compare([folder]).entries[0].pruned == after.pruned
+    assert compare([folder]).runs[0].pruned == after.pruned
     direct = train(configure({**SHORT, "out": str(tmp_path / "direct")}))
     assert (direct.dense, direct.pruned, direct.also) == (after.dense, after.pruned, after.also)
     for more, value in (([], after.pruned), (["--dense"], after.dense)):  # scored now, so the models are judged again

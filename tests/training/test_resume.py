@@ -277,7 +277,7 @@ def test_lost_rows_do_not_lose_the_run(left: str, whole: Path, tmp_path: Path) -
     for name in ("dense.safetensors", "model.safetensors", "receipt.json"):
         assert (out / name).read_bytes() == (whole / name).read_bytes()
     assert (out / "report.html").stat().st_size > 10_000
-    assert compare([out]).entries[0].folder == out
+    assert compare([out]).runs[0].folder == out
 
 
 def test_lost_rows_are_told_to_whom_shows_no_text(tmp_path: Path) -> None:

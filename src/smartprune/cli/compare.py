@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,14 +15,6 @@ from .streams import tell
 
 if TYPE_CHECKING:
     from ..experiments.compare import Comparison
-    from ..experiments.compare.chart import Chart
-
-
-SHARES = {
-    "sparsity": "sparsity (share of blocks removed)",
-    "macs": "share of MACs removed",
-    "cycles": "share of NPU cycles removed",
-}
 
 
 def compare_verb(verbs: Verbs) -> None:
@@ -61,8 +52,8 @@ def run_compare(args: argparse.Namespace) -> int:
     found = compare(args.runs)
     with arguments(args):
         outputs = {f"--{name}": getattr(args, name) for name in ("csv", "plot", "html", "json")}
-        for entry in found.entries:
-            check_outputs(outputs, files_of_run(entry.folder))
+        for run in found.runs:
+            check_outputs(outputs, files_of_run(run.folder))
     print(found)
     if args.csv:
         write_atomic(args.csv, found.csv().encode())
@@ -70,12 +61,14 @@ def run_compare(args: argparse.Namespace) -> int:
         write_atomic(args.json, (json.dumps(found.to_json(), indent=1, allow_nan=False) + "\n").encode())
     if args.plot:
         from ..experiments.compare.chart import save_charts
+        from ..experiments.compare.panels import comparison_charts
 
-        save_charts(charts(found), args.plot)
+        save_charts(comparison_charts(found), args.plot)
     if args.html:
         from ..experiments.compare.page import comparison_page
+        from ..experiments.compare.panels import comparison_charts
 
-        write_atomic(args.html, comparison_page(found, charts(found)).encode())
+        write_atomic(args.html, comparison_page(found, comparison_charts(found)).encode())
     if args.record:
         from ..experiments.compare.record import write_record
 
@@ -87,33 +80,11 @@ def run_compare(args: argparse.Namespace) -> int:
     return 0
 
 
-def charts(found: Comparison) -> list[Chart]:
-    """A panel per group: the metric in percent over the share removed."""
-    from ..experiments.compare.chart import Chart, Point, Series
-
-    out = []
-    for (data, model, block, _, metric), rows in found.groups().items():
-        for kind, named in SHARES.items():
-            of_kind = [row for row in rows if row.entries[0].share[0] == kind]
-            if not of_kind:
-                continue
-            series: dict[str, list[Point]] = {}
-            for row in of_kind:
-                spread = 100 * statistics.stdev(row.values) if len(row.values) > 1 else None
-                point = Point(row.entries[0].share[1], 100 * statistics.fmean(row.values), spread)
-                series.setdefault(row.entries[0].method, []).append(point)
-            lines = tuple(Series(name, tuple(points)) for name, points in series.items())
-            dense = {entry.config["seed"]: entry.dense for row in of_kind for entry in row.entries}
-            level = ("dense", 100 * statistics.fmean(dense.values()))
-            out.append(Chart(f"{data}, {model}, blocks of {block}", named, f"{metric}, %", lines, level))
-    return out
-
-
 def _noted(found: Comparison, what: str) -> list[str]:
     """What the sweeps that made these runs noted: their commands, or their source."""
     from ..experiments.sweep import noted
 
-    folders = dict.fromkeys(entry.folder.parent for entry in found.entries)
+    folders = dict.fromkeys(run.folder.parent for run in found.runs)
     return list(dict.fromkeys(text for folder in folders for text in noted(folder)[what]))
 
 

@@ -1,8 +1,8 @@
-"""Line charts with error bars: as SVG with nothing but text, as PNG where matplotlib is installed."""
+"""Line charts with error bars, written as SVG, or as PNG where matplotlib is installed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -13,10 +13,11 @@ from ...reports.draw import ticks
 from ...text import shorten
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#7a5195", "#b8860b", "#56b4e9", "#555555")
-HEIGHT, PLOT = 430, 520  # of a panel, with its axes; across the plot alone
+HEIGHT, PLOT_WIDTH = 430, 520  # of a panel with its axes; of the plot alone
 LEFT, TOP, BOTTOM = 70, 50, 60
-LEGEND, LETTER, LONGEST = 60, 7.5, 48  # its margin, a letter's width, letters of a name
-DODGE = 4.0  # pixels between series at the same place
+RIGHT, BASE = LEFT + PLOT_WIDTH, HEIGHT - BOTTOM
+LEGEND_MARGIN, LETTER_WIDTH, MAX_NAME = 60, 7.5, 48
+SHIFT = 4.0  # pixels between series, so that points at the same place stay visible
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Chart:
-    """One panel. ``level`` is a dashed line with a name, such as the dense model's accuracy."""
+    """One panel. ``level`` is a dashed line with a name, such as the accuracy of the dense model."""
 
     title: str
     x: str
@@ -44,22 +45,22 @@ class Chart:
 
 
 def save_charts(charts: Sequence[Chart], path: str | Path) -> None:
-    """Writes the panels one below the other; the ending of the name says the format."""
-    ending = Path(path).suffix.lower()
-    if ending == ".svg":
+    """Writes the panels, one below the other, as .svg or .png."""
+    suffix = Path(path).suffix.lower()
+    if suffix == ".svg":
         write_atomic(path, svg(charts).encode())
-    elif ending == ".png":
+    elif suffix == ".png":
         _save_png(charts, Path(path))
     else:
-        raise SmartpruneError(f"{path}: a plot is written as .svg, or as .png with matplotlib; name it so")
+        raise SmartpruneError(f"{path}: a plot is written as .svg, or as .png with matplotlib; use one of these endings")
 
 
 def svg(charts: Sequence[Chart]) -> str:
-    """The panels as one SVG text."""
+    """The panels as one SVG document."""
     if not charts:
-        raise SmartpruneError("there is nothing to draw: no run has a budget in blocks, MACs or cycles")
-    longest = min(LONGEST, max(len(series.name) for chart in charts for series in chart.series))
-    width, height = round(LEFT + PLOT + LEGEND + LETTER * max(longest, 8)), HEIGHT * len(charts)
+        raise SmartpruneError("nothing to draw: no run has a budget in blocks, MACs or cycles")
+    longest = min(MAX_NAME, max(len(series.name) for chart in charts for series in chart.series))
+    width, height = round(RIGHT + LEGEND_MARGIN + LETTER_WIDTH * max(longest, 8)), HEIGHT * len(charts)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
         'font-family="Helvetica, Arial, DejaVu Sans, sans-serif" font-size="13" fill="#222">',
@@ -72,64 +73,82 @@ def svg(charts: Sequence[Chart]) -> str:
 
 def _panel(chart: Chart) -> list[str]:
     xs = sorted({point.x for series in chart.series for point in series.points})
-    reach = [(p.y - (p.error or 0), p.y + (p.error or 0)) for series in chart.series for p in series.points]
+    ranges = [(p.y - (p.error or 0), p.y + (p.error or 0)) for series in chart.series for p in series.points]
     if chart.level is not None:
-        reach.append((chart.level[1], chart.level[1]))
-    marks = ticks(min(low for low, _ in reach), max(high for _, high in reach))
+        ranges.append((chart.level[1], chart.level[1]))
+    marks = ticks(min(low for low, _ in ranges), max(high for _, high in ranges))
     margin = 0.08 * (xs[-1] - xs[0]) or 0.05
-    right, bottom = LEFT + PLOT, HEIGHT - BOTTOM
 
-    def across(x: float) -> float:
-        return LEFT + (x - xs[0] + margin) / (xs[-1] - xs[0] + 2 * margin) * (right - LEFT)
+    def to_x(x: float) -> float:
+        return LEFT + (x - xs[0] + margin) / (xs[-1] - xs[0] + 2 * margin) * PLOT_WIDTH
 
-    def down(y: float) -> float:
-        return bottom - (y - marks[0]) / (marks[-1] - marks[0]) * (bottom - TOP)
+    def to_y(y: float) -> float:
+        return BASE - (y - marks[0]) / (marks[-1] - marks[0]) * (BASE - TOP)
 
-    out = [_text(LEFT, 26, chart.title, 'font-size="15" font-weight="bold"')]
-    for mark in marks:
-        out.append(_line(LEFT, down(mark), right, down(mark), 'stroke="#e4e4e4"'))
-        out.append(_text(LEFT - 8, down(mark) + 4, f"{mark:g}", 'text-anchor="end"'))
-    for x in xs:
-        out.append(_line(across(x), bottom, across(x), bottom + 5, 'stroke="#888"'))
-        out.append(_text(across(x), bottom + 20, f"{x:g}", 'text-anchor="middle"'))
-    out.append(_line(LEFT, bottom, right, bottom, 'stroke="#888"'))
-    out.append(_line(LEFT, TOP, LEFT, bottom, 'stroke="#888"'))
-    out.append(_text((LEFT + right) / 2, HEIGHT - 18, chart.x, 'text-anchor="middle"'))
-    middle = (TOP + bottom) / 2
-    out.append(_text(18, middle, chart.y, f'text-anchor="middle" transform="rotate(-90 18 {middle:.1f})"'))
-    row = TOP + 6.0
+    parts = _axes(chart, xs, marks, to_x, to_y)
+    legend_y = TOP + 6.0
     if chart.level is not None:
         name, value = chart.level
-        out.append(_line(LEFT, down(value), right, down(value), 'stroke="#444" stroke-dasharray="6 4"'))
-        out.append(_line(right + 14, row, right + 36, row, 'stroke="#444" stroke-dasharray="6 4"'))
-        out.append(_text(right + 42, row + 4, name))
-        row += 20
+        style = 'stroke="#444" stroke-dasharray="6 4"'
+        parts.append(_line(LEFT, to_y(value), RIGHT, to_y(value), style))
+        parts.append(_line(RIGHT + 14, legend_y, RIGHT + 36, legend_y, style))
+        parts.append(_text(RIGHT + 42, legend_y + 4, name))
+        legend_y += 20
     for number, series in enumerate(chart.series):
-        colour = COLOURS[number % len(COLOURS)]
-        shift = DODGE * (number - (len(chart.series) - 1) / 2)
-        places = [(across(point.x) + shift, down(point.y), point) for point in series.points]
-        joined = " ".join(f"{x:.1f},{y:.1f}" for x, y, _ in places)
-        out.append(f'<polyline points="{joined}" fill="none" stroke="{colour}" stroke-width="2"/>')
-        for x, y, point in places:
-            if point.error:
-                for end in (-point.error, point.error):
-                    out.append(_line(x, y, x, down(point.y + end), f'stroke="{colour}" stroke-width="1.5"'))
-                    edge = down(point.y + end)
-                    out.append(_line(x - 4, edge, x + 4, edge, f'stroke="{colour}" stroke-width="1.5"'))
-            out.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}"/>')
-        out.append(_line(right + 14, row, right + 36, row, f'stroke="{colour}" stroke-width="2"'))
-        out.append(f'<circle cx="{right + 25}" cy="{row:.1f}" r="4" fill="{colour}"/>')
-        out.append(_text(right + 42, row + 4, shorten(series.name, LONGEST)))
-        row += 20
-    return out
+        shift = SHIFT * (number - (len(chart.series) - 1) / 2)
+        parts += _series(series, COLOURS[number % len(COLOURS)], legend_y, shift, to_x, to_y)
+        legend_y += 20
+    return parts
+
+
+def _axes(
+    chart: Chart, xs: Sequence[float], marks: Sequence[float], to_x: Callable[[float], float], to_y: Callable[[float], float]
+) -> list[str]:
+    parts = [_text(LEFT, 26, chart.title, 'font-size="15" font-weight="bold"')]
+    for mark in marks:
+        parts.append(_line(LEFT, to_y(mark), RIGHT, to_y(mark), 'stroke="#e4e4e4"'))
+        parts.append(_text(LEFT - 8, to_y(mark) + 4, f"{mark:g}", 'text-anchor="end"'))
+    for x in xs:
+        parts.append(_line(to_x(x), BASE, to_x(x), BASE + 5, 'stroke="#888"'))
+        parts.append(_text(to_x(x), BASE + 20, f"{x:g}", 'text-anchor="middle"'))
+    parts.append(_line(LEFT, BASE, RIGHT, BASE, 'stroke="#888"'))
+    parts.append(_line(LEFT, TOP, LEFT, BASE, 'stroke="#888"'))
+    parts.append(_text((LEFT + RIGHT) / 2, HEIGHT - 18, chart.x, 'text-anchor="middle"'))
+    middle = (TOP + BASE) / 2
+    parts.append(_text(18, middle, chart.y, f'text-anchor="middle" transform="rotate(-90 18 {middle:.1f})"'))
+    return parts
+
+
+def _series(
+    series: Series,
+    colour: str,
+    legend_y: float,
+    shift: float,
+    to_x: Callable[[float], float],
+    to_y: Callable[[float], float],
+) -> list[str]:
+    """A line through the points, their error bars, and the entry in the legend."""
+    places = [(to_x(point.x) + shift, to_y(point.y), point) for point in series.points]
+    joined = " ".join(f"{x:.1f},{y:.1f}" for x, y, _ in places)
+    parts = [f'<polyline points="{joined}" fill="none" stroke="{colour}" stroke-width="2"/>']
+    for x, y, point in places:
+        if point.error:
+            for end in (to_y(point.y - point.error), to_y(point.y + point.error)):
+                parts.append(_line(x, y, x, end, f'stroke="{colour}" stroke-width="1.5"'))
+                parts.append(_line(x - 4, end, x + 4, end, f'stroke="{colour}" stroke-width="1.5"'))
+        parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}"/>')
+    parts.append(_line(RIGHT + 14, legend_y, RIGHT + 36, legend_y, f'stroke="{colour}" stroke-width="2"'))
+    parts.append(f'<circle cx="{RIGHT + 25}" cy="{legend_y:.1f}" r="4" fill="{colour}"/>')
+    parts.append(_text(RIGHT + 42, legend_y + 4, shorten(series.name, MAX_NAME)))
+    return parts
 
 
 def _line(x1: float, y1: float, x2: float, y2: float, style: str) -> str:
     return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" {style}/>'
 
 
-def _text(x: float, y: float, words: str, style: str = "") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" {style}>{escape(words)}</text>'.replace(" >", ">")
+def _text(x: float, y: float, content: str, style: str = "") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" {style}>{escape(content)}</text>'.replace(" >", ">")
 
 
 def _save_png(charts: Sequence[Chart], path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Runs side by side as a page: the metric over sparsity, and the table behind it."""
+"""A comparison as an HTML page: the metric over sparsity, and the tables."""
 
 from __future__ import annotations
 
@@ -6,64 +6,64 @@ import statistics
 from collections.abc import Sequence
 
 from ...reports.shell import header, name, page, tiles, words
-from . import Comparison, Row
 from .chart import Chart, svg
-from .names import plain
+from .comparison import Comparison, Row
+from .labels import budget_unit, format_setting
+from .runs import Group
 
-UNITS = {"macs": "MACs", "cycles": "NPU cycles"}
-HEAD = ("Method", "Removed", "Metric, %", "Deviation", "n", "Dense, %", "Difference, points", "MACs left, %")
+HEADINGS = ("Method", "Removed", "Metric, %", "Deviation", "n", "Dense, %", "Difference, points", "MACs left, %")
+MINUS = "\u2212"
 
 
-def comparison_page(found: Comparison, charts: Sequence[Chart]) -> str:
-    """One self-contained HTML document; ``charts`` are its panels, in the order of the groups."""
-    entries = found.entries
-    methods = {entry.method for entry in entries}
-    best = max(found.rows, key=lambda row: row.difference)
-    shown = tiles(
+def comparison_page(comparison: Comparison, charts: Sequence[Chart]) -> str:
+    """One self-contained HTML document. ``charts`` are its panels, in the order of the groups."""
+    runs = comparison.runs
+    methods = {run.method for run in runs}
+    best = max(comparison.rows, key=lambda row: row.difference)
+    summary = tiles(
         [
-            ("Runs", f"{len(entries)}", f"methods: {len(methods)}, groups that can be compared: {len(found.groups())}"),
+            ("Runs", f"{len(runs)}", f"{len(methods)} methods, {len(comparison.groups())} groups of comparable runs"),
             (
                 "Best change by pruning",
-                f"{100 * best.difference:+.2f} points".replace("-", "\u2212"),
-                f"{best.entries[0].method} at {_removed(best)}, {best.entries[0].config['model']}, n = {len(best.entries)}",
+                f"{100 * best.difference:+.2f} points".replace("-", MINUS),
+                f"{best.method} at {_removed(best)}, {best.runs[0].config['model']}, n = {len(best.runs)}",
             ),
         ]
     )
-    drawn = "".join(
-        f'<figure class="sheet" role="img" aria-label="{words(_said(chart))}">{svg([chart])}</figure>' for chart in charts
+    figures = "".join(
+        f'<figure class="sheet" role="img" aria-label="{words(_describe(chart))}">{svg([chart])}</figure>' for chart in charts
     )
-    sections = "".join(_section(group, rows) for group, rows in found.groups().items())
-    left_out = "".join(f"<li>{name(folder)}: {words(reason)}</li>" for folder, reason in found.left_out)
+    sections = "".join(_section(group, rows) for group, rows in comparison.groups().items())
+    left_out = "".join(f"<li>{name(folder)}: {words(reason)}</li>" for folder, reason in comparison.left_out)
     if left_out:
         left_out = f"<h2>Left out</h2><ul>{left_out}</ul>"
     body = (
-        f'{header("smartprune compare")}<main id="main"><h1>{len(entries)} finished runs side by side</h1>{shown}'
-        f"<h2>Metric over sparsity</h2>{drawn}{sections}{left_out}</main>"
+        f'{header("smartprune compare")}<main id="main"><h1>Comparison of {len(runs)} finished runs</h1>{summary}'
+        f"<h2>Metric over sparsity</h2>{figures}{sections}{left_out}</main>"
     )
-    return page("Runs compared", body, {"layers": [], "charts": [], "first": 0})
+    return page("Comparison of runs", body, {"layers": [], "charts": [], "first": 0})
 
 
-def _said(chart: Chart) -> str:
+def _describe(chart: Chart) -> str:
     return f"{chart.title}: {chart.y} over {chart.x}, for {', '.join(series.name for series in chart.series)}"
 
 
-def _section(group: tuple[str, str, str, str, str], rows: Sequence[Row]) -> str:
+def _section(group: Group, rows: Sequence[Row]) -> str:
     data, model, block, protocol, metric = group
-    titles = "".join(f'<th scope="col" class="{"num" if i else ""}">{words(title)}</th>' for i, title in enumerate(HEAD))
+    titles = "".join(f'<th scope="col" class="{"num" if i else ""}">{words(title)}</th>' for i, title in enumerate(HEADINGS))
     lines = []
     for row in rows:
-        spread = f"{100 * statistics.stdev(row.values):.2f}" if len(row.values) > 1 else ""
         cells = [
             _removed(row),
             f"{100 * statistics.fmean(row.values):.2f}",
-            spread,
+            f"{100 * statistics.stdev(row.values):.2f}" if len(row.values) > 1 else "",
             f"{len(row.values)}",
             f"{100 * statistics.fmean(row.dense):.2f}",
-            f"{100 * row.difference:+.2f}".replace("-", "\u2212"),
+            f"{100 * row.difference:+.2f}".replace("-", MINUS),
             f"{100 * statistics.fmean(row.macs_left):.2f}" if row.macs_left else "",
         ]
         tags = "".join(f'<td class="num">{words(cell)}</td>' for cell in cells)
-        lines.append(f'<tr><th scope="row">{name(row.entries[0].method)}</th>{tags}</tr>')
+        lines.append(f'<tr><th scope="row">{name(row.method)}</th>{tags}</tr>')
     return (
         f"<h2>{words(f'{data}, {model}, blocks of {block}: {metric}')}</h2><p class='note'>{words(protocol)}</p>"
         f'<div class="scroll" tabindex="0" role="region" aria-label="{words(f"Runs of {model} on {data}")}"><table>'
@@ -72,5 +72,5 @@ def _section(group: tuple[str, str, str, str, str], rows: Sequence[Row]) -> str:
 
 
 def _removed(row: Row) -> str:
-    kind, share = row.entries[0].share
-    return f"{plain(round(100 * share, 10))} % of {UNITS.get(kind, 'blocks')}"
+    kind, share = row.share
+    return f"{format_setting(round(100 * share, 10))} % of {budget_unit(kind)}"

@@ -1,4 +1,4 @@
-"""A comparison as text: a row per method, and for every sparsity the metric, what it lost, and n; or a line per run."""
+"""A comparison as tables for the terminal, and as CSV with a line per run."""
 
 from __future__ import annotations
 
@@ -11,77 +11,82 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ... import text
-from .names import plain
+from ...training.config import BUDGETS
+from .identity import protocol
+from .labels import format_setting
 
 if TYPE_CHECKING:
-    from . import Comparison, Row
+    from .comparison import Comparison, Row
 
 WIDTH = 100
-SIDE_BY_SIDE = 3  # sparsities in one table
-MACS_SIDE_BY_SIDE = 5  # of one number each, and room for the name of a method
+METRIC_COLUMNS = 3  # budgets in one table; each has a metric, a difference and n
+MACS_COLUMNS = 5  # budgets in one table; each has one number
 
 
-def comparison_text(found: Comparison, ascii_only: bool) -> str:
-    out: list[str] = []
-    for (data, model, block, protocol, metric), rows in found.groups().items():
-        out += ["", f"{data}, {model}, blocks of {block}: {metric} in %, test split, after the last epoch"]
-        out += textwrap.wrap(protocol, WIDTH)
-        shares = sorted({row.entries[0].share for row in rows}, key=lambda share: (share[0] != "sparsity", share))
-        for first in range(0, len(shares), SIDE_BY_SIDE):
-            out += ["", *_table(rows, shares[first : first + SIDE_BY_SIDE], ascii_only)]
-        out += _macs(rows, shares, ascii_only)
-    if found.left_out:
-        out += ["", "left out"]
-        out += [f"  {folder}: {reason}" for folder, reason in found.left_out]
-    return "\n".join(out[1:])
+def comparison_text(comparison: Comparison, ascii_only: bool) -> str:
+    """A table per group: the dense metric, and for every budget the metric, the difference to dense, and n."""
+    lines: list[str] = []
+    for (data, model, block, protocol_line, metric), rows in comparison.groups().items():
+        lines += ["", f"{data}, {model}, blocks of {block}: {metric} in %, test split, after the last epoch"]
+        lines += textwrap.wrap(protocol_line, WIDTH)
+        shares = sorted({row.share for row in rows}, key=lambda share: (share[0] != "sparsity", share))
+        for first in range(0, len(shares), METRIC_COLUMNS):
+            lines += ["", *_metric_table(rows, shares[first : first + METRIC_COLUMNS], ascii_only)]
+        lines += _macs_tables(rows, shares, ascii_only)
+    if comparison.left_out:
+        lines += ["", "left out"]
+        lines += [f"  {folder}: {reason}" for folder, reason in comparison.left_out]
+    return "\n".join(lines[1:])
 
 
-def _table(rows: Sequence[Row], shares: Sequence[tuple[str, float]], ascii_only: bool) -> list[str]:
+def _metric_table(rows: Sequence[Row], shares: Sequence[tuple[str, float]], ascii_only: bool) -> list[str]:
     header = ["method", "dense"]
     for share in shares:
-        header += [_asked(share), "diff", "n"]
-    methods = dict.fromkeys(row.entries[0].method for row in rows)
+        header += [_share_title(share), "diff", "n"]
     lines: list[list[str]] = []
-    for method in methods:
-        of_method = {row.entries[0].share: row for row in rows if row.entries[0].method == method}
-        shown = [of_method[share] for share in shares if share in of_method]
+    for method in dict.fromkeys(row.method for row in rows):
+        row_at = {row.share: row for row in rows if row.method == method}
+        shown = [row_at[share] for share in shares if share in row_at]
         if not shown:
             continue
-        dense = {entry.config["seed"]: entry.dense for row in shown for entry in row.entries}
-        line = [method, spread(list(dense.values()), ascii_only)]
+        dense = {run.config["seed"]: run.dense for row in shown for run in row.runs}
+        line = [method, mean_and_std(list(dense.values()), ascii_only)]
         for share in shares:
-            if share in of_method:
-                row = of_method[share]
-                line += [spread(row.values, ascii_only), f"{100 * row.difference:+.2f}", str(len(row.entries))]
+            if share in row_at:
+                row = row_at[share]
+                line += [mean_and_std(row.values, ascii_only), f"{100 * row.difference:+.2f}", str(len(row.runs))]
             else:
                 line += ["-", "", ""]
         lines.append(line)
     return text.table(header, lines, "<>" + ">>>" * len(shares), WIDTH)
 
 
-def _macs(rows: Sequence[Row], shares: Sequence[tuple[str, float]], ascii_only: bool) -> list[str]:
-    """What the budget does not say: as many blocks of one layer take more time than of another."""
+def _macs_tables(rows: Sequence[Row], shares: Sequence[tuple[str, float]], ascii_only: bool) -> list[str]:
+    """The MACs left. The same number of blocks can leave more MACs in one method than in another."""
     shares = [share for share in shares if share[0] != "macs"]
-    told = {(row.entries[0].method, row.entries[0].share): row.macs_left for row in rows if row.macs_left}
-    out: list[str] = []
-    for first in range(0, len(shares), MACS_SIDE_BY_SIDE):
-        some = shares[first : first + MACS_SIDE_BY_SIDE]
-        methods = [m for m in dict.fromkeys(row.entries[0].method for row in rows) if any((m, share) in told for share in some)]
-        lines = [[m, *(spread(told[m, s], ascii_only) if (m, s) in told else "-" for s in some)] for m in methods]
+    macs_left = {(row.method, row.share): row.macs_left for row in rows if row.macs_left}
+    tables: list[str] = []
+    for first in range(0, len(shares), MACS_COLUMNS):
+        columns = shares[first : first + MACS_COLUMNS]
+        methods = [m for m in dict.fromkeys(row.method for row in rows) if any((m, share) in macs_left for share in columns)]
+        lines = [
+            [m, *(mean_and_std(macs_left[m, s], ascii_only) if (m, s) in macs_left else "-" for s in columns)] for m in methods
+        ]
         if lines:
-            out += ["", *text.table(["MACs left, %", *map(_asked, some)], lines, "<" + ">" * len(some), WIDTH)]
-    return out
+            header = ["MACs left, %", *map(_share_title, columns)]
+            tables += ["", *text.table(header, lines, "<" + ">" * len(columns), WIDTH)]
+    return tables
 
 
-def _asked(share: tuple[str, float]) -> str:
+def _share_title(share: tuple[str, float]) -> str:
     kind, number = share
-    return plain(number) if kind == "sparsity" else f"{kind} {plain(number)}"
+    return format_setting(number) if kind == "sparsity" else f"{kind} {format_setting(number)}"
 
 
-def spread(values: Sequence[float], ascii_only: bool = False) -> str:
+def mean_and_std(values: Sequence[float], ascii_only: bool = False) -> str:
     """Mean and standard deviation in percent.
 
-    >>> spread([0.91, 0.93]), spread([0.5])
+    >>> mean_and_std([0.91, 0.93]), mean_and_std([0.5])
     ('92.00 ± 1.41', '50.00')
     """
     mean = f"{100 * statistics.fmean(values):.2f}"
@@ -90,33 +95,29 @@ def spread(values: Sequence[float], ascii_only: bool = False) -> str:
     return f"{mean} {'+-' if ascii_only else '±'} {100 * statistics.stdev(values):.2f}"
 
 
-def comparison_csv(found: Comparison) -> str:
+def comparison_csv(comparison: Comparison) -> str:
     """One line per run."""
-    from . import protocol
-
     lines = []
-    for entry in found.entries:
-        config = entry.config
+    for run in comparison.runs:
+        config = run.config
         lines.append(
             {
-                "folder": str(entry.folder),
-                "data": entry.data,
+                "folder": str(run.folder),
+                "data": run.data,
                 "model": config["model"],
                 "block": config["block"],
                 "method": config["method"],
                 "settings": json.dumps(config["settings"]),
-                "sparsity": config.get("sparsity"),
-                "macs": config.get("macs"),
-                "cycles": config.get("cycles"),
+                **{kind: config.get(kind) for kind in BUDGETS},
                 "seed": config["seed"],
-                "metric": entry.metric,
-                "pruned": entry.pruned,
-                "dense": entry.dense,
-                "difference": entry.pruned - entry.dense,
-                "macs_left": entry.macs_left,
-                "seconds": entry.seconds,
-                "device": entry.versions.get("device", ""),
-                "torch": entry.versions.get("torch", ""),
+                "metric": run.metric,
+                "pruned": run.pruned,
+                "dense": run.dense,
+                "difference": run.pruned - run.dense,
+                "macs_left": run.macs_left,
+                "seconds": run.seconds,
+                "device": run.versions.get("device", ""),
+                "torch": run.versions.get("torch", ""),
                 "protocol": protocol(config),
             }
         )

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...errors import SmartpruneError
-from ..compare import Key, key, row_keys
+from ..compare.identity import RunKey, row_keys, run_key
 from ..compare.record import RESULT, load_rows
 from .grid import Cell
 
@@ -31,15 +31,15 @@ def _records(folder: Path) -> list[Path]:
     return found
 
 
-def _runs(record: Path) -> Iterator[Key]:
+def _runs(record: Path) -> Iterator[RunKey]:
     for number, row in enumerate(load_rows(record)):
         yield from row_keys(row, f"{record / RESULT}: rows[{number}]")
 
 
-def _keys(cell: Cell) -> list[Key]:
+def _keys(cell: Cell) -> list[RunKey]:
     """What the cell may be called in a record: ``amp: auto`` was decided by the machine that ran it."""
     config = asdict(cell.config)
-    return [key(config | {"amp": amp}) for amp in (("bf16", "off") if config["amp"] == "auto" else (config["amp"],))]
+    return [run_key(config | {"amp": amp}) for amp in (("bf16", "off") if config["amp"] == "auto" else (config["amp"],))]
 
 
 def listing(sweep: Sweep, cells: Sequence[Cell], known: set[str]) -> str:

@@ -1,0 +1,73 @@
+"""The tables of a comparison on the terminal."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from helpers.finished_runs import write_macs_left, write_run
+from helpers.training_jobs import run_cli
+from smartprune import SmartpruneError
+from smartprune.experiments.compare import compare
+from smartprune.experiments.compare.markdown import markdown
+from smartprune.experiments.compare.table import comparison_text
+from smartprune.methods import METHODS
+
+
+def test_table_has_methods_by_sparsity(runs: Path) -> None:
+    lines = comparison_text(compare([runs]), ascii_only=False).splitlines()
+    assert lines[0] == "digits(width=4), resnet8, blocks of 4x2: accuracy in %, test split, after the last epoch"
+    start = next(i for i, line in enumerate(lines) if line.startswith("method"))
+    assert lines[start].split() == ["method", "dense", "0.5", "diff", "n", "0.9", "diff", "n"]
+    body = [line.split() for line in lines[start + 1 :]]
+    assert [line[0] for line in body] == [name for name in METHODS if name in ("smart", "magnitude", "gradual")]
+    assert body[0] == ["smart", "91.00", "±", "1.41", "61.00", "±", "1.41", "-30.00", "2", "51.00", "±", "1.41", "-40.00", "2"]
+
+
+def test_macs_left_have_a_table_of_their_own(runs: Path, tmp_path: Path) -> None:
+    """The same blocks budget leaves more MACs to one method than to another."""
+    for folder in runs.iterdir():
+        method, sparsity, seed = folder.name.split("-")
+        if method != "magnitude" or sparsity == "0.5":  # one row has no count of MACs
+            write_macs_left(folder, 1000, {"magnitude": 300, "gradual": 200, "smart": 100}[method] + 10 * int(seed))
+    comparison = compare([runs])
+    lines = comparison_text(comparison, ascii_only=False).splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("MACs left, %"))
+    assert lines[start].split() == ["MACs", "left,", "%", "0.5", "0.9"]
+    assert [line.split() for line in lines[start + 1 :]] == [
+        ["smart", "10.50", "±", "0.71", "10.50", "±", "0.71"],
+        ["magnitude", "30.50", "±", "0.71", "-"],
+        ["gradual", "20.50", "±", "0.71", "20.50", "±", "0.71"],
+    ]
+    rows = comparison.to_json()["rows"]
+    assert [row.get("macs_left") for row in rows] == [[0.1, 0.11], [0.1, 0.11], [0.3, 0.31], None, [0.2, 0.21], [0.2, 0.21]]
+    table, caption = markdown(rows, {"show": "macs_left", "method": "[sg]*"})
+    assert table[2] == "| smart | 10.50 ± 0.71 | 10.50 ± 0.71 |"
+    assert caption.endswith("MACs left in %, mean ± standard deviation, n = 2.")
+    with pytest.raises(SmartpruneError, match="only these can replace the metric: macs_left"):
+        markdown(rows, {"show": "seconds"})
+    with pytest.raises(SmartpruneError, match="no row has"):
+        markdown(rows, {"show": "macs_left", "method": "none"})
+    for wrong in (None, "0.1", float("nan")):
+        with pytest.raises(SmartpruneError, match=r"smart: macs_left is .*; it must be a list of numbers"):
+            markdown([rows[0] | {"macs_left": [0.1, wrong]}], {"show": "macs_left"})
+    page = tmp_path / "page.html"
+    assert run_cli("compare", str(runs), "--html", str(page), "--csv", str(tmp_path / "a.csv")) == 0
+    assert "MACs left, %" in page.read_text()
+    lines_of_csv = list(csv.DictReader((tmp_path / "a.csv").read_text().splitlines()))
+    assert {line["macs_left"] for line in lines_of_csv} == {"0.1", "0.11", "0.2", "0.21", "0.3", "0.31", ""}
+
+
+def test_macs_left_fit_the_width_at_many_sparsities(tmp_path: Path) -> None:
+    """Also in plain ASCII, where every number is one column wider."""
+    for sparsity in (0.5, 0.6, 0.7, 0.8, 0.9, 0.95):
+        for seed in (0, 1):
+            settings = {"start": 1.0, "ramp": "cubic", "mask_type": "stochastic"}
+            folder = write_run(tmp_path, 0.5, sparsity=sparsity, seed=seed, settings=settings)
+            write_macs_left(folder, 1000, 100 + seed)
+    lines = comparison_text(compare([tmp_path]), ascii_only=True).splitlines()
+    starts = [number for number, line in enumerate(lines) if line.startswith("MACs left, %")]
+    assert len(starts) == 2
+    assert max(len(line) for line in lines[starts[0] :]) <= 100
