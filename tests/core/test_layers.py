@@ -29,7 +29,7 @@ def test_stem_and_classifier_are_left_alone() -> None:
     assert names(layers) == ["3", "6"]
     assert [(s.name, s.kind, s.shape, s.reason) for s in skipped] == [
         ("0", "Conv2d", (16, 3, 3, 3), "stem: reads the image (3 channels)"),
-        ("10", "Linear", (10, 12), "last layer, taken for the classifier"),
+        ("10", "Linear", (10, 12), "last layer, assumed to be the classifier"),
     ]
     assert [(layer.start, layer.stop, layer.n) for layer in layers] == [(0, 180, 180), (180, 195, 15)]
     assert [layer.weight for layer in layers] == ["3.weight", "6.weight"]
@@ -46,7 +46,7 @@ def test_grouped_and_depthwise() -> None:
         "stem": "stem: reads the image (3 channels)",
         "depthwise.0": "depthwise convolution",
         "grouped": "grouped convolution (2 groups)",
-        "head": "last layer, taken for the classifier",
+        "head": "last layer, assumed to be the classifier",
     }
     layers, _ = find_layers(model, BLOCK, include=["grouped", "depthwise.*"])
     by_name = {layer.name: layer for layer in layers}
@@ -175,7 +175,7 @@ def test_layers_that_make_something_else_of_zeros_are_left_alone_unless_named() 
     layers, skipped = find_layers(model, Block(4, 4))
     assert torch.equal(torch.get_rng_state(), drawn)
     assert [layer.name for layer in layers] == ["0.0", "0.1", "0.2", "0.3"]
-    assert ["not zero where its weight is" in s.reason for s in skipped if s.kind != "Gated"] == [True, True, True, False]
+    assert ["zeros do not survive" in s.reason for s in skipped if s.kind != "Gated"] == [True, True, True, False]
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert [layer.name for layer in find_layers(model, Block(4, 4), include="1.0")[0]] == ["0.0", "0.1", "0.2", "0.3", "1.0"]
 
@@ -218,7 +218,7 @@ def test_parametrized_and_hooked_layers() -> None:
     assert names(layers) == ["2"]
     found = {s.name: s.reason for s in skipped}
     assert found["0.parametrizations.weight.original"] == "already parametrized: remove the parametrization first"
-    assert found["1.weight_orig"] == "not the layer's weight: weight_orig is what it is made from, or a parameter of its own"
+    assert found["1.weight_orig"] == "weight_orig is not the layer's weight (the weight may be computed from it)"
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -261,7 +261,7 @@ def test_include_and_skip() -> None:
     assert names(find_layers(model, BLOCK, include=["0", nn.Linear])[0]) == everything
     assert names(find_layers(model, BLOCK, skip=[nn.Conv2d], include="10")[0]) == ["10"]
     assert names(find_layers(model, BLOCK, include="*", skip="[36]")[0]) == ["0", "10"]
-    assert reasons(model, include="*", skip="3") == {"3": "named by skip"}  # skip wins
+    assert reasons(model, include="*", skip="3") == {"3": "named in skip"}  # skip wins
     nested, _ = zoo.mobilenet_block()
     assert "grouped" in names(find_layers(nested, BLOCK, include="group*")[0])
 
@@ -281,11 +281,11 @@ def test_a_model_says_what_to_leave_alone() -> None:
     layers, skipped = find_layers(model, BLOCK)
     assert names(layers) == ["0", "1.head.hidden", "1.head.classes", "2"]
     assert [(s.name, s.reason) for s in skipped] == [
-        ("1.head.boxes", "the model asks to leave it alone"),
-        ("3", "last layer, taken for the classifier"),
+        ("1.head.boxes", "listed in smartprune_skip"),
+        ("3", "last layer, assumed to be the classifier"),
     ]
     assert "1.head.boxes" in names(find_layers(model, BLOCK, include="1.head.*")[0])  # the user knows better
-    assert reasons(model, include="*", skip="*boxes") == {"1.head.boxes": "named by skip"}
+    assert reasons(model, include="*", skip="*boxes") == {"1.head.boxes": "named in skip"}
     assert names(find_layers(Head(), BLOCK)[0]) == ["hidden"]  # classes are the last layer here
 
 

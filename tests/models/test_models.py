@@ -158,7 +158,7 @@ def test_large_networks_have_the_stated_sizes(name: str) -> None:
     assert count(model) == large.params
     assert sum(isinstance(module, nn.Conv2d) for module in model.modules()) == large.convs
     assert (len(planned.layers), planned.params, planned.n) == (large.layers, large.prunable, large.blocks)
-    assert tuple(s.name for s in planned.skipped if s.reason == "the model asks to leave it alone") == large.asks
+    assert tuple(s.name for s in planned.skipped if s.reason == "listed in smartprune_skip") == large.asks
     with FlopCounterMode(display=False) as flops:
         model.eval()(image)
     assert planned.model_macs == large.macs == flops.get_total_flops() // 2

@@ -79,7 +79,7 @@ layer  kind    weight     grid     blocks  weights     MACs  padding
 
 not pruned  kind    weight    reason
 0           Conv2d  16x3x3x3  stem: reads the image (3 channels)
-10          Linear  10x12     last layer, taken for the classifier
+10          Linear  10x12     last layer, assumed to be the classifier
 
 blocks   39 in 2 layers, 37.50% of their slots is padding
 weights  3,120 of 3,782 in the model
@@ -218,7 +218,7 @@ def test_nothing_to_prune_says_why() -> None:
         plan(model, sparsity=0.5)
     assert str(caught.value) == (
         "plan: nothing to prune in this Sequential (0: stem: reads the image (3 channels); 1: depthwise convolution; "
-        "3: last layer, taken for the classifier); include= brings layers in"
+        "3: last layer, assumed to be the classifier); include= brings layers in"
     )
     deep = nn.Sequential(nn.Conv2d(3, 8, 3), *(nn.Conv2d(8, 8, 3, groups=8) for _ in range(50)), nn.Linear(8, 2))
     with pytest.raises(SmartpruneError, match="; 1, 2, 3 and 47 more: depthwise convolution; 51: last layer"):

@@ -1,4 +1,4 @@
-"""Blocks: how a weight is cut into boxes. Ragged edges, groups and swapped axes live here and nowhere else."""
+"""Blocks: how a weight is divided into boxes. This module alone handles partial blocks, groups and swapped axes."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from ..errors import SmartpruneError
 
 @dataclass(frozen=True, init=False, repr=False)
 class Block:
-    """An axis-aligned box of a weight, sizes in the order (output channels, input channels, *kernel).
+    """An axis-aligned box of a weight. Sizes are in the order (output channels, input channels, *kernel).
 
-    ``None`` takes a whole axis. Kernel sizes that are not given repeat the last kernel size that is, or 1:
+    ``None`` takes a whole axis. Missing kernel sizes repeat the last given kernel size, or are 1 if there is none:
 
     >>> Block(16, 8) == Block.of("16x8") == Block.of((16, 8, 1, 1))
     True
@@ -32,14 +32,14 @@ class Block:
 
     def __init__(self, *sizes: int | None) -> None:
         sizes = tuple(int(size) if isinstance(size, np.integer) else size for size in sizes)
-        good = all(size is None or (type(size) is int and size > 0) for size in sizes)
-        if not good or len(sizes) < 2:
+        valid = all(size is None or (type(size) is int and size > 0) for size in sizes)
+        if not valid or len(sizes) < 2:
             raise SmartpruneError(
                 f"block {sizes} must have at least two sizes (output channels, input channels, then the kernel), each "
                 "a positive int or None for the whole axis; write (16, 8) for 16 output x 8 input channels"
             )
         kernel = sizes[2:]
-        if len(set(kernel)) == 1:  # (16, 8, 1, 1) and (16, 8) are one block, as are (1, None, None) and its longer forms
+        if len(set(kernel)) == 1:  # so that (16, 8, 1, 1) equals (16, 8), and (1, None, None) equals its longer forms
             sizes = sizes[:2] if kernel[0] == 1 else sizes[:3]
         object.__setattr__(self, "sizes", sizes)
 
@@ -66,7 +66,7 @@ class Block:
         return f"Block({', '.join(map(str, self.sizes))})"
 
     def __str__(self) -> str:
-        """The form that :meth:`of` reads: ``16x8x1x1``."""
+        """The text that :meth:`of` reads, such as ``16x8x1x1``."""
         return "x".join("*" if size is None else str(size) for size in self.fit(max(4, len(self.sizes))))
 
     def fit(self, axes: int) -> tuple[int | None, ...]:
@@ -74,16 +74,14 @@ class Block:
         sizes = self.sizes
         fill = sizes[-1] if len(sizes) > 2 else 1
         if any(size not in (1, None) for size in sizes[axes:]):
-            raise SmartpruneError(
-                f"block {self} has kernel sizes, which a weight of {axes} axes cannot take; they must be 1 or None for it"
-            )
+            raise SmartpruneError(f"block {self} has kernel sizes, which a weight of {axes} axes cannot take; make them 1 or None")
         return (sizes + (fill,) * (axes - len(sizes)))[:axes]
 
     def grid(self, shape: Sequence[int], groups: int = 1, transposed: bool = False) -> Grid:
         """The grid of a weight of this shape.
 
         A transposed convolution stores (in, out / groups, *kernel), so its first two sizes swap. Groups divide the
-        first stored axis, and blocks never cross a group's border.
+        first stored axis, and blocks never cross from one group to the next.
         """
         sizes = list(self.fit(len(shape)))
         if transposed:
@@ -100,8 +98,10 @@ class Block:
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis of a weight: ``parts`` stretches of ``length`` entries, each cut into steps of ``step``, the last
-    ragged."""
+    """One axis of a weight: ``parts`` segments of ``length`` entries, each divided into steps of ``step`` entries.
+
+    The last step of a segment may be shorter.
+    """
 
     parts: int
     length: int
@@ -120,11 +120,11 @@ class Axis:
         return self.parts * self.per_part
 
     def index(self) -> list[int]:
-        """For every entry along the axis, the number of its step."""
+        """The step of every entry along the axis."""
         return [p * self.per_part + i // self.step for p in range(self.parts) for i in range(self.length)]
 
     def lengths(self) -> list[int]:
-        """For every step, how many entries it holds."""
+        """The number of entries in every step."""
         full, rest = divmod(self.length, self.step)
         return ([self.step] * full + ([rest] if rest else [])) * self.parts
 
@@ -159,7 +159,7 @@ class Grid:
 
     @cached_property
     def block_elements(self) -> int:
-        """Elements of the largest block; a block that is larger than the weight is cut down to it."""
+        """Elements of the largest block. It is never larger than the weight."""
         return math.prod(axis.step for axis in self.axes)
 
     @property
@@ -167,7 +167,7 @@ class Grid:
         return any(axis.length % axis.step for axis in self.axes)
 
     def sizes(self) -> Tensor:
-        """How many real elements each block holds, int64 [n]."""
+        """The number of elements of each block, without padding, int64 [n]."""
         out = torch.ones((), dtype=torch.int64, device="cpu")
         for axis in self.axes:
             out = out[..., None] * torch.tensor(axis.lengths(), device="cpu")
@@ -189,15 +189,15 @@ class Grid:
         return out.reshape(-1)
 
     def mean(self, weight: Tensor) -> Tensor:
-        """Mean over each block's real elements, [n]; so partial blocks compare fairly with full ones."""
+        """Mean over the elements of each block, without padding, [n]. Partial blocks are comparable with full ones."""
         return self.sum(weight) / self.sizes().to(weight.device, weight.dtype)
 
     def expand(self, mask: Tensor) -> Tensor:
-        """A value per block, [n], spread over the weight's shape."""
+        """Spreads a value per block, [n], over the shape of the weight."""
         return self.expand_tail(mask, first=0)
 
     def expand_tail(self, mask: Tensor, first: int = 1) -> Tensor:
-        """Spreads a value per block, [n], along the axes from ``first`` on; the axes before stay counted in blocks."""
+        """Spreads a value per block, [n], along the axes from ``first`` on. Earlier axes keep one entry per block."""
         if mask.numel() != self.n:
             raise SmartpruneError(f"a mask of {mask.numel()} entries was given for a grid of {self.n} blocks")
         out = mask.reshape(self.shape)
@@ -211,7 +211,7 @@ class Grid:
 
 
 def spread(values: Tensor, dim: int, axis: Axis) -> Tensor:
-    """Repeats each step's value over the entries of that step along ``dim``."""
+    """Repeats the value of each step over the entries of that step, along ``dim``."""
     if axis.step == 1:
         return values
     out = values.unsqueeze(dim + 1).expand(*values.shape[: dim + 1], axis.step, *values.shape[dim + 1 :])
@@ -236,4 +236,5 @@ class Layout:
     transposed: bool = False
 
     def cut(self, block: Block) -> Grid:
+        """The grid of the weight."""
         return block.grid(self.shape, self.parts, self.transposed)

@@ -1,4 +1,4 @@
-"""Hard selection: exactly the best blocks, or as many as a cost pays for; and the checks shared with soft_topk."""
+"""Hard selection: exactly the k best blocks, or the best blocks that a cost limit allows. Also the checks shared with soft_topk."""
 
 import math
 import numbers
@@ -12,7 +12,7 @@ from torch import Tensor
 from ..errors import SmartpruneError
 
 TAU_RANGE = (1e-30, 1e30)
-FACTS = {
+ERRORS = {  # by bit of the error code that a device kernel returns
     1: "scores hold NaN or infinity; scores must be finite: lower their learning rate or clip their gradient",
     2: f"tau is outside [{TAU_RANGE[0]:g}, {TAU_RANGE[1]:g}] or NaN; give a positive temperature",
     4: "k is outside [0, sum(cost)] or NaN; give the number (or the cost) to keep",
@@ -22,10 +22,12 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def describe_tensor(value: Tensor) -> str:
+    """Dtype, shape and device as text, such as ``float32 [3] on cpu``."""
     return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)} on {value.device}"
 
 
 def check_vectors(where: str, scores: Tensor, cost: Tensor | None) -> None:
+    """Raises unless scores are one floating-point vector, and cost is None or a real vector of the same shape and device."""
     for name, value in (("scores", scores), ("cost", cost)):
         if not isinstance(value, Tensor) and (name == "scores" or value is not None):
             raise SmartpruneError(f"{where}: {name} is a {type(value).__name__}; give a tensor, torch.as_tensor({name})")
@@ -42,7 +44,7 @@ def check_vectors(where: str, scores: Tensor, cost: Tensor | None) -> None:
 
 
 def as_fraction(value: Any) -> Fraction:
-    """A number as it was meant: 0.97 is 97/100, not its binary neighbour, and 1 / 3 a third.
+    """The short fraction that a number stands for: 0.97 is 97/100, not the nearest binary number, and 1 / 3 is a third.
 
     >>> as_fraction(0.97), as_fraction(1 / 3)
     (Fraction(97, 100), Fraction(1, 3))
@@ -59,12 +61,12 @@ def hard_topk(
     floor: float | Tensor | None = None,
     layer: Tensor | None = None,
 ) -> Tensor:
-    """Mask [N] of the blocks with the highest scores: exactly k of them, or as many as the cost k pays for.
+    """Mask [N] of the blocks with the highest scores: exactly k blocks, or with cost, blocks that cost at most k.
 
-    Equal scores go to the lower index. With cost the total never exceeds k, and every block left out costs more than
-    what is left of k. floor keeps blocks in every layer (layer [N] says where a block lives) before the ranking is
-    global: a share in [0, 1], rounded up per layer in exact arithmetic, or an integer tensor [L] of counts. Integer
-    costs, and costs with a short binary fraction, are added exactly; others in float64.
+    Equal scores go to the lower index. With cost the total never exceeds k, and every block that is left out costs more
+    than the rest of k. floor keeps blocks in every layer before the ranking becomes global (layer [N] is the layer of
+    each block): it is a share in [0, 1], rounded up per layer in exact arithmetic, or an integer tensor [L] of counts.
+    Integer costs, and costs with a short binary fraction, are added exactly; others are added in float64.
 
     >>> scores = torch.tensor([5.0, 4.0, 3.0, 3.0])
     >>> hard_topk(scores, 3)
@@ -77,22 +79,29 @@ def hard_topk(
     check_vectors("hard_topk", scores, cost)
     scores, n = scores.detach(), scores.numel()
     if not bool(torch.isfinite(scores).all()):
-        raise SmartpruneError(f"hard_topk: {FACTS[1]}")
+        raise SmartpruneError(f"hard_topk: {ERRORS[1]}")
     limit = k.item() if isinstance(k, Tensor) and k.numel() == 1 else k
     if isinstance(limit, bool) or not isinstance(limit, numbers.Real) or math.isnan(limit):
         raise SmartpruneError(f"hard_topk: k={k!r} is not a number; give the number (or the cost) of blocks to keep")
     forced = floor_blocks(scores, floor, layer)
-    if cost is None:
-        if not math.isfinite(limit) or limit != int(limit) or not 0 <= limit <= n:
-            raise SmartpruneError(f"hard_topk: k={limit!r} is not an integer in [0, {n}]; give the number to keep")
-        least = int(forced.sum())
-        if least > limit:
-            raise SmartpruneError(
-                f"hard_topk: floor={_shown(floor)} keeps {least} blocks but k={limit!r}; lower floor or keep at least {least}"
-            )
-        return forced | _best(scores.masked_fill(forced, -math.inf), int(limit) - least)
+    if cost is not None:
+        return _within_cost(scores, limit, cost, forced, floor, layer)
+    if not math.isfinite(limit) or limit != int(limit) or not 0 <= limit <= n:
+        raise SmartpruneError(f"hard_topk: k={limit!r} is not an integer in [0, {n}]; give the number to keep")
+    least = int(forced.sum())
+    if least > limit:
+        raise SmartpruneError(
+            f"hard_topk: floor={_show_floor(floor)} keeps {least} blocks but k={limit!r}; lower floor or keep at least {least}"
+        )
+    return forced | _best(scores.masked_fill(forced, -math.inf), int(limit) - least)
+
+
+def _within_cost(
+    scores: Tensor, limit: float, cost: Tensor, forced: Tensor, floor: float | Tensor | None, layer: Tensor | None
+) -> Tensor:
+    """The forced blocks, and then the best blocks that fit into the rest of the limit."""
     if not bool(torch.isfinite(cost).all()) or float(cost.min()) < 0:
-        raise SmartpruneError(f"hard_topk: {FACTS[8]}")
+        raise SmartpruneError(f"hard_topk: {ERRORS[8]}")
     if limit < 0:
         raise SmartpruneError(f"hard_topk: k={limit!r} is negative; give the cost that may be spent")
     price, room, unit = _exact(cost, limit)
@@ -102,7 +111,7 @@ def hard_topk(
         spent = price[forced].sum().item()
     if spent > room:
         raise SmartpruneError(
-            f"hard_topk: floor={_shown(floor)} costs {spent / unit:g} but k={limit!r}; "
+            f"hard_topk: floor={_show_floor(floor)} costs {spent / unit:g} but k={limit!r}; "
             f"lower floor or spend at least {spent / unit:g}"
         )
     room -= spent
@@ -113,21 +122,22 @@ def hard_topk(
         order = order[price[order] <= room]
         if order.numel() == 0:
             return mask
-        running = _running(price[order])
+        running = _running_sum(price[order])
         taken = int((running <= room).sum())
         mask[order[:taken]] = True
         room -= running[taken - 1].item()
         order = order[taken:]
 
 
-def _running(prices: Tensor) -> Tensor:
-    """Their running sum; a GPU adds floats in another order every time, and refuses where determinism is asked for."""
+def _running_sum(prices: Tensor) -> Tensor:
+    """The cumulative sum. A GPU adds floats in a different order every time, and raises in deterministic mode: use the CPU."""
     if prices.is_floating_point():
         return prices.cpu().cumsum(0).to(prices.device)
     return prices.cumsum(0)
 
 
 def _best(scores: Tensor, k: int) -> Tensor:
+    """The k highest scores, the first of equal ones."""
     if k == 0:
         return torch.zeros_like(scores, dtype=torch.bool)
     last = scores.topk(k).values[-1]
@@ -138,90 +148,98 @@ def _best(scores: Tensor, k: int) -> Tensor:
 
 
 def floor_blocks(scores: Tensor, floor: float | Tensor | None, layer: Tensor | None) -> Tensor:
-    """The blocks that a floor keeps whatever the limit: the best of every layer."""
+    """The blocks that a floor keeps: the best of every layer, bool [N]."""
     forced = torch.zeros_like(scores, dtype=torch.bool)
     if floor is None:
         return forced
     if not isinstance(layer, Tensor) or layer.shape != scores.shape or layer.is_floating_point() or int(layer.min()) < 0:
-        given = "missing" if layer is None else describe_tensor(layer) if isinstance(layer, Tensor) else f"a {type(layer).__name__}"
+        kind = "missing" if layer is None else describe_tensor(layer) if isinstance(layer, Tensor) else f"a {type(layer).__name__}"
         raise SmartpruneError(
-            f"hard_topk: floor={_shown(floor)} but layer is {given}; floor needs layer, {list(scores.shape)} integers "
-            ">= 0 saying which layer each block belongs to"
+            f"hard_topk: floor={_show_floor(floor)} but layer is {kind}; floor needs layer, {list(scores.shape)} integers "
+            ">= 0 that give the layer of each block"
         )
     layer = layer.to(scores.device, torch.long)
     sizes = torch.bincount(layer)
-    if isinstance(floor, Tensor):
-        if floor.is_floating_point() or floor.dim() != 1 or floor.numel() < sizes.numel() or bool((floor < 0).any()):
-            raise SmartpruneError(
-                f"hard_topk: floor is {describe_tensor(floor)}; it must be one count >= 0 for each of the {sizes.numel()} layers"
-            )
-        least = floor.to(scores.device, torch.long)[: sizes.numel()]
-        if bool((least > sizes).any()):
-            worst = int((least - sizes).argmax())
-            raise SmartpruneError(
-                f"hard_topk: floor asks for {int(least[worst])} blocks of layer {worst}, which has "
-                f"{int(sizes[worst])}; lower it to at most that"
-            )
-    else:
-        if isinstance(floor, bool) or not isinstance(floor, numbers.Real) or not 0 <= floor <= 1:
-            raise SmartpruneError(f"hard_topk: floor={floor!r} is outside [0, 1]; give a share such as 0.02")
-        share = as_fraction(floor)  # 0.02 * 150 is more than 3 in binary
-        counts = [math.ceil(share * size) for size in sizes.tolist()]
-        least = torch.tensor(counts, dtype=torch.long, device=scores.device)
+    least = _floor_counts(floor, sizes)
     order = scores.sort(descending=True, stable=True).indices
     order = order[layer[order].sort(stable=True).indices]
     first = sizes.cumsum(0) - sizes
-    home = layer[order]
-    rank = torch.arange(order.numel(), device=scores.device) - first[home]
-    forced[order] = rank < least[home]
+    sorted_layer = layer[order]
+    rank = torch.arange(order.numel(), device=scores.device) - first[sorted_layer]
+    forced[order] = rank < least[sorted_layer]
     return forced
 
 
+def _floor_counts(floor: float | Tensor, sizes: Tensor) -> Tensor:
+    """The fewest blocks that a floor keeps in each layer, int64 [number of layers]."""
+    if not isinstance(floor, Tensor):
+        if isinstance(floor, bool) or not isinstance(floor, numbers.Real) or not 0 <= floor <= 1:
+            raise SmartpruneError(f"hard_topk: floor={floor!r} is outside [0, 1]; give a share such as 0.02")
+        share = as_fraction(floor)  # 0.02 * 150 is more than 3 in binary
+        return torch.tensor([math.ceil(share * size) for size in sizes.tolist()], dtype=torch.long, device=sizes.device)
+    if floor.is_floating_point() or floor.dim() != 1 or floor.numel() < sizes.numel() or bool((floor < 0).any()):
+        raise SmartpruneError(
+            f"hard_topk: floor is {describe_tensor(floor)}; it must be one count >= 0 for each of the {sizes.numel()} layers"
+        )
+    least = floor.to(sizes.device, torch.long)[: sizes.numel()]
+    if bool((least > sizes).any()):
+        worst = int((least - sizes).argmax())
+        raise SmartpruneError(
+            f"hard_topk: floor asks for {int(least[worst])} blocks of layer {worst}, which has "
+            f"{int(sizes[worst])}; lower it to at most that"
+        )
+    return least
+
+
+# A heap per price of (key, -index): for kept blocks the key is the score, for the others it is the negative score. So the top of a
+# heap is the block to drop, or the block to add.
+_Heaps = dict[float, list[tuple[float, int]]]
+
+
 def _cheaper(forced: Tensor, scores: Tensor, price: Tensor, room: float, layer: Tensor) -> Tensor:
-    """As many blocks of every layer, of which some give way to cheaper ones until all fit, or until none is left to exchange: every
-    time where the least of the scores is lost for what is saved."""
+    """Exchanges forced blocks for cheaper ones of the same layer until all fit into ``room``, or no exchange is left.
+
+    Every exchange is the one that loses the least score for the cost that it saves.
+    """
     out, spent = forced.clone(), price[forced].sum().item()
-    values, prices, held = scores.double().tolist(), price.tolist(), forced.tolist()
-    # by layer, kept or not, and price: blocks in the order in which they would go, or come
-    stacks: dict[int, tuple[dict[float, list[tuple[float, int]]], ...]] = {h: ({}, {}) for h in layer[forced].unique().tolist()}
-    for i, home in enumerate(layer.tolist()):
-        if home in stacks:
-            stacks[home][held[i]].setdefault(prices[i], []).append((values[i] if held[i] else -values[i], -i))
-    for sides in stacks.values():
+    values, prices, kept = scores.double().tolist(), price.tolist(), forced.tolist()
+    heaps: dict[int, tuple[_Heaps, _Heaps]] = {index: ({}, {}) for index in layer[forced].unique().tolist()}  # (dropped, kept)
+    for i, index in enumerate(layer.tolist()):
+        if index in heaps:
+            heaps[index][kept[i]].setdefault(prices[i], []).append((values[i] if kept[i] else -values[i], -i))
+    for sides in heaps.values():
         for side in sides:
-            for stack in side.values():
-                heapify(stack)
-    offers = [offer for home in stacks if (offer := _exchange(home, *stacks[home])) is not None]
-    heapify(offers)
-    while spent > room and offers:
-        _, a, b, home = heappop(offers)
-        outside, inside = stacks[home]
-        heappop(inside[prices[a]])
-        heappop(outside[prices[b]])
-        heappush(inside.setdefault(prices[b], []), (values[b], -b))
-        heappush(outside.setdefault(prices[a], []), (-values[a], -a))
-        out[a], out[b] = False, True
-        spent += prices[b] - prices[a]
-        if (offer := _exchange(home, outside, inside)) is not None:
-            heappush(offers, offer)
+            for heap in side.values():
+                heapify(heap)
+    exchanges = [exchange for index in heaps if (exchange := _best_exchange(index, *heaps[index])) is not None]
+    heapify(exchanges)
+    while spent > room and exchanges:
+        _, old, new, index = heappop(exchanges)
+        outside, inside = heaps[index]
+        heappop(inside[prices[old]])
+        heappop(outside[prices[new]])
+        heappush(inside.setdefault(prices[new], []), (values[new], -new))
+        heappush(outside.setdefault(prices[old], []), (-values[old], -old))
+        out[old], out[new] = False, True
+        spent += prices[new] - prices[old]
+        if (exchange := _best_exchange(index, outside, inside)) is not None:
+            heappush(exchanges, exchange)
     return out
 
 
-def _exchange(
-    home: int, outside: dict[float, list[tuple[float, int]]], inside: dict[float, list[tuple[float, int]]]
-) -> tuple[float, int, int, int] | None:
-    """The best exchange in one layer: what is lost for what is saved, the block that goes, the one that comes, the layer."""
-    pairs = ((d, c) for d, going in inside.items() if going for c, coming in outside.items() if coming and c < d)
-    found = ((inside[d][0], outside[c][0], d - c) for d, c in pairs)
-    return min((((a[0] + b[0]) / saved, -a[1], -b[1], home) for a, b, saved in found), default=None)
+def _best_exchange(layer: int, outside: _Heaps, inside: _Heaps) -> tuple[float, int, int, int] | None:
+    """The best exchange in one layer: (score lost per cost saved, block to drop, block to add, layer)."""
+    pairs = ((d, c) for d, kept in inside.items() if kept for c, dropped in outside.items() if dropped and c < d)
+    tops = ((inside[d][0], outside[c][0], d - c) for d, c in pairs)
+    return min((((a[0] + b[0]) / saved, -a[1], -b[1], layer) for a, b, saved in tops), default=None)
 
 
-def _shown(floor: float | Tensor | None) -> str:
+def _show_floor(floor: float | Tensor | None) -> str:
     return str(floor.tolist()) if isinstance(floor, Tensor) else repr(floor)
 
 
 def _exact(cost: Tensor, limit: float) -> tuple[Tensor, float, float]:
-    """Costs and limit in a common unit of 2^-bits where that makes them integers that add without rounding."""
+    """Costs and limit as integers in a common unit of 2^-bits if there is one, so that sums are exact; and 2^bits."""
     if float(cost.double().sum()) >= 2.0**62 and not cost.is_floating_point():
         raise SmartpruneError(
             f"hard_topk: the costs add up to {float(cost.double().sum()):.3g}, more than 2**62; use a larger unit"
@@ -230,7 +248,7 @@ def _exact(cost: Tensor, limit: float) -> tuple[Tensor, float, float]:
         price, top = cost.long(), int(cost.sum())
         return price, min(math.floor(limit) if math.isfinite(limit) else top, top), 1.0
     wide = cost.double()
-    # a limit that is the sum of all costs, added in their own precision, pays for all of them
+    # a limit that equals the sum of all costs, added in their own precision, allows all of them
     slack = min(torch.finfo(cost.dtype).eps, 2.0**-23) * (2 + cost.numel().bit_length())
     limit = math.inf if limit >= float(wide.sum()) * (1 - slack) else limit
     for bits in (0, 8, 16, 24, 32):

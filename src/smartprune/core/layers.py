@@ -1,4 +1,4 @@
-"""Layers: which weights of a model are cut into blocks, which are not, and why not."""
+"""Layers: which weights of a model are divided into blocks, which are not, and why not."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from .transforms import zeros_survive
 Pattern = str | type[nn.Module]
 Patterns = Pattern | Sequence[Pattern]
 
-WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")  # what these put into names of weights
-IMAGE_CHANNELS = 4  # a first convolution that reads at most this many channels is taken for the stem
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")  # names that wrappers insert into weight names
+IMAGE_CHANNELS = 4  # the first convolution is the stem if it reads at most this many channels
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One weight that is cut into blocks. ``sites`` are all places that use it (tied weights have several)."""
+    """One weight that is divided into blocks. ``sites`` lists every module that holds it: a tied weight has several."""
 
     name: str
     kind: str
     grid: Grid
-    start: int
+    start: int  # index of its first block in the block vector
     transposed: bool
     sites: tuple[tuple[str, str], ...]  # (module name, attribute)
 
@@ -55,7 +55,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Skipped:
-    """One weight that is left alone, and the reason."""
+    """One weight that is not pruned, and the reason."""
 
     name: str
     kind: str
@@ -65,6 +65,8 @@ class Skipped:
 
 @dataclass(frozen=True)
 class Candidate:
+    """A parameter with two axes or more, in one of the modules that hold it."""
+
     module_name: str
     attribute: str
     module: nn.Module
@@ -81,10 +83,19 @@ class Candidate:
         return user_class(self.module).__name__
 
     @property
-    def cuttable(self) -> bool:
-        if isinstance(self.module, nn.MultiheadAttention):
+    def in_attention(self) -> bool:
+        return isinstance(self.module, nn.MultiheadAttention)
+
+    @property
+    def supported(self) -> bool:
+        """Whether it is the weight of a layer that can be divided into blocks."""
+        if self.in_attention:
             return self.attribute == "in_proj_weight"
         return self.attribute == "weight" and isinstance(self.module, LAYER_TYPES)
+
+    @property
+    def lazy(self) -> bool:
+        return isinstance(self.weight, nn.UninitializedParameter)
 
     @property
     def transposed(self) -> bool:
@@ -92,10 +103,8 @@ class Candidate:
 
     @property
     def parts(self) -> int:
-        """How many stretches of the first stored axis no block may cross: groups, or query, key and value."""
-        if isinstance(self.module, nn.MultiheadAttention):
-            return 3
-        return int(getattr(self.module, "groups", 1))
+        """Segments of the first stored axis that no block crosses: groups, or query, key and value."""
+        return 3 if self.in_attention else int(getattr(self.module, "groups", 1))
 
     def matches(self, patterns: Sequence[Pattern]) -> bool:
         for pattern in patterns:
@@ -110,131 +119,135 @@ class Candidate:
 def find_layers(
     model: nn.Module, block: Block, include: Patterns = (), skip: Patterns = ()
 ) -> tuple[tuple[Layer, ...], tuple[Skipped, ...]]:
-    """All weights with two axes or more: those to be cut, in definition order, and those left alone, with the reason.
+    """All weights with two axes or more: those to prune, in definition order, and those to skip, with the reason.
 
-    Left alone unless ``include`` names them (by glob such as ``"head.*"`` or by type): grouped and depthwise
-    convolutions, the stem that reads the image (the first convolution, if it reads at most 4 channels), the
-    classifier (the last layer), layers whose own code makes other numbers of zeros (weight standardization), and what a
-    module of the model lists in ``smartprune_skip`` (names within that module, globs allowed). ``skip`` takes layers out,
-    and wins over ``include``.
+    The following are skipped unless ``include`` names them (by a glob such as ``"head.*"``, or by type): grouped and
+    depthwise convolutions, the stem (the first convolution, if it reads at most 4 channels), the classifier (the last
+    layer), layers that transform their weight, such as those with weight standardization, and weights that a module
+    lists in ``smartprune_skip`` (names within that module, globs allowed). ``skip`` skips more layers, and takes
+    precedence over ``include``.
     """
-    wanted, unwanted = as_patterns(include, "include"), as_patterns(skip, "skip")
-    sites: dict[int, list[Candidate]] = {}
+    included, excluded = as_patterns(include, "include"), as_patterns(skip, "skip")
+    by_weight: dict[int, list[Candidate]] = {}
     for candidate in candidates(model):
-        sites.setdefault(id(candidate.weight), []).append(candidate)
-    firsts = [same[0] for same in sites.values()]
-    cuttable = [c for c in firsts if c.cuttable]
-    stem = next((c for c in cuttable if isinstance(c.module, CONVOLUTIONS)), None)
-    if stem is not None and (_lazy(stem.weight) or stem.weight.shape[1] > IMAGE_CHANNELS):
-        stem = None
-    last = cuttable[-1] if cuttable else None
-    spared = _spared(model)
-    for pattern in (*wanted, *unwanted):
-        if not any(c.matches([pattern]) for same in sites.values() for c in same):
-            raise SmartpruneError(
-                f"include/skip: {_shown(pattern)} matches no layer of the model; it has: "
-                f"{', '.join(c.name for c in firsts[:12])}{', ...' if len(firsts) > 12 else ''}"
-            )
+        by_weight.setdefault(id(candidate.weight), []).append(candidate)
+    weights = list(by_weight.values())
+    _check_matches((*included, *excluded), weights)
+    defaults = _default_reasons(model, [users[0] for users in weights])
     layers: list[Layer] = []
     skipped: list[Skipped] = []
     start = 0
-    for same in sites.values():
-        c = same[0]
-        reason = _refusal(c) or _mismatch(same)
-        if reason is None and any(other.matches(unwanted) for other in same):
-            reason = "named by skip"
-        if reason is None and not any(other.matches(wanted) for other in same):
-            if id(c.weight) in spared:
-                reason = "the model asks to leave it alone"
-            elif c.parts > 1 and not isinstance(c.module, nn.MultiheadAttention):
-                reason = "depthwise convolution" if c.weight.shape[1] == 1 else f"grouped convolution ({c.parts} groups)"
-            elif c is last:
-                reason = "last layer, taken for the classifier"
-            elif c is stem:
-                reason = f"stem: reads the image ({c.weight.shape[1]} channels)"
-            elif not zeros_survive(c.module):
-                reason = "computes with numbers that are not zero where its weight is (weight standardization?)"
+    for users in weights:
+        first = users[0]
+        reason = _unsupported(first) or _tie_mismatch(users)
+        if reason is None and any(user.matches(excluded) for user in users):
+            reason = "named in skip"
+        if reason is None and not any(user.matches(included) for user in users):
+            reason = defaults.get(id(first.weight)) or _transformed(first)
         if reason is None:
             try:
-                grid = block.grid(tuple(c.weight.shape), c.parts, c.transposed)
+                grid = block.grid(tuple(first.weight.shape), first.parts, first.transposed)
             except SmartpruneError as error:
                 reason = str(error)
         if reason is None:
-            layers.append(Layer(c.name, c.kind, grid, start, c.transposed, tuple((s.module_name, s.attribute) for s in same)))
+            sites = tuple((user.module_name, user.attribute) for user in users)
+            layers.append(Layer(first.name, first.kind, grid, start, first.transposed, sites))
             start += grid.n
         else:
-            skipped.append(Skipped(c.name, c.kind, () if _lazy(c.weight) else tuple(c.weight.shape), reason))
+            skipped.append(Skipped(first.name, first.kind, () if first.lazy else tuple(first.weight.shape), reason))
     return tuple(layers), tuple(skipped)
 
 
 def candidates(model: nn.Module) -> Iterator[Candidate]:
-    """Every parameter with two axes or more, once per module that holds it."""
+    """Every parameter with two axes or more, once for each module that holds it."""
     for module_name, module in model.named_modules():
         for attribute, weight in module._parameters.items():
             if weight is not None and (isinstance(weight, nn.UninitializedParameter) or weight.dim() > 1):
                 yield Candidate(module_name, attribute, module, weight)
 
 
-def _spared(model: nn.Module) -> set[int]:
-    """The ids of all weights that a module lists in ``smartprune_skip``. A pattern may match nothing: heads come and go."""
-    out: set[int] = set()
-    for name, module in model.named_modules():
-        where = f"{name}.smartprune_skip" if name else "smartprune_skip"
-        if patterns := as_patterns(getattr(module, "smartprune_skip", ()), where):
-            out |= {id(c.weight) for c in candidates(module) if c.matches(patterns)}
-    return out
-
-
 def as_patterns(value: Patterns, where: str) -> tuple[Pattern, ...]:
-    out = tuple(value) if isinstance(value, Iterable) and not isinstance(value, (str, type)) else (value,)
-    for pattern in out:
+    """One pattern or several as a tuple. Raises for values that are neither names nor module types."""
+    patterns = tuple(value) if isinstance(value, Iterable) and not isinstance(value, (str, type)) else (value,)
+    for pattern in patterns:
         if not (isinstance(pattern, str) or (isinstance(pattern, type) and issubclass(pattern, nn.Module))):
             raise SmartpruneError(f"{where}: {pattern!r} is neither a layer name (globs allowed) nor a module type")
-    return out
+    return patterns
 
 
-def _shown(pattern: Pattern) -> str:
-    return repr(pattern) if isinstance(pattern, str) else pattern.__name__
+def _check_matches(patterns: Sequence[Pattern], weights: Sequence[Sequence[Candidate]]) -> None:
+    """Raises if a pattern matches no weight: it is probably misspelled."""
+    for pattern in patterns:
+        if not any(user.matches([pattern]) for users in weights for user in users):
+            shown = repr(pattern) if isinstance(pattern, str) else pattern.__name__
+            raise SmartpruneError(
+                f"include/skip: {shown} matches no layer of the model; it has: "
+                f"{', '.join(users[0].name for users in weights[:12])}{', ...' if len(weights) > 12 else ''}"
+            )
 
 
-def _lazy(weight: nn.Parameter) -> bool:
-    return isinstance(weight, nn.UninitializedParameter)
+def _default_reasons(model: nn.Module, weights: Sequence[Candidate]) -> dict[int, str]:
+    """Why weights are skipped unless ``include`` names them, by the id of the weight."""
+    reasons: dict[int, str] = {}
+    supported = [weight for weight in weights if weight.supported]
+    stem = next((weight for weight in supported if isinstance(weight.module, CONVOLUTIONS)), None)
+    if stem is not None and not stem.lazy and stem.weight.shape[1] <= IMAGE_CHANNELS:
+        reasons[id(stem.weight)] = f"stem: reads the image ({stem.weight.shape[1]} channels)"
+    if supported:
+        reasons[id(supported[-1].weight)] = "last layer, assumed to be the classifier"
+    for weight in supported:
+        if weight.parts > 1 and not weight.in_attention and not weight.lazy:
+            depthwise = weight.weight.shape[1] == 1
+            kind = "depthwise convolution" if depthwise else f"grouped convolution ({weight.parts} groups)"
+            reasons[id(weight.weight)] = kind
+    for name, module in model.named_modules():
+        where = f"{name}.smartprune_skip" if name else "smartprune_skip"
+        if patterns := as_patterns(getattr(module, "smartprune_skip", ()), where):  # a pattern need not match: heads are optional
+            reasons |= {id(c.weight): "listed in smartprune_skip" for c in candidates(module) if c.matches(patterns)}
+    return reasons
 
 
-def _refusal(c: Candidate) -> str | None:
-    """Why a weight cannot be cut at all, whatever the user asks for."""
-    if _lazy(c.weight):
+def _transformed(candidate: Candidate) -> str | None:
+    if zeros_survive(candidate.module):
+        return None
+    return "transforms its weight (weight standardization?), so zeros do not survive"
+
+
+def _unsupported(candidate: Candidate) -> str | None:
+    """Why a weight cannot be pruned even if ``include`` names it."""
+    weight = candidate.weight
+    if candidate.lazy:
         return "lazy layer without a shape yet: run one forward pass first"
-    if isinstance(c.module, torch.jit.ScriptModule):
+    if isinstance(candidate.module, torch.jit.ScriptModule):
         return "scripted module: prune the model before scripting it"
-    if isinstance(c.module, parametrize.ParametrizationList):
+    if isinstance(candidate.module, parametrize.ParametrizationList):
         return "already parametrized: remove the parametrization first"
-    if isinstance(c.module, nn.MultiheadAttention) and not c.cuttable:
+    if candidate.in_attention and not candidate.supported:
         return "attention with separate query, key and value weights"
-    if isinstance(c.module, LAYER_TYPES) and not c.cuttable:
-        return f"not the layer's weight: {c.attribute} is what it is made from, or a parameter of its own"
-    if not c.cuttable:
-        return f"{c.kind} is neither a convolution nor a linear layer"
-    if not c.weight.is_floating_point():
-        return f"{c.weight.dtype} weights cannot be trained"
-    if c.weight.layout is not torch.strided:
-        return f"{c.weight.layout} weights are not dense"
-    if c.weight.numel() == 0:
+    if isinstance(candidate.module, LAYER_TYPES) and not candidate.supported:
+        return f"{candidate.attribute} is not the layer's weight (the weight may be computed from it)"
+    if not candidate.supported:
+        return f"{candidate.kind} is neither a convolution nor a linear layer"
+    if not weight.is_floating_point():
+        return f"{weight.dtype} weights cannot be trained"
+    if weight.layout is not torch.strided:
+        return f"{weight.layout} weights are not dense"
+    if weight.numel() == 0:
         return "no weights"
     return None
 
 
-def _mismatch(same: Sequence[Candidate]) -> str | None:
-    """Why a tied weight cannot be cut: its users must agree on what an output and an input channel is."""
-    first = same[0]
-    for other in same[1:]:
-        if not other.cuttable or (other.parts, other.transposed) != (first.parts, first.transposed):
+def _tie_mismatch(users: Sequence[Candidate]) -> str | None:
+    """Why a tied weight cannot be pruned: all modules that hold it must interpret its axes in the same way."""
+    first = users[0]
+    for other in users[1:]:
+        if not other.supported or (other.parts, other.transposed) != (first.parts, first.transposed):
             return f"tied to {other.name} ({other.kind}), which reads its axes differently"
     return None
 
 
 def plain_name(name: str) -> str:
-    """The name of a tensor without what wrappers put into it: those of data-parallel, compiled and checkpointed models."""
+    """A weight name without what wrappers insert: DataParallel, torch.compile, checkpointing and FSDP."""
     parts = [part for part in name.split(".") if part not in WRAPPERS]
     while len(parts) > 1 and parts[0] == "module":
         parts = parts[1:]

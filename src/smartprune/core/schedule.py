@@ -18,22 +18,22 @@ Schedule = Callable[[float, float, float], float]
 
 
 def geometric(progress: float, start: float, end: float) -> float:
-    """``start * (end / start) ** progress``: equal factors in equal times."""
+    """``start * (end / start) ** progress``: equal steps of progress multiply the value by equal factors."""
     if progress >= 1:
         return end
     return float(start * (end / start) ** progress)
 
 
 def paper_exponential(progress: float, start: float, end: float) -> float:
-    """``start - 1 + beta ** progress`` with ``beta = 1 - start + end``: the paper's printed formula.
+    """``start - 1 + beta ** progress`` with ``beta = 1 - start + end``: the formula as printed in the paper.
 
-    Paper: it does not exist for ``start - end >= 1`` although starts of 5 and 10 are reported, and is nearly a
-    straight line below that; hence :func:`geometric` is the default.
+    Paper: it is undefined for ``start - end >= 1``, although the paper reports starts of 5 and 10, and is nearly linear
+    below that. So :func:`geometric` is the default.
     """
     base = 1 - start + end
     if base <= 0:
         raise SmartpruneError(
-            f"schedule 'paper_exponential' needs start - end < 1, got start={start:g}, end={end:g}; use schedule='geometric'"
+            f"schedule 'paper_exponential' needs start - end < 1, got start={start:g} and end={end:g}; use schedule='geometric'"
         )
     return end if progress >= 1 else float(start - 1 + base**progress)
 
@@ -49,7 +49,7 @@ def linear(progress: float, start: float, end: float) -> float:
 
 
 def fixed(progress: float, start: float, end: float) -> float:
-    """``start`` throughout."""
+    """Always ``start``."""
     return start
 
 

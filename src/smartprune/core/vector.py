@@ -1,9 +1,8 @@
-"""The block vector: all blocks of a model as one flat vector, which is what a method sees."""
+"""The block vector: all blocks of a model as one flat vector. Methods compute on it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +15,15 @@ SMALLEST_SHARE = 1e-12
 
 
 class Blocks:
-    """All blocks of a model as one flat vector of ``n`` entries: what a method sees.
+    """All blocks of a model as one flat vector of ``n`` entries.
 
-    ``cost`` [n] and ``limit`` are the budget (``sum(cost * mask) <= limit``), ``layer`` [n] the number of each block's
-    layer, ``sizes`` [n] its real elements, ``counts`` [number of layers] the blocks of each layer; all are where the weights
-    are. ``weights`` are the model's own parameters, in the order of ``layers``.
+    - ``cost`` [n] and ``limit`` are the budget: ``sum(cost * mask) <= limit``.
+    - ``layer`` [n] is the index of the layer of each block.
+    - ``sizes`` [n] is the number of elements of each block, without padding.
+    - ``counts`` [number of layers] is the number of blocks of each layer.
+    - ``weights`` are the parameters of the model, in the order of ``layers``.
+
+    The vectors are on the device of the weights.
     """
 
     def __init__(
@@ -29,7 +32,7 @@ class Blocks:
         self.model = model
         self.layers = layers
         self.n = layers[-1].stop if layers else 0
-        self.total = self.n if cost is None else int(cost.sum())  # what all blocks together cost
+        self.total = self.n if cost is None else int(cost.sum())  # cost of all blocks
         self._cost = cost
         self._soft_cost = None if cost is None else cost.to(torch.float32)
         self.limit = limit
@@ -40,78 +43,73 @@ class Blocks:
         self.to(self.device)
 
     def to(self, device: torch.device) -> None:
-        """Takes along what methods read: a copy from the host's memory at every step would be waited for."""
+        """Moves what methods read in every step: copies from host memory would synchronize the device."""
         self.sizes, self.layer = self.sizes.to(device), self.layer.to(device)
         self.counts = torch.tensor([layer.n for layer in self.layers], device=device)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        if "counts" not in state:  # saved before there were any
-            self.to(self.layer.device)
 
     @property
     def weights(self) -> list[nn.Parameter]:
         """The weights as stored, unmasked."""
-        return [self.weight_of_layer(index) for index in range(len(self._owners))]
+        return [self.layer_weight(index) for index in range(len(self._owners))]
 
-    def weight_of_layer(self, index: int) -> nn.Parameter:
-        """The weight of layer ``index`` as stored."""
+    def layer_weight(self, index: int) -> nn.Parameter:
+        """The weight of layer ``index`` as stored, unmasked."""
         owner, name = self._owners[index]
         weight = owner._parameters.get(name)
         if weight is None:
             raise SmartpruneError(
-                f"layer {self.layers[index].name} has no parameter {name!r} any more: it was taken away or replaced (by "
-                "weight_norm, a parametrization or torch.nn.utils.prune, say) after attach; do that before you attach"
+                f"layer {self.layers[index].name} has no parameter {name!r} any more: it was removed or replaced after attach "
+                "(for example by weight_norm, a parametrization or torch.nn.utils.prune); do that before you attach"
             )
         return weight
 
     @property
     def device(self) -> torch.device:
-        return self.weight_of_layer(0).device
+        return self.layer_weight(0).device
 
     @property
     def cost(self) -> Tensor | None:
-        """Cost of every block in integers, on the weights' device; None where every block costs one."""
+        """Integer cost of every block, or None if every block costs one."""
         if self._cost is not None and self._cost.device != self.device:
-            self._cost = _moved(self._cost, self.device)
+            self._cost = _copy_to(self._cost, self.device)
         return self._cost
 
     @property
     def soft_cost(self) -> Tensor | None:
-        """The same in float32, for the soft top-k."""
+        """The cost in float32, for the soft top-k."""
         if self._soft_cost is not None and self._soft_cost.device != self.device:
-            self._soft_cost = _moved(self._soft_cost, self.device)
+            self._soft_cost = _copy_to(self._soft_cost, self.device)
         return self._soft_cost
 
     def sum(self, function: Callable[[Tensor], Tensor]) -> Tensor:
-        """Sum of ``function(weight)``, of a float32 weight, over every block, [n] on the weights' device."""
+        """Sum of ``function(weight)`` over every block, [n]. The function gets float32 weights."""
         with torch.no_grad():
             pairs = zip(self.layers, self.weights, strict=True)
             parts = [layer.grid.sum(function(full_tensor(w.detach()).float())) for layer, w in pairs]
             return torch.cat([part.to(self.device) for part in parts])
 
     def mean(self, function: Callable[[Tensor], Tensor]) -> Tensor:
-        """Mean of ``function(weight)``, of a float32 weight, over every block's real elements, [n]."""
+        """Mean of ``function(weight)`` over the elements of every block, [n]. The function gets float32 weights."""
         return self.sum(function) / self.sizes.to(self.device)
 
     def norms(self) -> Tensor:
-        """L2 norm of every block, float32 [n]; squares are added in float64, which has room for those of every float32."""
+        """L2 norm of every block, float32 [n]. Squares are added in float64, where they cannot overflow."""
         return self.sum(_squared).sqrt().float()
 
     def share(self) -> Tensor:
-        """Logarithm of every block's share of its layer: its mean square over the sum of those that are not smaller, float32 [n].
+        """Logarithm of the mean square of every block, over the sum of those in its layer that are not smaller, float32 [n].
 
-        The largest block of any layer has 0, so that among all layers no layer's best is far down; and the scale of a layer,
-        which a batch norm behind it hides from the loss, has no say (LAMP, Lee et al. 2021, on blocks). A layer of zeros
-        has the lowest value there is.
+        This is LAMP (Lee et al. 2021) on blocks. The largest block of every layer has the value 0, and the scale of a layer
+        does not matter: a batch norm after the layer would hide it from the loss. All blocks of a layer of zeros have the
+        lowest value.
         """
         squares = self.mean(_squared)
         layer = self.layer.to(squares.device)
         largest = squares.new_zeros(len(self.layers)).scatter_reduce_(0, layer, squares, "amax")
-        squares = squares / torch.where(largest > 0, largest, 1.0)[layer]  # sums run over all layers: none may drown another
+        squares = squares / torch.where(largest > 0, largest, 1.0)[layer]  # the running sum covers all layers: scale them alike
         order = squares.argsort(descending=True, stable=True)
-        order = order[layer[order].argsort(stable=True)]  # by layer, and within it from the largest
-        # integers add to the same bits in any order, as a parallel running sum of floats does not; no sum reaches 2 ** 62
+        order = order[layer[order].argsort(stable=True)]  # by layer, and in each from large to small
+        # integer sums do not depend on the order of a parallel scan, as floating-point sums do; no sum reaches 2 ** 62
         unit = 2.0 ** (62 - self.n.bit_length())
         running = (squares[order] * unit).round().long().cumsum(0)
         counts = self.counts.to(squares.device)
@@ -122,12 +120,12 @@ class Blocks:
         return torch.where(squares == 0, 0.0, squares / larger).clamp(min=SMALLEST_SHARE).log().float()
 
     def squares(self) -> Tensor:
-        """Sum of squared weights of every block, float32 [n]; gradients reach the weights."""
+        """Sum of squared weights of every block, float32 [n], differentiable."""
         pairs = zip(self.layers, self.weights, strict=True)
         return torch.cat([layer.grid.sum(weight.float().square()) for layer, weight in pairs])
 
     def per_layer(self, values: Tensor) -> Tensor:
-        """Sum of a value per block over each layer, [number of layers]."""
+        """Sum of the values of each layer's blocks, [number of layers]."""
         index = self.layer.to(values.device)
         return values.new_zeros(len(self.layers)).index_add_(0, index, values)
 
@@ -136,7 +134,7 @@ def _squared(weight: Tensor) -> Tensor:
     return weight.double().square()
 
 
-def _moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """On another device, to stay: what is made in inference mode is of no use to a backward pass later."""
+def _copy_to(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy on another device. It is no inference tensor, so a later backward pass can use it."""
     with torch.inference_mode(False):
         return tensor.to(device)

@@ -51,7 +51,7 @@ class Careful:
         return [self._host._parameters[PREFIX + name] for name in self._trained]  # type: ignore[misc]
 
     def _require_unsplit(self) -> None:
-        if is_sharded(self.blocks.weight_of_layer(0)) and not self._sharded:
+        if is_sharded(self.blocks.layer_weight(0)) and not self._sharded:
             raise SmartpruneError(
                 "the weights were split (FSDP) after attach, and the scores with them; call fully_shard first, then attach: scores "
                 "stay whole on every rank"

@@ -438,7 +438,7 @@ class Pruner(Careful):
 
     def _fresh(self, live: Live, index: int) -> bool:
         """Whether the masked weights still belong to the weights and scores as they are."""
-        same_weight = live.versions[index] == self.blocks.weight_of_layer(index)._version
+        same_weight = live.versions[index] == self.blocks.layer_weight(index)._version
         return bool(live.weights) and same_weight and live.autocast == _autocast() and self._solved(live)
 
     def _solved(self, live: Live) -> bool:
@@ -458,7 +458,7 @@ class Pruner(Careful):
     def _one(self, index: int) -> Tensor:
         """The masked weight of one layer. FSDP gathers weights just before their layer needs them, and not all at once;
         at other times the layer has the part of its weight that is stored here."""
-        weight: Tensor = self.blocks.weight_of_layer(index)
+        weight: Tensor = self.blocks.layer_weight(index)
         if is_sharded(weight):
             return weight
         if self._live is None or not self._solved(self._live):

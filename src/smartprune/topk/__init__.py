@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from ..core.hard import FACTS, TAU_RANGE, check_vectors, describe_tensor, hard_topk
+from ..core.hard import ERRORS, TAU_RANGE, check_vectors, describe_tensor, hard_topk
 from ..errors import SmartpruneError
 from . import cpu as topk_cpu
 from . import eager as topk_torch
@@ -245,7 +245,7 @@ def _check(
     if type(tau) is not float:
         tau = _number("tau", tau, device)
     if type(tau) is float and not TAU_RANGE[0] <= tau <= TAU_RANGE[1]:
-        raise SmartpruneError(f"soft_topk: tau={tau!r}: {FACTS[2]}")
+        raise SmartpruneError(f"soft_topk: tau={tau!r}: {ERRORS[2]}")
     if type(k) is float and not (0 <= k <= scores.numel() if cost is None else 0 <= k < math.inf):
         topk_cpu.refuse_k(k, scores.numel() if cost is None else None)
     if flags:

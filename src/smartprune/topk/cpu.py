@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..core.hard import FACTS
+from ..core.hard import ERRORS
 from ..errors import SmartpruneError
 
 FLIP = 0.8
@@ -39,12 +39,12 @@ def forward(x: Tensor, k: float, tau: float, cost: Tensor | None, warm: Tensor |
     """Mask [N], the costs in the dtype of x, and what backward reads."""
     low, high = (float(v) for v in torch.aminmax(x))
     if not math.isfinite(low) or not math.isfinite(high):
-        raise SmartpruneError(f"soft_topk: {FACTS[1]}")
+        raise SmartpruneError(f"soft_topk: {ERRORS[1]}")
     c, target, total = None, k, float(x.numel())
     if cost is not None:
         total = float(cost.sum(dtype=torch.float64))
         if not math.isfinite(total) or float(cost.min()) < 0:
-            raise SmartpruneError(f"soft_topk: {FACTS[8]}")
+            raise SmartpruneError(f"soft_topk: {ERRORS[8]}")
         if k > total * (1 + 1e-6):  # a float32 sum of the same costs may end up a little above ours
             refuse_k(k, total)
         largest = float(cost.max())

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.hard import FACTS, TAU_RANGE
+from ..core.hard import ERRORS, TAU_RANGE
 from ..errors import SmartpruneError
 from .cpu import VANISHED, rows
 
@@ -111,7 +111,7 @@ flags: dict[int, tuple[Tensor, Any, Tensor]] = {}
 
 
 def _code(x: Tensor, k: float | Tensor, tau: float | Tensor, c: Tensor | None, kept: Tensor, heat: Tensor, total: Tensor) -> Tensor:
-    """0, or the sum of the keys of FACTS that hold; numbers given by the host were looked at there."""
+    """0, or the sum of the keys of ERRORS that hold; numbers given by the host were looked at there."""
     low, high = torch.aminmax(x)
     code = torch.where(high.double() - low < math.inf, 0, 1)
     if isinstance(tau, Tensor):
@@ -163,4 +163,4 @@ def check_device(device: torch.device | str | int | None = None) -> None:
 
 def raise_code(code: int, where: str) -> None:
     if code:
-        raise SmartpruneError(where + "; ".join(text for bit, text in FACTS.items() if code & bit))
+        raise SmartpruneError(where + "; ".join(text for bit, text in ERRORS.items() if code & bit))
