@@ -152,7 +152,7 @@ def test_kept_blocks_that_are_zero_by_themselves() -> None:
     got = make_receipt(found, weights, mask, "magnitude")
     assert got.kept_but_zero == got.layers[1].blocks.kept > 0
     assert got.layers[1].occupied == 0
-    assert "kept blocks are zero by themselves" in str(got)
+    assert "kept blocks hold only zeros" in str(got)
     assert Receipt.from_json(got.to_json()) == got
 
 
@@ -166,7 +166,7 @@ def test_layers_that_keep_nothing_are_named() -> None:
         model = copy.deepcopy(nn.Sequential(*layers))
         sp.attach(model, sp.Magnitude(), block=(4, 4), sparsity=0.7, steps=1, include="*", floor=floor).freeze()
         told.append(" ".join(str(sp.bake(model)).split()))
-    assert "4 of 6 layers keep no block and pass nothing on (floor=0.01 forbids it): 1, 2, 3 and 1 more" in told[0]
+    assert "4 of 6 layers keep no block and pass nothing on (floor=0.01 prevents this): 1, 2, 3 and 1 more" in told[0]
     assert "keep no block" not in told[1]
 
 
@@ -192,23 +192,23 @@ def test_budget_that_was_not_met_is_said() -> None:
     mask = first_kept(found, 99)
     got = make_receipt(found, prune(found, model, mask), mask, "magnitude")
     assert not got.met
-    assert "99 kept: NOT what was asked" in str(got)
+    assert "kept     99 blocks, budget NOT met" in str(got)
     assert Receipt.from_json(got.to_json()) == got
 
 
 def test_other_budgets() -> None:
     for budget in (params(0.6), macs(0.6, zoo.plain_cnn()[1]), macs(0.2, zoo.plain_cnn()[1], of="model")):
         got = example(budget=budget, floor=None)
-        assert got.asked is not None
-        assert got.asked.kind == budget.kind
-        assert got.asked.used <= got.asked.limit
+        assert got.requested is not None
+        assert got.requested.kind == budget.kind
+        assert got.requested.used <= got.requested.limit
         assert got.met
         assert "at most" in str(got)
         assert Receipt.from_json(got.to_json()) == got
     model, _ = zoo.plain_cnn()
     found = plan(model, (4, 4))
     got = make_receipt(found, dict(model.named_parameters()), torch.ones(found.n), "none")
-    assert got.asked is None
+    assert got.requested is None
     assert got.macs is None
     assert got.met
     assert got.sparsity == 0

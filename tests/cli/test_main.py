@@ -36,7 +36,7 @@ def _inside(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_results_on_stdout_progress_on_stderr(work: Path) -> None:
     output, errors = (work / "stdout.txt").read_text(), (work / "stderr.txt").read_text()
-    for word in ("kept/blocks", "blocks 0.5 removed", "achieved", "dense    accuracy", "pruned   accuracy"):
+    for word in ("kept/blocks", "remove 50% of the blocks", "achieved", "dense    accuracy", "pruned   accuracy"):
         assert word in output
     assert "folder   runs/a" in output
     assert "loss" not in output

@@ -13,7 +13,7 @@ from helpers import reference, zoo
 from smartprune import Magnitude, attach
 from smartprune.core import budget
 from smartprune.core.block import Block
-from smartprune.core.budget import as_share, block_macs, blocks, keep_count, macs, min_keep, params
+from smartprune.core.budget import ResolvedBudget, as_share, block_macs, blocks, keep_count, macs, min_keep, params
 from smartprune.core.layers import find_layers
 from smartprune.core.usage import count_macs, count_uses
 from smartprune.errors import SmartpruneError
@@ -72,9 +72,9 @@ def test_shares_are_read_as_written() -> None:
         (-0.1, r"outside \[0, 1\)"),
         (float("nan"), r"outside \[0, 1\)"),
         (float("inf"), r"outside \[0, 1\)"),
-        (True, r"a bool and no number in \[0, 1\)"),
-        ("0.5", r"sparsity='0.5' is a str and no number in \[0, 1\): it is the share to remove"),
-        (None, r"a NoneType and no number in \[0, 1\)"),
+        (True, r"a bool, not a number in \[0, 1\)"),
+        ("0.5", r"sparsity='0.5' is a str, not a number in \[0, 1\): it is the share to remove"),
+        (None, r"a NoneType, not a number in \[0, 1\)"),
     ],
 )
 def test_wrong_shares(value: object, words: str) -> None:
@@ -220,16 +220,18 @@ def test_resolve() -> None:
     model, x = zoo.plain_cnn()
     layers, _ = find_layers(model, Block(4, 4))
     n = sum(layer.n for layer in layers)
-    assert blocks(0.9).resolve(model, layers) == (None, reference.keep("0.9", n), None)
-    cost, limit, _ = params(0.9).resolve(model, layers)
+    assert blocks(0.9).resolve(model, layers) == ResolvedBudget(None, reference.keep("0.9", n))
+    resolved = params(0.9).resolve(model, layers)
+    cost, limit = resolved.cost, resolved.limit
     assert cost is not None
     assert int(cost.sum()) == 16 * 20 * 9 + 20 * 12
     assert limit == math.floor(Fraction(1, 10) * int(cost.sum()))
-    cost, limit, _ = macs(0.5, x).resolve(model, layers)
+    resolved = macs(0.5, x).resolve(model, layers)
+    cost, limit = resolved.cost, resolved.limit
     assert cost is not None
     assert limit == int(cost.sum()) // 2
     fixed = count_macs(model, x) - int(cost.sum())
-    _, limit, _ = macs(0.5, x, of="model").resolve(model, layers)
+    limit = macs(0.5, x, of="model").resolve(model, layers).limit
     assert limit + fixed <= count_macs(model, x) / 2 < limit + fixed + 1
 
 
@@ -259,7 +261,7 @@ def test_budget_texts() -> None:
     layers, _ = find_layers(idle, Block(4, 4))
     with pytest.raises(SmartpruneError, match="reaches none of the layers"):
         macs(0.5, x).resolve(idle, layers)
-    assert str(budget.blocks(0.95)) == "blocks 0.95"
+    assert budget.describe(budget.blocks(0.95)) == "blocks 0.95"
 
 
 @given(st.integers(1, 60), st.integers(1, 40), st.integers(1, 12), st.integers(1, 12))
@@ -267,7 +269,8 @@ def test_budget_texts() -> None:
 def test_costs_of_ragged_blocks_add_up(out: int, into: int, rows: int, columns: int) -> None:
     model = nn.Sequential(nn.Linear(into, out), nn.Linear(out, 3))
     layers, _ = find_layers(model, Block(rows, columns), include="*")
-    cost, limit, _ = params(0.5).resolve(model, layers)
+    resolved = params(0.5).resolve(model, layers)
+    cost, limit = resolved.cost, resolved.limit
     assert cost is not None
     assert int(cost.sum()) == into * out + 3 * out
     assert limit == (into * out + 3 * out) // 2

@@ -380,7 +380,7 @@ def test_weights_of_a_file(tmp_path: Path) -> None:
     found = NPU().estimate(model, x, (4, 4), weights=tmp_path / "other.pt")
     assert found.to_json()["layers"] == NPU().estimate(other, x, (4, 4)).to_json()["layers"]
     assert found.where == str(tmp_path / "other.pt")
-    with pytest.raises(SmartpruneError, match=r"0.weight is 16x3x3x3 in the model and nothing in the state dict"):
+    with pytest.raises(SmartpruneError, match=r"0.weight is 16x3x3x3 in the model and missing in the state dict"):
         NPU().estimate(model, x, weights={"3.weight": other[3].weight})
 
 
@@ -512,7 +512,7 @@ def test_report_of_a_run_folder(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 def test_plan_by_cycles(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_cli("plan", "resnet18", "--cycles", "0.9", "--input", "3x32x32") == 0
-    assert "budget   cycles 0.9 removed: keeps at most" in capsys.readouterr().out
+    assert "budget   remove 90% of the NPU cycles: keep at most" in capsys.readouterr().out
     for words, message in (
         (["--cycles", "0.9"], "--cycles needs the shape of one sample"),
         (["--npu", "edge", "--macs", "0.5", "--input", "3x32x32"], "--npu says whose cycles --cycles counts"),
@@ -527,7 +527,7 @@ def test_plan_of_cycles_that_cannot_be_met(capsys: pytest.CaptureFixture[str]) -
     assert run_cli(*words) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "Blocks of 16x8x1x1"
-    assert lines[-2] == "budget   cycles 0.999 removed"
+    assert lines[-2] == "budget   remove 99.9% of the NPU cycles"
     assert lines[-1].startswith("problem  cycles(0.999) cannot be met: ")
     assert run_cli(*words, "--json") == 1
     data = json.loads(capsys.readouterr().out)

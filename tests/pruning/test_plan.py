@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from helpers import zoo
 from smartprune.core.block import Block
-from smartprune.core.budget import Budget, blocks, macs, params
+from smartprune.core.budget import blocks, macs, params
 from smartprune.errors import SmartpruneError
 from smartprune.pruning.plan import plan
 
@@ -63,7 +63,7 @@ def test_resnet18_macs() -> None:
     text = str(found)
     assert max(map(len, text.splitlines())) <= 100
     assert sum("Conv2d" in line for line in text.splitlines()) == 20
-    assert "keeps exactly 4,359 of 87,168 blocks" in text
+    assert "keep exactly 4,359 of 87,168 blocks" in text
 
 
 def test_the_table() -> None:
@@ -81,11 +81,11 @@ not pruned  kind    weight    reason
 0           Conv2d  16x3x3x3  stem: reads the image (3 channels)
 10          Linear  10x12     last layer, assumed to be the classifier
 
-blocks   39 in 2 layers, 37.50% of their slots is padding
+blocks   39 in 2 layers; 37.50% of their elements are padding
 weights  3,120 of 3,782 in the model
 MACs     199,680 of 227,448 in the model, for one sample
-floor    every layer keeps 0.25 of its blocks, 10 in all
-budget   blocks 0.5 removed: keeps exactly 20 of 39 blocks"""
+floor    every layer keeps at least 25% of its blocks: 10 in all
+budget   remove 50% of the blocks: keep exactly 20 of 39 blocks"""
     )
 
 
@@ -136,7 +136,7 @@ def test_floor_that_cannot_be_met_is_reported_and_required_in_vain() -> None:
     assert plan(model, (4, 4), 0.9487, floor=0.05).require().keep == 11
     by_macs = plan(model, (4, 4), budget=macs(0.97, x), floor=0.05)
     assert by_macs.problem == "floor=0.05 needs 10,240 MACs, the budget keeps 5,990"
-    with pytest.raises(SmartpruneError, match="of the MACs can go"):
+    with pytest.raises(SmartpruneError, match="of the MACs can be removed"):
         by_macs.require()
     assert plan(model, (4, 4), floor=0.05).feasible
 
@@ -164,7 +164,7 @@ def test_units() -> None:
     by_macs = plan(model, (4, 4), budget=macs(0.5, x))
     assert (by_macs.unit, by_macs.total, by_macs.limit) == ("MACs", 199_680, 99_840)
     assert by_macs.macs == 199_680  # its example serves the plan as well
-    assert "keeps at most 99,840 of 199,680 MACs" in str(by_macs)
+    assert "keep at most 99,840 of 199,680 MACs" in str(by_macs)
     shown = plan(model, (4, 4))
     assert (shown.limit, shown.keep, shown.unit) == (None, None, "blocks")
     assert str(shown).endswith("budget   none given")
@@ -179,10 +179,10 @@ def test_blocks_for_a_pruner() -> None:
     with pytest.raises(SmartpruneError, match="it has no budget"):
         plan(model, (4, 4)).blocks(model)
     model[3] = nn.Conv2d(16, 24, 3)
-    with pytest.raises(SmartpruneError, match=r"3.weight is a weight of 20x16x3x3 in the plan, and the model has .* 24x16x3x3"):
+    with pytest.raises(SmartpruneError, match=r"3.weight is 20x16x3x3 in the plan, and in the model it is 24x16x3x3"):
         found.blocks(model)
     model[3] = nn.Identity()
-    with pytest.raises(SmartpruneError, match="has nothing there; plan the model that you prune"):
+    with pytest.raises(SmartpruneError, match="the model has no such weight; plan the model that you prune"):
         found.blocks(model)
 
 
@@ -200,8 +200,6 @@ def test_wrong_arguments() -> None:
         plan(model, sparsity=0.5, budget=blocks(0.5))
     with pytest.raises(SmartpruneError, match=r"budget=0.9 is a float; write sparsity=0.9"):
         plan(model, budget=0.9)  # type: ignore[arg-type]
-    with pytest.raises(SmartpruneError, match="unknown budget"):
-        plan(model, budget=Budget("bytes", Fraction(1, 2)))  # type: ignore[arg-type]
     with pytest.raises(SmartpruneError, match=r"sparsity=95 is outside \[0, 1\).*write sparsity=0.95"):
         plan(model, sparsity=95)
     with pytest.raises(SmartpruneError, match=r"floor=1.5 is outside \[0, 1\)"):
@@ -218,7 +216,7 @@ def test_nothing_to_prune_says_why() -> None:
         plan(model, sparsity=0.5)
     assert str(caught.value) == (
         "plan: nothing to prune in this Sequential (0: stem: reads the image (3 channels); 1: depthwise convolution; "
-        "3: last layer, assumed to be the classifier); include= brings layers in"
+        "3: last layer, assumed to be the classifier); include= adds layers"
     )
     deep = nn.Sequential(nn.Conv2d(3, 8, 3), *(nn.Conv2d(8, 8, 3, groups=8) for _ in range(50)), nn.Linear(8, 2))
     with pytest.raises(SmartpruneError, match="; 1, 2, 3 and 47 more: depthwise convolution; 51: last layer"):

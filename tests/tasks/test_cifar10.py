@@ -199,7 +199,7 @@ def test_a_run_from_the_command_line(folder: Path, tmp_path: Path, capsys: pytes
     ]  # fmt: skip
     assert main(["train", "cifar10", *flags, "--out", str(tmp_path / "a")]) == 0
     assert main(["train", "--config", str(tmp_path / "a/config.json"), "--out", str(tmp_path / "b")]) == 0
-    assert "asked    blocks 0.9 removed: keep exactly 1,708 of 17,078" in capsys.readouterr().out
+    assert "budget   remove 90% of the blocks: keep exactly 1,708 of 17,078" in capsys.readouterr().out
     assert_same_run(tmp_path / "a", tmp_path / "b")
     told = metric_rows(tmp_path / "a")
     assert [row["accuracy"] for row in told] == [None, None, None]  # nothing is held out

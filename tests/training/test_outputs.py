@@ -87,7 +87,7 @@ def test_a_run_with_a_budget_in_cycles(tmp_path: Path, capsys: pytest.CaptureFix
     assert 0 < sum(row.pruned.latency for row in rows) <= 0.4 * sum(row.dense.latency for row in rows)
     assert cli.main(["compare", str(out)]) == 0
     assert "cycles 0.6" in capsys.readouterr().out
-    with pytest.raises(SmartpruneError, match=r"sparsity=0.5, macs=None, cycles=0.6: give one of them"):
+    with pytest.raises(SmartpruneError, match=r"sparsity=0.5, macs=None, cycles=0.6, budget=None: give one of them"):
         small_config(out, cycles=0.6)
     with pytest.raises(SmartpruneError, match="npu 'toaster' is not known; there are: "):
         small_config(out, sparsity=None, cycles=0.6, npu="toaster")

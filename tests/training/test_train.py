@@ -137,8 +137,8 @@ def test_macs_budget(done: Path, tmp_path: Path) -> None:
     receipt = Receipt.load(tmp_path / "macs" / "receipt.json")
     assert receipt.macs is not None
     assert receipt.macs.removed >= receipt.macs.total / 2
-    assert receipt.asked is not None
-    assert receipt.asked.kind == "macs"
+    assert receipt.requested is not None
+    assert receipt.requested.kind == "macs"
 
 
 def test_adamw_floor_and_skip(done: Path, tmp_path: Path) -> None:

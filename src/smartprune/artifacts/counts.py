@@ -1,12 +1,11 @@
-"""Tallies: the parts of a receipt, counted in integers, and how they are read back without trust."""
+"""The parts of a receipt: integer counts, the requested budget, and one row per layer. Reading checks every value."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -14,17 +13,15 @@ from ..core.block import Block, Grid
 from ..core.budget import keep_count
 from ..core.occupancy import unpack_bits
 from ..errors import SmartpruneError
-from ..fields import MAX_INTEGER, Fields
-
-if TYPE_CHECKING:
-    from ..hardware.npu import NPU
+from ..fields import MAX_INTEGER, Fields, is_valid_name
 
 MOST_AXES = 8
+MOST_NPU_FIELDS = 32
 
 
 @dataclass(frozen=True)
 class Count:
-    """So many in all, so many of them in blocks that are kept."""
+    """A total, and the part of it in kept blocks."""
 
     total: int
     kept: int
@@ -50,15 +47,18 @@ class Count:
 
     @staticmethod
     def expect(fields: Fields, count: Count | None) -> None:
-        """Refuses a sum that is not the sum of its parts."""
+        """Raises if the stored count is not ``count``."""
         if fields.data != _json(count):
             raise SmartpruneError(f"{fields.where} does not add up: the layers say {_json(count)}")
 
 
 @dataclass(frozen=True)
-class Asked:
-    """The budget: the share to remove, the limit that follows from it, and what the kept blocks cost (``used``). ``npu`` is the
-    machine whose cycles were counted."""
+class Requested:
+    """The budget: the share to remove, the limit that follows from it, and what the kept blocks cost (``used``).
+
+    ``npu`` holds the fields of the :class:`smartprune.NPU` whose cycles were counted. Here they are plain data;
+    ``NPU.from_json`` checks them.
+    """
 
     kind: str
     share: Fraction
@@ -66,54 +66,60 @@ class Asked:
     limit: int
     total: int
     used: int
-    npu: NPU | None = None
+    npu: Mapping[str, object] | None = None
 
     @property
     def met(self) -> bool:
         return self.used == self.limit if self.kind == "blocks" else self.used <= self.limit
 
     def to_json(self) -> dict[str, object]:
-        """All but ``used``, which is no part of what was asked."""
+        """Everything except ``used``, which belongs to what was achieved."""
         share = {"share": str(self.share), "value": float(self.share)}
-        machine = {} if self.npu is None else {"npu": self.npu.to_json()}
-        return {"kind": self.kind, **share, "of": self.of, "limit": self.limit, "total": self.total, **machine}
+        npu = {} if self.npu is None else {"npu": dict(self.npu)}
+        return {"kind": self.kind, **share, "of": self.of, "limit": self.limit, "total": self.total, **npu}
 
     @staticmethod
-    def read(fields: Fields, used: int, blocks: Count, weights: Count) -> Asked:
-        """``blocks`` and ``weights`` are the sums over the layers, with which the budget must agree."""
-        out = Asked(
+    def read(fields: Fields, used: int, blocks: Count, weights: Count) -> Requested:
+        """``blocks`` and ``weights`` are the sums over the layers, which the budget must agree with."""
+        requested = Requested(
             kind=fields.match("kind", r"[a-z_]{1,32}", "a lower-case word such as 'blocks'"),
             share=fields.share(),
             of=fields.match("of", "layers|model", "'layers' or 'model'"),
             limit=fields.integer("limit"),
             total=fields.integer("total"),
             used=used,
-            npu=_machine(fields) if "npu" in fields.data else None,
+            npu=_read_npu_fields(fields.nested("npu")) if "npu" in fields.data else None,
         )
-        if fields.raw("value") != float(out.share):
-            raise fields.error("value", f"{float(out.share)}, as share says")
+        if fields.raw("value") != float(requested.share):
+            raise fields.error("value", f"{float(requested.share)}, as share says")
         fields.reject_unknown_keys()
-        count = {"blocks": blocks, "params": weights}.get(out.kind, Count(out.total, used))
-        if (out.total, used) != (count.total, count.kept) or used > out.total:
+        kind, total = requested.kind, requested.total
+        count = {"blocks": blocks, "params": weights}.get(kind, Count(total, used))
+        if (total, used) != (count.total, count.kept) or used > total:
             raise SmartpruneError(
-                f"{fields.where} does not add up: {used} of {out.total} {out.kind}, "
-                f"and the layers say {count.kept} of {count.total}"
+                f"{fields.where} does not add up: {used} of {total} {kind}, and the layers say {count.kept} of {count.total}"
             )
-        limit = {"blocks": keep_count(out.share, out.total), "params": math.floor((1 - out.share) * out.total)}
-        if out.limit != limit.get(out.kind, out.limit):
-            raise fields.error("limit", f"{limit[out.kind]}, which follows from the share and the total")
-        return out
+        limits = {"blocks": keep_count(requested.share, total), "params": math.floor((1 - requested.share) * total)}
+        if requested.limit != limits.get(kind, requested.limit):
+            raise fields.error("limit", f"{limits[kind]}, which follows from the share and the total")
+        return requested
 
 
-def _machine(fields: Fields) -> NPU:
-    from ..hardware.npu import NPU
-
-    return NPU.from_json(fields.raw("npu"), f"{fields.where}: npu")
+def _read_npu_fields(fields: Fields) -> dict[str, object]:
+    """Names with numbers, short texts or null, which can be printed whatever they mean."""
+    if len(fields.data) > MOST_NPU_FIELDS or not all(is_valid_name(name, 40) for name in fields.data):
+        raise SmartpruneError(f"{fields.where} must have at most {MOST_NPU_FIELDS} fields with short names")
+    for name, value in fields.data.items():
+        if isinstance(value, str):
+            fields.text(name, max_length=100)
+        elif value is not None:
+            fields.number(name)
+    return dict(fields.data)
 
 
 @dataclass(frozen=True)
 class Row:
-    """One pruned layer. ``map`` are its kept blocks as packed bits, ``occupied`` counts those that are not zero."""
+    """One pruned layer. ``map`` holds its kept blocks as packed bits; ``occupied`` counts those that are not all zeros."""
 
     name: str
     weight: str
@@ -133,6 +139,7 @@ class Row:
         return unpack_bits(self.map, self.blocks.total)
 
     def cut(self, block: Block) -> Grid:
+        """The grid of the layer for another block."""
         return block.grid(self.shape, self.parts, self.transposed)
 
     def to_json(self) -> dict[str, object]:

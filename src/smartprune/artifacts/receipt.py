@@ -1,4 +1,4 @@
-"""Receipts: what was asked and what was achieved, integer by integer, with a map of the kept blocks and its hash."""
+"""Receipts: what was requested and what was achieved, in integers, with a map of the kept blocks and its hash."""
 
 from __future__ import annotations
 
@@ -8,21 +8,17 @@ import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from importlib import metadata
-from typing import TYPE_CHECKING
 
 from torch import Tensor, cat
 
 from .. import text
+from ..budgets import budget_label, budget_unit, removal
 from ..core.block import Block
 from ..core.occupancy import map_hash
 from ..errors import SmartpruneError
 from ..fields import Fields, plain_data
 from ..files import parse_json, read_limited, write_atomic
-from .counts import Asked, Count, Row
-
-if TYPE_CHECKING:
-    pass
+from .counts import Count, Requested, Row
 
 FORMAT = 1
 WIDTH = 80
@@ -32,14 +28,14 @@ MOST_LAYERS = 100_000
 
 @dataclass(frozen=True)
 class Receipt:
-    """What a bake did. Made by :func:`make_receipt`, checked against tensors by :func:`smartprune.verify`."""
+    """What was requested, and what pruning achieved. :func:`smartprune.bake` returns it; :func:`smartprune.verify` checks it."""
 
     version: str
     method: str
     settings: Mapping[str, object]
     block: Block
     floor: Fraction | None
-    asked: Asked | None
+    requested: Requested | None
     layers: tuple[Row, ...]
     model_weights: Count
     model_macs: Count | None
@@ -62,7 +58,7 @@ class Receipt:
 
     @property
     def kept_but_zero(self) -> int:
-        """Blocks that the mask keeps and whose weights are all zero by themselves."""
+        """Blocks that the mask keeps although all their weights are zero."""
         return sum(row.blocks.kept - row.occupied for row in self.layers)
 
     @property
@@ -72,8 +68,8 @@ class Receipt:
 
     @property
     def met(self) -> bool:
-        """Whether the mask keeps what was asked; true where nothing was."""
-        return self.asked is None or self.asked.met
+        """Whether the budget is met; true if there was none."""
+        return self.requested is None or self.requested.met
 
     def mask(self) -> Tensor:
         """The kept blocks of all layers, bool [N]."""
@@ -81,17 +77,17 @@ class Receipt:
 
     def to_json(self) -> dict[str, object]:
         """Plain data, as stored in ``receipt.json``."""
-        asked = self.asked
+        requested = self.requested
         return {
             "format": FORMAT,
             "smartprune": self.version,
             "method": self.method,
-            "settings": _settings(self.settings, "receipt: settings"),
+            "settings": plain_settings(self.settings, "receipt: settings"),
             "block": str(self.block),
             "floor": None if self.floor is None else {"share": str(self.floor), "value": float(self.floor)},
-            "asked": None if asked is None else asked.to_json(),
+            "asked": None if requested is None else requested.to_json(),
             "achieved": {
-                "used": None if asked is None else asked.used,
+                "used": None if requested is None else requested.used,
                 "met": self.met,
                 "blocks": self.blocks.to_json(),
                 "weights": self.weights.to_json(),
@@ -106,11 +102,11 @@ class Receipt:
 
     @staticmethod
     def from_json(data: object, where: str = "receipt") -> Receipt:
-        """Reads plain data that nobody vouches for: every type, range and sum is checked."""
+        """Reads plain data that is not trusted: every type, range and sum is checked."""
         return _read(Fields(data, where))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes JSON; a crash leaves the old file or the new one, never a part."""
+        """Writes JSON. A crash leaves the old file or the new one, never a part of one."""
         data = self.to_json()
         rows = ",\n".join(f"  {json.dumps(row.to_json())}" for row in self.layers)
         lines = [f'"{key}": {json.dumps(value, allow_nan=False)}' for key, value in data.items() if key != "layers"]
@@ -123,56 +119,83 @@ class Receipt:
         return Receipt.from_json(parse_json(read_limited(path, MOST_BYTES), where), where)
 
     def __str__(self) -> str:
-        plain_bars = text.stdout_is_ascii()
+        floor = f", floor {float(self.floor):g}" if self.floor is not None else ""
+        return "\n".join(
+            [
+                f"{self.method}, blocks of {self.block}{floor}",
+                "",
+                *self._layer_lines(),
+                "",
+                *self._total_lines(),
+                "",
+                *self._budget_lines(),
+                *self._note_lines(),
+                f"mask     {self.mask_hash}",
+            ]
+        )
+
+    def _layer_lines(self) -> list[str]:
+        ascii_only = text.stdout_is_ascii()
         rows = [
             (
                 row.name,
                 text.format_shape(row.shape),
                 f"{row.blocks.kept:,}/{row.blocks.total:,}",
-                text.bar(row.blocks.kept, row.blocks.total, 14, plain_bars),
+                text.bar(row.blocks.kept, row.blocks.total, 14, ascii_only),
                 text.percent(row.blocks.removed, row.blocks.total),
             )
             for row in self.layers
         ]
-        totals = [
-            ("blocks", self.blocks),
-            ("weights, pruned layers", self.weights),
-            ("weights, model", self.model_weights),
+        return text.table(("layer", "weight", "kept/blocks", "kept", "sparsity"), rows, "<<><>", WIDTH, (0, 1))
+
+    def _total_lines(self) -> list[str]:
+        totals = {
+            "blocks": self.blocks,
+            "weights, pruned layers": self.weights,
+            "weights, model": self.model_weights,
+            "MACs, pruned layers": self.macs,
+            "MACs, model": self.model_macs,
+        }
+        rows = [
+            (name, f"{count.total:,}", f"{count.kept:,}", f"{count.removed:,}", text.percent(count.removed, count.total))
+            for name, count in totals.items()
+            if count is not None
         ]
-        if self.macs is not None:
-            totals.append(("MACs, pruned layers", self.macs))
-        if self.model_macs is not None:
-            totals.append(("MACs, model", self.model_macs))
-        counts = [(name, f"{c.total:,}", f"{c.kept:,}", f"{c.removed:,}", text.percent(c.removed, c.total)) for name, c in totals]
+        return text.table(("", "total", "kept", "removed", "share"), rows, "<>>>>", WIDTH)
+
+    def _budget_lines(self) -> list[str]:
+        if self.requested is None:
+            return []
+        kind, limit, total = self.requested.kind, self.requested.limit, self.requested.total
+        wanted = removal(float(self.requested.share), budget_label(kind), self.requested.of)
+        bound = "exactly" if kind == "blocks" else "at most"
+        unmet = "" if self.met else ", budget NOT met"
         lines = [
-            f"{self.method}, blocks of {self.block}" + (f", floor {float(self.floor):g}" if self.floor is not None else ""),
-            "",
-            *text.table(("layer", "weight", "kept/blocks", "kept", "sparsity"), rows, "<<><>", WIDTH, (0, 1)),
-            "",
-            *text.table(("", "total", "kept", "removed", "share"), counts, "<>>>>", WIDTH),
-            "",
+            f"budget   {wanted}: keep {bound} {limit:,} of {total:,}",
+            f"kept     {self.requested.used:,} {budget_unit(kind)}{unmet}",
         ]
-        if self.asked is not None:
-            bound = "exactly" if self.asked.kind == "blocks" else "at most"
-            lines += [
-                f"asked    {self.asked.kind} {float(self.asked.share):g} removed: "
-                f"keep {bound} {self.asked.limit:,} of {self.asked.total:,}",
-                f"achieved {self.asked.used:,} kept" + ("" if self.met else ": NOT what was asked"),
-            ]
-            if self.asked.npu is not None:
-                lines.append(f"npu      {self.asked.npu}")
-        if self.kept_but_zero:
-            lines.append(f"note     {self.kept_but_zero:,} kept blocks are zero by themselves")
-        if empty := [row.name for row in self.layers if row.blocks.total and not row.blocks.kept]:
+        if self.requested.npu is not None:
+            lines += _wrapped("npu", ", ".join(f"{name}={value}" for name, value in self.requested.npu.items()))
+        return lines
+
+    def _note_lines(self) -> list[str]:
+        lines = [f"note     {self.kept_but_zero:,} kept blocks hold only zeros"] if self.kept_but_zero else []
+        empty = [row.name for row in self.layers if row.blocks.total and not row.blocks.kept]
+        if empty:
             names = ", ".join(empty[:3]) + (f" and {len(empty) - 3} more" if len(empty) > 3 else "")
-            told = f"{len(empty)} of {len(self.layers)} layers keep no block and pass nothing on (floor=0.01 forbids it): {names}"
-            lines += textwrap.wrap(told, WIDTH, initial_indent="note     ", subsequent_indent=" " * 9, break_on_hyphens=False)
-        return "\n".join([*lines, f"mask     {self.mask_hash}"])
+            lines += _wrapped(
+                "note",
+                f"{len(empty)} of {len(self.layers)} layers keep no block and pass nothing on (floor=0.01 prevents this): {names}",
+            )
+        return lines
+
+
+def _wrapped(label: str, value: str) -> list[str]:
+    return textwrap.wrap(value, WIDTH, initial_indent=f"{label:<9}", subsequent_indent=" " * 9, break_on_hyphens=False)
 
 
 def _read(fields: Fields) -> Receipt:
-    made = fields.raw("format")
-    if made != FORMAT:
+    if fields.raw("format") != FORMAT:
         raise fields.error("format", f"{FORMAT}; a newer smartprune may read it")
     try:
         block = Block.of(fields.text("block", max_length=100))
@@ -182,43 +205,43 @@ def _read(fields: Fields) -> Receipt:
     names = [row.weight for row in layers]
     if not layers or len(set(names)) != len(names):
         raise fields.error("layers", "at least one layer, and no weight twice")
-    floor, asked, done = fields.optional("floor"), fields.optional("asked"), fields.nested("achieved")
-    used = None if asked is None else done.integer("used")
+    floor, request, achieved = fields.optional("floor"), fields.optional("asked"), fields.nested("achieved")
+    used = None if request is None else achieved.integer("used")
     blocks, weights = Count.sum([row.blocks for row in layers]), Count.sum([row.weights for row in layers])
-    model_macs = done.optional("model_macs")
-    out = Receipt(
+    model_macs = achieved.optional("model_macs")
+    receipt = Receipt(
         version=fields.text("smartprune", max_length=100),
         method=fields.text("method", max_length=100),
-        settings=_settings(fields.raw("settings"), f"{fields.where}: settings"),
+        settings=plain_settings(fields.raw("settings"), f"{fields.where}: settings"),
         block=block,
         floor=None if floor is None else floor.share(),
-        asked=None if asked is None or used is None else Asked.read(asked, used, blocks, weights),
+        requested=None if request is None or used is None else Requested.read(request, used, blocks, weights),
         layers=layers,
-        model_weights=Count.read(done.nested("model_weights")),
+        model_weights=Count.read(achieved.nested("model_weights")),
         model_macs=None if model_macs is None else Count.read(model_macs),
         mask_hash=fields.match("mask_hash", "sha256:[0-9a-f]{64}", "'sha256:' and 64 hexadecimal digits"),
     )
     fields.reject_unknown_keys()
-    again = out.to_json()
-    wrong = [key for key in again if json.dumps(again[key], sort_keys=True) != json.dumps(fields.data[key], sort_keys=True)]
-    if wrong:  # sums, and values that are equal but of another type, such as 1 for true
+    _check_sums(receipt, fields)
+    return receipt
+
+
+def _check_sums(receipt: Receipt, fields: Fields) -> None:
+    """Raises unless everything in the file follows from its layers."""
+    data, weights = receipt.to_json(), receipt.weights
+    wrong = [key for key in data if json.dumps(data[key], sort_keys=True) != json.dumps(fields.data[key], sort_keys=True)]
+    if wrong:  # as texts, because 1 == True
         raise SmartpruneError(f"{fields.where}: {', '.join(wrong)} does not agree with the layers")
-    if out.model_weights.removed != weights.removed or out.model_weights.total < weights.total:
+    if receipt.model_weights.removed != weights.removed or receipt.model_weights.total < weights.total:
         raise SmartpruneError(f"{fields.where}: model_weights does not agree with the layers")
-    if out.kept_but_zero == 0 and out.mask_hash != map_hash(block, ((r.weight, r.grid, r.mask()) for r in layers)):
-        raise SmartpruneError(f"{fields.where}: mask_hash is not the hash of the maps; the file was changed after it was made")
-    return out
+    maps = ((row.weight, row.grid, row.mask()) for row in receipt.layers)
+    if receipt.kept_but_zero == 0 and receipt.mask_hash != map_hash(receipt.block, maps):
+        raise SmartpruneError(f"{fields.where}: mask_hash is not the hash of the maps; the file was changed after it was written")
 
 
-def _settings(value: object, where: str) -> dict[str, object]:
-    out = plain_data(value, where)
-    if not isinstance(out, dict):
+def plain_settings(value: object, where: str) -> dict[str, object]:
+    """A copy of settings as plain data."""
+    settings = plain_data(value, where)
+    if not isinstance(settings, dict):
         raise SmartpruneError(f"{where} must be a dictionary")
-    return out
-
-
-def _version() -> str:
-    try:
-        return metadata.version("smartprune")
-    except metadata.PackageNotFoundError:
-        return "not installed"
+    return settings

@@ -204,10 +204,10 @@ def _against(source: Source, receipt: Receipt, wanted: Block | None) -> Verifica
     problems: list[str] = []
     if wanted is not None and wanted != receipt.block:
         problems.append(f"block {wanted} was asked for, the receipt is about blocks of {receipt.block}")
-    if receipt.asked is not None and not receipt.met:
+    if receipt.requested is not None and not receipt.met:
         problems.append(
-            f"the receipt itself says that {receipt.asked.used:,} {receipt.asked.kind} were kept where "
-            f"{receipt.asked.limit:,} were asked for"
+            f"the receipt itself says that {receipt.requested.used:,} {receipt.requested.kind} were kept where "
+            f"{receipt.requested.limit:,} were asked for"
         )
     problems += _other_axes(source, receipt)
     checks: list[LayerCheck] = []

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..budgets import budget_fields, budget_names, removal
 from ..errors import SmartpruneError, explain_memory_errors
 from ..files import check_folder, write_atomic
 from ..run_files import CONFIG
@@ -16,7 +17,8 @@ from .streams import tell
 if TYPE_CHECKING:
     from torch import nn
 
-    from ..hardware.npu import Estimate
+    from ..core.budget import Budget
+    from ..hardware.estimate import Estimate
     from ..pruning.plan import Plan
 
 
@@ -41,6 +43,7 @@ def plan_verb(verbs: Verbs) -> None:
     budget.add_argument("--params", type=float, help="share of weights to remove")
     budget.add_argument("--macs", type=float, help="share of multiply-accumulates to remove; needs --input")
     budget.add_argument("--cycles", type=float, help="share of the time on an NPU to remove; needs --input")
+    budget.add_argument("--budget", metavar="KIND=SHARE", help="any budget, such as params=0.9")
     parser.add_argument("--npu", metavar="NAME", help="small, edge, server, or a .json file of its settings (default: edge)")
     parser.add_argument("--floor", type=float, help="least share of its blocks that each layer keeps")
     parser.add_argument("--include", action="append", metavar="GLOB", default=[], help="prune these layers too")
@@ -52,43 +55,51 @@ def plan_verb(verbs: Verbs) -> None:
 
 
 def run_plan(args: argparse.Namespace) -> int:
-    from ..core.budget import macs, params
-    from ..hardware.cycles import cycles
-    from ..hardware.npu import UnmetError, read_npu
+    from ..core.budget import InfeasibleBudgetError
     from ..pruning.plan import plan
 
     with arguments(args), explain_memory_errors(f"--input {args.input}" if args.input else args.model):
         model, block, example = find_model(args.model, args.data)
         if args.input:
             example = sample(args.input)
-        for name in ("macs", "cycles"):
-            if getattr(args, name) is not None and example is None:
-                raise SmartpruneError(f"--{name} needs the shape of one sample: add --input, such as --input 3x32x32")
-        if args.npu and args.cycles is None:
-            raise SmartpruneError("--npu says whose cycles --cycles counts: add --cycles, such as --cycles 0.9")
-        budget = None if args.params is None else params(args.params)
-        if args.macs is not None:
-            budget = macs(args.macs, example=example)
-        if args.cycles is not None:
-            budget = cycles(args.cycles, example=example, npu=read_npu(args.npu or "edge"))
+        budget = _budget(args, example)
         more = {"floor": args.floor, "include": args.include, "skip": args.skip, "example": example}
         try:
-            found = plan(model, args.block or block, args.sparsity, budget, **more)
-        except UnmetError as error:
+            found = plan(model, args.block or block, budget=budget, **more)
+        except InfeasibleBudgetError as error:
             _show_unmet(args, plan(model, args.block or block, **more), budget, str(error))
             return 1
     show(args, found)
     return 0 if found.feasible else 1
 
 
-def _show_unmet(args: argparse.Namespace, found: Plan, budget: Any, problem: str) -> None:
+def _budget(args: argparse.Namespace, example: Any) -> Budget | None:
+    """The budget of the flags, if there is one."""
+    from ..training.config import make_budget, parse_budget
+
+    given = [(name, getattr(args, name)) for name in budget_names() if getattr(args, name, None) is not None]
+    if args.budget is not None:
+        given = [parse_budget(args.budget)]
+    fields = budget_fields(given[0][0]) if given else set()
+    if "example" in fields and example is None:
+        raise SmartpruneError(f"--{given[0][0]} needs the shape of one sample: add --input, such as --input 3x32x32")
+    if args.npu and "npu" not in fields:
+        raise SmartpruneError("--npu says whose cycles --cycles counts: add --cycles, such as --cycles 0.9")
+    return make_budget(*given[0], example, args.npu or "edge") if given else None
+
+
+def _show_unmet(args: argparse.Namespace, found: Plan, budget: Budget | None, problem: str) -> None:
     """The plan of a budget for which there is no limit, and why."""
+    from ..core.budget import scope
+
+    if budget is None:
+        return
     if args.json:
         wanted = {"kind": budget.kind, "share": str(budget.share)}
         print(json.dumps({**found.to_json(), "budget": wanted, "feasible": False, "problem": problem}, indent=2))
     else:
         *lines, _ = str(found).splitlines()  # the last one says that there is no budget
-        print("\n".join([*lines, f"budget   {budget} removed", f"problem  {problem}"]))
+        print("\n".join([*lines, f"budget   {removal(float(budget.share), budget.label, scope(budget))}", f"problem  {problem}"]))
 
 
 def find_model(text: str, data: str | None = None) -> tuple[nn.Module, str, Any]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import SmartpruneError
 from ..files import check_folder, check_name
-from ..training.config import BUDGETS
+from ..training.config import BUDGET_SETTINGS
 from .common import Verbs, add_verb, arguments
 from .streams import tell
 from .train import add_flags, asked, read_settings, stop_signals
@@ -114,7 +114,7 @@ def _grids(args: argparse.Namespace) -> list[Grid]:
                 raise SmartpruneError(f"--grid and --{name.replace('_', '-')}: the file has its own; give one of the two")
         return [grid.under(given, settings) for grid in read_grids(Path(args.grid))]
     if args.sparsities is not None:
-        for kind in BUDGETS[1:]:
+        for kind in BUDGET_SETTINGS[1:]:
             if getattr(args, kind) is not None:
                 raise SmartpruneError(f"--sparsities and --{kind}: give one of the two")
             given.pop(kind, None)  # of the configuration file

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 from .. import run_files
 from ..errors import SmartpruneError
 from ..files import check_folder
-from ..training.config import BUDGETS, Config, flags
+from ..training.config import BUDGET_SETTINGS, Config, flags
 from .common import Verbs, add_verb, arguments
 from .streams import tell
 
@@ -155,8 +155,8 @@ def asked(args: argparse.Namespace) -> dict[str, Any]:
             out.pop(settings, None)  # they were another one's
         if texts and isinstance(out.get(settings, {}), dict):  # anything else is told with its name
             out[settings] = {**out.get(settings, {}), **read_settings(name, flagged.get(name, out.get(name)), texts)}
-    if any(name in flagged for name in BUDGETS):  # in place of what a configuration file asks for
-        out |= dict.fromkeys(BUDGETS)
+    if any(name in flagged for name in BUDGET_SETTINGS):  # in place of what a configuration file asks for
+        out |= dict.fromkeys(BUDGET_SETTINGS)
     if args.data and isinstance(out.get("task_settings", {}), dict):
         out["task_settings"] = {**out.get("task_settings", {}), "folder": str(Path(args.data).absolute())}
     if args.out:

@@ -1,13 +1,13 @@
-"""Budgets: what a block costs and how much may be kept, in integers."""
+"""Budgets: what every block costs and what the kept blocks may cost in all, in integers."""
 
 from __future__ import annotations
 
 import math
 import numbers
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, ClassVar, Literal, Protocol, get_args, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -17,91 +17,197 @@ from .hard import as_fraction
 from .layers import Layer
 from .usage import count_macs, count_uses
 
-if TYPE_CHECKING:
-    from ..hardware.cycles import Latency
-    from ..hardware.npu import NPU
+Scope = Literal["layers", "model"]
 
-Kind = Literal["blocks", "params", "macs", "cycles"]
+
+class InfeasibleBudgetError(SmartpruneError):
+    """No choice of blocks meets the budget."""
+
+
+class ExactCost(Protocol):
+    """The cost of a mask, for a budget that is not a sum over blocks. It chooses the hard mask at the end of a search."""
+
+    @property
+    def limit(self) -> int:
+        """What the layers may cost."""
+
+    @property
+    def total(self) -> int:
+        """What they cost with every block."""
+
+    def of(self, mask: Tensor) -> int:
+        """The cost with the kept blocks ``mask``, bool [n]."""
+
+    def best(self, rank: Tensor, floor: Tensor | None = None, layer: Tensor | None = None) -> Tensor | None:
+        """The highest ranked blocks that cost no more than ``limit``, bool [n].
+
+        ``floor`` holds the fewest blocks of each layer, and ``layer`` the layer of each block. None if the floor alone costs more
+        than the limit.
+        """
+
+    def cheapest(self, floor: Tensor) -> Tensor:
+        """So many blocks of each layer as cheaply as they come, bool [n]."""
 
 
 @dataclass(frozen=True)
-class Budget:
-    """A share to remove, and of what. Made by :func:`blocks`, :func:`params`, :func:`macs` and :func:`cycles`."""
+class ResolvedBudget:
+    """A budget for the layers of one model.
 
-    kind: Kind
+    With ``exact``, ``cost`` and ``limit`` are an approximation that a search can sum, and ``exact`` decides.
+    """
+
+    cost: Tensor | None  # of every block, int64 [n]; None where every block costs one
+    limit: int  # what the kept blocks may cost in all
+    exact: ExactCost | None = None
+    whole: int | None = None  # what the share is a share of, if that is more than the cost of all blocks
+
+    @property
+    def bound(self) -> tuple[int, int | None]:
+        """What may be kept, and of how much; None where every block costs one."""
+        if self.exact is not None:
+            return self.exact.limit, self.exact.total
+        return self.limit, None if self.cost is None else int(self.cost.sum())
+
+    def used(self, mask: Tensor) -> int:
+        """What the kept blocks ``mask`` cost, bool [n]."""
+        if self.exact is not None:
+            return self.exact.of(mask)
+        return int(mask.sum() if self.cost is None else self.cost[mask].sum())
+
+    @staticmethod
+    def from_share(cost: Tensor, share: float | Fraction) -> ResolvedBudget:
+        """Removes at least this share of the total cost. A floating-point ``share`` is read as it is written."""
+        return ResolvedBudget(cost, math.floor((1 - as_share(share, "share")) * int(cost.sum())))
+
+
+@runtime_checkable
+class Budget(Protocol):
+    """A share to remove, and of what: a dataclass with these members.
+
+    - ``kind`` is its name, of lower-case letters and ``_``, as in receipts and in ``BUDGETS``.
+    - ``unit`` is what it counts, in the plural and after a number: "MACs".
+    - ``label`` is what the share is a share of: "NPU cycles".
+    - ``share`` is the share to remove, in [0, 1).
+    - ``resolve(model, layers)`` gives the cost of every block and the limit.
+
+    Optional fields: ``example``, one input of the model, with which the plan counts MACs; ``of``, "layers" or "model": whether the
+    share is of the pruned layers or of the whole model; ``npu``, the :class:`smartprune.NPU` whose cycles are counted.
+    """
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def unit(self) -> str: ...
+    @property
+    def label(self) -> str: ...
+    @property
+    def share(self) -> float | Fraction: ...
+    def resolve(self, model: nn.Module, layers: Sequence[Layer]) -> ResolvedBudget: ...
+
+
+def describe(budget: Budget) -> str:
+    """``macs 0.5``: a budget in a message or a table."""
+    return f"{budget.kind} {float(budget.share):g}"
+
+
+def scope(budget: Budget) -> str:
+    """Whether the share is of the pruned ``layers`` or of the whole ``model``."""
+    return str(getattr(budget, "of", "layers"))
+
+
+@dataclass(frozen=True)
+class BlockBudget:
+    """Made by :func:`blocks`."""
+
     share: Fraction
-    example: Any = None
-    of: Literal["layers", "model"] = "layers"
-    npu: NPU | None = None  # whose cycles they are
+    kind: ClassVar[str] = "blocks"
+    unit: ClassVar[str] = "blocks"
+    label: ClassVar[str] = "blocks"
 
-    def __str__(self) -> str:
-        return f"{self.kind} {float(self.share):g}"
+    def resolve(self, model: nn.Module, layers: Sequence[Layer]) -> ResolvedBudget:
+        return ResolvedBudget(None, keep_count(self.share, sum(layer.n for layer in layers)))
 
-    def resolve(self, model: nn.Module, layers: Sequence[Layer]) -> tuple[Tensor | None, int, Latency | None]:
-        """Cost of every block (int64 [n]; None where every block costs one) and what may be kept in all; for cycles, which are no
-        sum over blocks, these are near the truth, and the latency itself comes third."""
-        n = sum(layer.n for layer in layers)
-        if self.kind == "blocks":
-            return None, keep_count(self.share, n), None
-        sizes = [layer.grid.sizes() for layer in layers]
-        if self.kind == "params":
-            cost = torch.cat(sizes)
-            return cost, math.floor((1 - self.share) * int(cost.sum())), None
-        if self.kind == "cycles":
-            if self.npu is None:
-                raise SmartpruneError("cycles: there is no NPU whose cycles they are; make the budget by smartprune.cycles")
-            return self.npu.budget(model, layers, self.share, self.example, self.of)
+
+@dataclass(frozen=True)
+class ParamBudget:
+    """Made by :func:`params`."""
+
+    share: Fraction
+    kind: ClassVar[str] = "params"
+    unit: ClassVar[str] = "weights"
+    label: ClassVar[str] = "weights"
+
+    def resolve(self, model: nn.Module, layers: Sequence[Layer]) -> ResolvedBudget:
+        return ResolvedBudget.from_share(torch.cat([layer.grid.sizes() for layer in layers]), self.share)
+
+
+@dataclass(frozen=True)
+class MacBudget:
+    """Made by :func:`macs`."""
+
+    share: Fraction
+    example: Any = field(repr=False)
+    of: Scope = "layers"
+    kind: ClassVar[str] = "macs"
+    unit: ClassVar[str] = "MACs"
+    label: ClassVar[str] = "MACs"
+
+    def resolve(self, model: nn.Module, layers: Sequence[Layer]) -> ResolvedBudget:
         uses = count_uses(model, layers, self.example)
         cost = torch.cat([block_macs(layer, uses[layer.name]) for layer in layers])
         total = int(cost.sum())
         if total == 0:
             raise SmartpruneError("macs: the example reaches none of the layers to prune; give an input of the model")
-        limit = math.floor((1 - self.share) * total)
-        if self.of == "model":
-            fixed = count_macs(model, self.example) - total
-            limit = math.floor((1 - self.share) * (total + fixed)) - fixed
-            if limit < 0:
-                most = math.floor(10_000 * Fraction(total - int(cost.min()), total + fixed)) / 10_000
-                raise SmartpruneError(
-                    f"macs({float(self.share):g}, of='model') cannot be met: layers that are not pruned take "
-                    f"{fixed:,} of {total + fixed:,} MACs; at most {most:g} can be removed; prune more layers "
-                    "(include=) or ask for less"
-                )
-        return cost, limit, None
+        if self.of == "layers":
+            return ResolvedBudget.from_share(cost, self.share)
+        whole = count_macs(model, self.example)
+        fixed = whole - total
+        limit = math.floor((1 - self.share) * whole) - fixed
+        if limit < 0:
+            most = math.floor(10_000 * Fraction(total - int(cost.min()), whole)) / 10_000
+            raise InfeasibleBudgetError(
+                f"macs({float(self.share):g}, of='model') cannot be met: layers that are not pruned take {fixed:,} of {whole:,} "
+                f"MACs; at most {most:g} can be removed; prune more layers (include=) or remove less"
+            )
+        return ResolvedBudget(cost, limit, whole=whole)
 
 
-def blocks(share: float) -> Budget:
+def blocks(share: float) -> BlockBudget:
     """Removes this share of all blocks: keeps exactly ``ceil((1 - share) * N)``."""
-    return Budget("blocks", as_share(share, "blocks"))
+    return BlockBudget(as_share(share, "blocks"))
 
 
-def params(share: float) -> Budget:
+def params(share: float) -> ParamBudget:
     """Removes at least this share of the weights in the pruned layers, by less than one block more."""
-    return Budget("params", as_share(share, "params"))
+    return ParamBudget(as_share(share, "params"))
 
 
-def macs(share: float, example: Any, of: Literal["layers", "model"] = "layers") -> Budget:
+def macs(share: float, example: Any, of: Scope = "layers") -> MacBudget:
     """Removes at least this share of the multiply-accumulates, by less than one block more.
 
     ``example`` is one input of the model (a tensor, or a tuple or dict of arguments). The share is of the MACs of
-    the layers that are pruned, or with ``of="model"`` of the whole model.
+    the pruned layers, or with ``of="model"`` of the whole model.
     """
-    if of not in ("layers", "model"):
-        raise SmartpruneError(f"macs: of={of!r}; it is 'layers' (those that are pruned) or 'model' (all of them)")
-    return Budget("macs", as_share(share, "macs"), example, of)
+    return MacBudget(as_share(share, "macs"), example, as_scope(of, "macs"))
+
+
+def as_scope(of: Scope, where: str) -> Scope:
+    if of not in get_args(Scope):
+        raise SmartpruneError(f"{where}: of={of!r}; it is 'layers' (the pruned ones) or 'model' (all of them)")
+    return of
 
 
 def as_share(value: Any, where: str, meaning: str = "the share to remove") -> Fraction:
     """A share in [0, 1) as an exact number: 0.97 is read as 97/100, not as its binary neighbour."""
     number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    good = number and math.isfinite(value)
-    if good:
+    finite = number and math.isfinite(value)
+    if finite:
         share = as_fraction(value)
         if 0 <= share < 1 and float(value) < 1:
             return share
-    hint = f"; write {where}={float(value) / 100:g}" if good and 1 < value < 100 else ""
-    wrong = "outside" if number else f"a {type(value).__name__} and no number in"
-    raise SmartpruneError(f"{where}={value!r} is {wrong} [0, 1): it is {meaning}{hint}")
+    hint = f"; write {where}={float(value) / 100:g}" if finite and 1 < value < 100 else ""
+    problem = "outside [0, 1)" if number else f"a {type(value).__name__}, not a number in [0, 1)"
+    raise SmartpruneError(f"{where}={value!r} is {problem}: it is {meaning}{hint}")
 
 
 def keep_count(share: Fraction, n: int) -> int:
@@ -120,6 +226,6 @@ def min_keep(layers: Sequence[Layer], floor: float) -> Tensor:
 
 
 def block_macs(layer: Layer, uses: Sequence[int]) -> Tensor:
-    """MACs of every block of a layer: real elements times how often each is used, int64 [n]."""
+    """MACs of every block of a layer: its real elements times how often each is used, int64 [n]."""
     sizes = layer.grid.sizes().reshape(len(uses), -1)
     return (sizes * torch.tensor(list(uses), device="cpu")[:, None]).reshape(-1)

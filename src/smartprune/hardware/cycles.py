@@ -1,71 +1,84 @@
-"""The latency of all pruned layers under a mask, and the best mask within a latency.
+"""The budget in NPU cycles.
 
-Latency is no sum over blocks: a layer waits for the slowest of three things, and for its last lane. A search needs a sum, and
-has one (``npu_work.line``); the hard mask that comes out of it is chosen by the latency itself.
+The latency of a layer is not a sum over its blocks: it is the longest of three times, and it ends with the last lane. A search
+needs a sum, so it uses a linear approximation (:func:`smartprune.hardware.work.line`). The latency itself chooses the hard mask.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..core.budget import Budget, as_share
+from ..core.block import Block
+from ..core.budget import InfeasibleBudgetError, ResolvedBudget, Scope, as_scope, as_share
 from ..core.hard import floor_blocks
-from ..core.usage import Call
+from ..core.layers import Layer, find_layers
+from ..core.usage import Call, find_calls
 from ..errors import SmartpruneError
-from .work import Work, pruned
+from .npu import NPU
+from .work import Work, dense, line, pruned
 
-if TYPE_CHECKING:
-    from .npu import NPU
+Calls = Sequence[Sequence[Call]]
 
 
 @dataclass(frozen=True)
 class Latency:
-    """Cycles: ``goal`` may be used of ``dense``, of which ``rest`` does not depend on the mask."""
+    """Cycles under a mask. ``limit`` of the ``total`` cycles may be used, and ``fixed`` of them do not depend on the mask."""
 
     npu: NPU
-    layers: tuple[tuple[Work, tuple[Sequence[Call], ...]], ...]
-    rest: int
-    dense: int
-    goal: int
+    layers: tuple[tuple[Work, Calls], ...]
+    fixed: int
+    total: int
+    limit: int
 
     def of(self, mask: Tensor) -> int:
-        """What the layers take with the kept blocks ``mask``, bool [n]."""
+        """Cycles with the kept blocks ``mask``, bool [n]."""
         parts = mask.cpu().split([work.grid.n for work, _ in self.layers])
-        pairs = zip(self.layers, parts, strict=True)
-        return self.rest + sum(pruned(self.npu, work, call, live).latency for (work, calls), live in pairs for call in calls)
+        cycles = (self._layer(work, calls, live) for (work, calls), live in zip(self.layers, parts, strict=True))
+        return self.fixed + sum(cycles)
 
     def best(self, rank: Tensor, floor: Tensor | None = None, layer: Tensor | None = None) -> Tensor | None:
-        """The highest ranked blocks, as many as the goal allows; equal ranks go to the lower index. The next one in rank would
-        exceed it. ``floor`` are the fewest blocks of each layer: the highest ranked, or those that take least where these take too
-        long. None if they do too."""
-        forced = floor_blocks(rank, floor, layer)
-        if floor is not None and self.of(forced) > self.goal:
-            forced = self.least(floor).to(rank.device)
-        order = rank.masked_fill(forced, torch.inf).sort(descending=True, stable=True).indices
-        low, high = int(forced.sum()), rank.numel() + 1  # so many fit, so many do not
-        if self.of(forced) > self.goal:
-            return None
-        while high - low > 1:
-            middle = (low + high) // 2
-            fits = middle <= rank.numel() and self.of(_first(order, middle)) <= self.goal
-            low, high = (middle, high) if fits else (low, middle)
-        return _first(order, low)
+        """The highest ranked blocks, as many as the limit allows; equal ranks go to the lower index.
 
-    def least(self, floor: Tensor) -> Tensor:
-        """So many blocks of each layer where they take least, bool [n]: in as few rows as can be, or one of every row in turn,
-        which keeps all lanes busy; from the first block on, or from the last, where those lie that are cut short."""
-        out = []
+        ``floor`` holds the fewest blocks of each layer: its highest ranked ones, or its cheapest ones where those take too long.
+        None if the cheapest ones take too long as well.
+        """
+        forced = floor_blocks(rank, floor, layer)
+        if floor is not None and self.of(forced) > self.limit:
+            forced = self.cheapest(floor).to(rank.device)
+        order = rank.masked_fill(forced, torch.inf).sort(descending=True, stable=True).indices
+        fits, exceeds = int(forced.sum()), rank.numel() + 1
+        if self.of(forced) > self.limit:
+            return None
+        while exceeds - fits > 1:
+            middle = (fits + exceeds) // 2
+            if middle <= rank.numel() and self.of(_first(order, middle)) <= self.limit:
+                fits = middle
+            else:
+                exceeds = middle
+        return _first(order, fits)
+
+    def cheapest(self, floor: Tensor) -> Tensor:
+        """So many blocks of each layer where they take least, bool [n].
+
+        Two arrangements are tried: as few rows of outputs as possible, and one block of every row in turn, which keeps all lanes
+        busy. Each starts at the first block and at the last one, because partial blocks come last.
+        """
+        masks = []
         for (work, calls), count in zip(self.layers, floor.tolist(), strict=True):
-            masks = [(order < count).reshape(-1) for order in _orders(work)]
-            masks += [(order >= work.grid.n - count).reshape(-1) for order in _orders(work)]
-            cycles = [sum(pruned(self.npu, work, call, live).latency for call in calls) for live in masks]
-            out.append(masks[cycles.index(min(cycles))])
-        return torch.cat(out)
+            options = [(order < count).reshape(-1) for order in _orders(work)]
+            options += [(order >= work.grid.n - count).reshape(-1) for order in _orders(work)]
+            masks.append(min(options, key=lambda live: self._layer(work, calls, live)))
+        return torch.cat(masks)
+
+    def _layer(self, work: Work, calls: Calls, live: Tensor) -> int:
+        return sum(pruned(self.npu, work, call, live).latency for call in calls)
 
 
 def _orders(work: Work) -> tuple[Tensor, Tensor]:
@@ -81,17 +94,73 @@ def _first(order: Tensor, count: int) -> Tensor:
     return mask
 
 
-def cycles(share: float, example: Any, npu: NPU, of: Literal["layers", "model"] = "layers") -> Budget:
+@dataclass(frozen=True)
+class CycleBudget:
+    """Made by :func:`cycles`."""
+
+    share: Fraction
+    example: Any = field(repr=False)
+    npu: NPU
+    of: Scope = "layers"
+    kind: ClassVar[str] = "cycles"
+    unit: ClassVar[str] = "cycles"
+    label: ClassVar[str] = "NPU cycles"
+
+    def resolve(self, model: nn.Module, layers: Sequence[Layer]) -> ResolvedBudget:
+        """A block costs the slope of a line near the latency of its layer. Where the lines start is taken off the limit."""
+        counted = layers if self.of == "layers" else find_layers(model, Block(1, None, None), include="*")[0]
+        calls = find_calls(model, [*layers, *counted], self.example)
+        if not any(calls[layer.name] for layer in layers):
+            raise SmartpruneError("cycles: the example reaches none of the layers to prune; give an input of the model")
+        works = [Work(layer.grid, layer.transposed) for layer in layers]
+        weights = {layer.weight for layer in layers}
+        fixed = sum(self._dense(layer, calls[layer.name]) for layer in counted if layer.weight not in weights)
+        total = fixed + sum(self._dense(layer, calls[layer.name]) for layer in layers)
+        latency = Latency(
+            npu=self.npu,
+            layers=tuple((work, tuple(calls[layer.name])) for layer, work in zip(layers, works, strict=True)),
+            fixed=fixed,
+            total=total,
+            limit=math.floor((1 - self.share) * total),
+        )
+        cost, start = self._linear(latency)
+        whole = int(cost.sum())
+        limit = whole if self.share == 0 else min(whole, latency.limit - start)
+        if limit < 0 or whole == 0:
+            raise InfeasibleBudgetError(self._infeasible(start, total))
+        return ResolvedBudget(cost, limit, latency)
+
+    def _dense(self, layer: Layer, calls: Calls) -> int:
+        return sum(dense(self.npu, Work(layer.grid, layer.transposed), call).latency for call in calls)
+
+    def _linear(self, latency: Latency) -> tuple[Tensor, int]:
+        """A cost per block, int64 [n], and the cycles that are taken to be independent of the blocks."""
+        costs, start = [], latency.fixed
+        for work, calls in latency.layers:
+            cost = torch.zeros(work.grid.n, dtype=torch.int64, device="cpu")
+            for call in calls:
+                base, slopes = line(self.npu, work, call, self.share)
+                start += base
+                cost += slopes
+            costs.append(cost)
+        return torch.cat(costs), start
+
+    def _infeasible(self, start: int, total: int) -> str:
+        name = f"cycles({float(self.share):g}{', of=' + repr(self.of) if self.of == 'model' else ''})"
+        unpruned = ", layers that are not pruned" if self.of == "model" else ""
+        most = math.floor(10_000 * (1 - Fraction(start, total))) / 10_000
+        return (
+            f"{name} cannot be met: {start:,} of {total:,} cycles do not depend on the blocks (moved activations{unpruned}); "
+            f"at most about {most:g} can be removed; remove less, prune more layers (include=), or raise activation_bandwidth"
+        )
+
+
+def cycles(share: float, example: Any, npu: NPU, of: Scope = "layers") -> CycleBudget:
     """Removes at least this share of the time that the layers take on ``npu``, in its cycles, by less than one block more.
 
-    ``npu.estimate`` of the pruned model never finds more than ``1 - share`` of the dense cycles of the layers that are
-    pruned, or with ``of="model"`` of the whole model; with the next block in rank it would. ``example`` is one input of the
-    model.
+    ``npu.estimate`` of the pruned model never finds more than ``1 - share`` of the dense cycles of the pruned layers, or with
+    ``of="model"`` of the whole model. With the next block in rank it would. ``example`` is one input of the model.
     """
-    from .npu import NPU
-
     if not isinstance(npu, NPU):
         raise SmartpruneError(f"cycles: npu is a {type(npu).__name__}; give an NPU, such as smartprune.NPU(rows=16, columns=8)")
-    if of not in ("layers", "model"):
-        raise SmartpruneError(f"cycles: of={of!r}; it is 'layers' (those that are pruned) or 'model' (all of them)")
-    return Budget("cycles", as_share(share, "cycles"), example, of, npu)
+    return CycleBudget(as_share(share, "cycles"), example, npu, as_scope(of, "cycles"))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..artifacts.receipt import Receipt
 from ..core.block import Block
-from ..core.budget import Budget
+from ..core.budget import Budget, scope
 from ..core.kinds import LAYER_TYPES, is_masked, user_class
 from ..core.layers import Patterns, plain_name
 from ..core.sharding import full_tensor, is_sharded, reshard
@@ -223,13 +223,14 @@ class Pruner(Careful):
         rank = self.ranked = self.method.rank(self.blocks, self._all_state()).detach().clone()
         least = self.blocks.min_keep if floor is None else floor(self.blocks)
         layer = None if least is None else self.blocks.layer.to(rank.device)
-        if self.plan.latency is None:
+        exact = self.plan.exact
+        if exact is None:
             return hard_topk(rank, self.blocks.limit, self.blocks.cost, least, layer)
-        kept = self.plan.latency.best(rank, least, layer)
+        kept = exact.best(rank, least, layer)
         if kept is None:
             raise SmartpruneError(
                 "pruner.freeze(): the blocks that every layer must keep take more than the "
-                f"{self.plan.latency.goal:,} cycles asked for; lower floor, or remove less"
+                f"{exact.limit:,} {self.plan.unit} of the budget; lower floor, or remove less"
             )
         return kept
 
@@ -337,7 +338,7 @@ class Pruner(Careful):
 
     def _given(self) -> dict[str, Any]:
         """What the user attached with: a state that fits by its number of blocks alone may be of another search."""
-        kind, of = ("", "") if self.plan.budget is None else (self.plan.budget.kind, self.plan.budget.of)
+        kind, of = ("", "") if self.plan.budget is None else (self.plan.budget.kind, scope(self.plan.budget))
         return {
             "block": str(self.plan.block),
             "settings": settings(self.method),

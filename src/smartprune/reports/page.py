@@ -13,9 +13,10 @@ from torch import nn
 
 from .. import text
 from ..artifacts.source import Model, about_axes, files_of
+from ..budgets import budget_label
 from ..core.block import Block
 from ..files import check_no_overwrite, write_atomic
-from ..hardware.npu import Estimate
+from ..hardware.estimate import Estimate
 from ..run_files import STAGE_NAMES, STAGES
 from .figures import BOTTOM, LEFT, RIGHT, TOP, WIDTH, Figure, figures
 from .runlog import number
@@ -79,13 +80,13 @@ def verdict(view: View) -> str:
     """What was asked and what came of it, in a sentence; escaped."""
     receipt, blocks, story = view.receipt, view.blocks, view.story
     left = f"{blocks.kept:,} of {blocks.total:,} blocks left"
-    if receipt is None or receipt.asked is None:
+    if receipt is None or receipt.requested is None:
         parts = [f"{_share(blocks.removed, blocks.total)} of the blocks are zero ({left})"]
     elif view.problems:
         parts = ["The weights are not what the receipt says"]
     else:
-        asked = receipt.asked
-        wanted = f"{100 * float(asked.share):g} % of the {_noun(asked.kind)}"
+        asked = receipt.requested
+        wanted = f"{100 * float(asked.share):g} % of the {budget_label(asked.kind)}"
         if not receipt.met:
             parts = [
                 f"Not as asked: {wanted} were to go, and {asked.used:,} of {asked.total:,} are left where {asked.limit:,} may be"
@@ -112,11 +113,11 @@ def verdict(view: View) -> str:
 def _tiles(view: View) -> list[tuple[str, str, str]]:
     receipt, story, blocks = view.receipt, view.story, view.blocks
     out = []
-    if receipt is not None and receipt.asked is not None:
-        asked = receipt.asked
+    if receipt is not None and receipt.requested is not None:
+        asked = receipt.requested
         bound = "exactly" if asked.kind == "blocks" else "at most"
         limit = f"keep {bound} {asked.limit:,} of {asked.total:,}; kept {asked.used:,}"
-        below = f"asked: {100 * float(asked.share):g} % of {_noun(asked.kind)}, {limit}"
+        below = f"asked: {100 * float(asked.share):g} % of {budget_label(asked.kind)}, {limit}"
     else:
         below = f"{blocks.kept:,} of {blocks.total:,} blocks of {view.report.block} are not zero; nothing says what was asked"
     out.append(("Blocks removed", _share(blocks.removed, blocks.total), below))
@@ -160,7 +161,7 @@ def _measured(view: View) -> tuple[str, float, float] | None:
 def _chips(view: View) -> str:
     receipt, result = view.receipt, view.story.result if view.story is not None else None
     out = []
-    if receipt is not None and receipt.asked is not None:
+    if receipt is not None and receipt.requested is not None:
         out.append(("good", "as asked") if receipt.met else ("bad", "not as asked"))
     if receipt is not None:
         out.append(
@@ -428,10 +429,6 @@ def _times(ratio: float, named: tuple[str, str, str]) -> str:
 def _points(change: float) -> str:
     points = f"{100 * change:+.2f}"
     return "as the dense model" if float(points) == 0 else f"{points} points".replace("-", "\u2212")
-
-
-def _noun(kind: str) -> str:
-    return {"blocks": "blocks", "params": "weights", "macs": "MACs", "cycles": "cycles"}.get(kind, kind)
 
 
 def _bytes(size: int) -> str:

@@ -19,7 +19,7 @@ from ..artifacts.verify import verify
 from ..core.block import Axis, Block
 from ..core.occupancy import comparable, is_finite
 from ..errors import SmartpruneError
-from ..hardware.npu import Estimate
+from ..hardware.estimate import Estimate
 from ..run_files import CONFIG
 from .runlog import Story, read_scores, read_story
 from .table import Report, ReportRow, cut_source, report_of

@@ -7,21 +7,23 @@ from __future__ import annotations
 
 import math
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
+from ..budgets import BUDGETS, SPARSITY, budget_fields, budget_names
 from ..errors import SmartpruneError
 from ..files import parse_json
 
 if TYPE_CHECKING:
+    from ..core.budget import Budget
     from ..methods import Method
     from ..tasks import Task
 
 Setting = int | float | str | bool | None
-BUDGETS = ("sparsity", "macs", "cycles")  # of which a run has one
+BUDGET_SETTINGS = ("sparsity", "macs", "cycles", "budget")  # a run has one of them
 
 
 def option(text: str, default: Any = MISSING, **more: Any) -> Any:
@@ -42,6 +44,7 @@ class Config:
     sparsity: float | None = option("share of blocks to remove, in [0, 1)", None)
     macs: float | None = option("share of multiply-accumulates to remove, in place of --sparsity", None)
     cycles: float | None = option("share of the cycles on --npu to remove, in place of --sparsity", None)
+    budget: str | None = option("any budget in place of --sparsity, as KIND=SHARE, such as params=0.9", None)
     npu: str = option("NPU whose cycles are counted: a preset, or a .json file of its settings", "edge")
     floor: float | None = option("least share of its blocks that each layer keeps", None)
     include: tuple[str, ...] = option("layers to prune although they are left alone by default (globs)", ())
@@ -101,7 +104,23 @@ class Config:
 
 def asked(values: Mapping[str, Any]) -> tuple[str, float]:
     """The budget that a run was given, by its name."""
-    return next(((name, float(values[name])) for name in BUDGETS if values.get(name) is not None), ("sparsity", math.nan))
+    name = next((name for name in BUDGET_SETTINGS if values.get(name) is not None), None)
+    if name == "budget":
+        return parse_budget(values[name])
+    return (SPARSITY, math.nan) if name is None else (name, float(values[name]))
+
+
+def parse_budget(value: str) -> tuple[str, float]:
+    """A budget written as ``KIND=SHARE``.
+
+    >>> parse_budget("params=0.9"), parse_budget("blocks=0.9")
+    (('params', 0.9), ('sparsity', 0.9))
+    """
+    kind, _, share = value.partition("=")
+    try:
+        return SPARSITY if kind == "blocks" else kind, float(share)
+    except ValueError:
+        raise SmartpruneError(f"budget={value!r} cannot be read; write KIND=SHARE, such as params=0.9") from None
 
 
 def configure(given: Mapping[str, Any]) -> Config:
@@ -114,7 +133,7 @@ def configure(given: Mapping[str, Any]) -> Config:
     task_name = _fitting("task", given.get("task", "digits"))
     task = make_task(task_name, _fitting("task_settings", given.get("task_settings", {})))
     values: dict[str, Any] = {**asdict(task.recipe), "task": task_name, "task_settings": asdict(task)}  # type: ignore[call-overload]
-    if any(given.get(name) is not None for name in BUDGETS[1:]):
+    if any(given.get(name) is not None for name in BUDGET_SETTINGS[1:]):
         values["sparsity"] = None
     values |= {name: value for name, value in given.items() if name not in ("task", "task_settings")}
     method_name = _fitting("method", values.get("method", "smart"))
@@ -158,6 +177,19 @@ def make_task(name: str, settings: Mapping[str, Any]) -> Task:
     from ..tasks import TASKS
 
     return _filled(TASKS, "task", name, settings)  # type: ignore[no-any-return]
+
+
+def make_budget(name: str, share: float, example: Any, npu: str) -> Budget:
+    """A budget by its name, ``sparsity`` or a kind. ``example`` and ``npu`` go to the budgets that have such a field."""
+    from ..core.budget import as_share
+    from ..hardware.npu import read_npu
+
+    if name not in budget_names():
+        raise SmartpruneError(f"unknown budget {name!r}; there are: {', '.join(BUDGETS)}")
+    options: dict[str, Callable[[], Any]] = {"example": lambda: example, "npu": lambda: read_npu(npu)}
+    given = {field: make() for field, make in options.items() if field in budget_fields(name)}
+    budget: Budget = BUDGETS["blocks" if name == SPARSITY else name](as_share(share, name), **given)
+    return budget
 
 
 def make_method(name: str, settings: Mapping[str, Any]) -> Method:
@@ -294,19 +326,21 @@ def _check(config: Config, task: Task) -> None:
             )
     if config.seed >= 2**32:
         raise SmartpruneError(f"seed={config.seed} should be below 2**32")
-    if sum(getattr(config, name) is not None for name in BUDGETS) != 1:
-        given = ", ".join(f"{name}={getattr(config, name)}" for name in BUDGETS)
+    if sum(getattr(config, name) is not None for name in BUDGET_SETTINGS) != 1:
+        given = ", ".join(f"{name}={getattr(config, name)}" for name in BUDGET_SETTINGS)
         raise SmartpruneError(f"{given}: give one of them")
-    if config.cycles is not None:
+    name, share = config.asked
+    if name not in budget_names():
+        raise SmartpruneError(f"unknown budget {name!r}; there are: {', '.join(BUDGETS)}")
+    as_share(share, name)
+    if "npu" in budget_fields(name):
         read_npu(config.npu)
     if config.model not in task.models and not foreign(config.model):
         raise SmartpruneError(
             f"model={config.model!r} does not fit {config.task}; it takes: {', '.join(task.models)}; or write {HOW}"
         )
-    for name in (*BUDGETS, "floor"):
-        if getattr(config, name) is not None:
-            told = ("the least share of its blocks that each layer keeps",) if name == "floor" else ()
-            as_share(getattr(config, name), name, *told)
+    if config.floor is not None:
+        as_share(config.floor, "floor", "the least share of its blocks that each layer keeps")
     Block.of(config.block)
 
 

@@ -11,7 +11,8 @@ from torch import nn
 
 from ..artifacts.source import read_source
 from ..errors import SmartpruneError
-from ..hardware.npu import Estimate, read_npu
+from ..hardware.estimate import Estimate
+from ..hardware.npu import read_npu
 from ..models import foreign
 from ..reports.page import write_page
 from ..run_files import CONFIG, PAGE

@@ -15,10 +15,7 @@ from torch import Tensor, nn
 
 from .. import run_files
 from ..core import sharding
-from ..core.budget import Budget, macs
 from ..errors import SmartpruneError
-from ..hardware.cycles import cycles
-from ..hardware.npu import read_npu
 from ..pruning.pruner import Pruner, attach
 from ..run_files import STAGES
 from ..tasks import Data, Task
@@ -239,13 +236,6 @@ def shown(data: Data, config: Config, stage: str) -> Data:
     return Augmented(data, config.augment) if config.augment and stage in stages else data
 
 
-def budget_of(config: Config, example: Any) -> Budget | None:
-    """What the configuration asks for, where that is not a share of the blocks."""
-    if config.macs is not None:
-        return macs(config.macs, example=example)
-    return None if config.cycles is None else cycles(config.cycles, example=example, npu=read_npu(config.npu))
-
-
 def prune(model: nn.Module, config: Config, task: Task, steps: int) -> Pruner:
     """Attaches the configured method; ``steps`` is the length of the search."""
     first = next(model.parameters(), None)
@@ -256,8 +246,7 @@ def prune(model: nn.Module, config: Config, task: Task, steps: int) -> Pruner:
         model,
         configs.make_method(config.method, config.settings),
         block=config.block,
-        sparsity=config.sparsity,
-        budget=budget_of(config, example),
+        budget=configs.make_budget(*config.asked, example, config.npu),
         floor=config.floor,
         include=config.include,
         skip=config.skip,

@@ -12,7 +12,6 @@ from typing import Any
 from ... import text
 from ...errors import SmartpruneError
 from ...methods import METHODS
-from ...training.config import BUDGETS
 from .identity import RunKey, protocol, run_key
 from .runs import FinishedRun, Group, find_run_folders, read_run
 from .table import comparison_csv, comparison_text
@@ -53,16 +52,14 @@ class Row:
 
     def to_json(self) -> dict[str, Any]:
         first = self.runs[0]
-        config = first.config
+        config, (name, share) = first.config, first.share
         return {
             "model": config["model"],
             "data": first.data,
             "method": first.method,
             "settings": config["settings"],
             "block": config["block"],
-            "sparsity": config.get("sparsity"),
-            "macs": config.get("macs"),
-            **{kind: config[kind] for kind in BUDGETS if kind not in ("sparsity", "macs") and config.get(kind) is not None},
+            **{"sparsity": None, "macs": None, name: share},
             "protocol": protocol(config),
             "metric": first.metric,
             "unit": "share",

@@ -6,12 +6,13 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from ...budgets import SPARSITY, budget_fields, budget_names
 from ...fields import Fields
-from ...training.config import BUDGETS, asked
+from ...training.config import BUDGET_SETTINGS, asked
 from .labels import format_setting, method_label, task_label
 
 # settings with a place of their own in a table, and settings that only say where and how fast a run was
-SHOWN_APART = ("task", "task_settings", "model", "method", "settings", "block", *BUDGETS, "seed")
+SHOWN_APART = ("task", "task_settings", "model", "method", "settings", "block", *BUDGET_SETTINGS, "seed")
 IGNORED = ("out", "dense", "device", "threads", "compile", "graph", "checkpoint_seconds", "parallel", "tensorboard", "onnx")
 # settings without effect at this value, and settings without effect where another one has none
 NEUTRAL = {
@@ -37,7 +38,7 @@ def row_keys(row: Mapping[str, Any], where: str) -> list[RunKey]:
     checked = Fields(dict(row), where)
     task, model, block, line, method = (checked.text(name, MAX_TEXT) for name in ("data", "model", "block", "protocol", "method"))
     method = method_label(method.partition("(")[0], checked.nested("settings").data)
-    kind = next((name for name in BUDGETS if row.get(name) is not None), BUDGETS[0])
+    kind = next((name for name in budget_names() if row.get(name) is not None), SPARSITY)
     seeds = checked.integers("seeds", 0, MAX_SEEDS)
     if len(seeds) != row["n"]:
         raise checked.error("seeds", f"a list of {row['n']} integers, one per value")
@@ -53,7 +54,7 @@ def protocol(config: Mapping[str, Any]) -> str:
     settings = {name: value for name, value in config.items() if name not in (*SHOWN_APART, *IGNORED)}
     epochs = [settings.pop(name, "?") for name in ("dense_epochs", "search_epochs", "finetune_epochs")]
     parts = ["{} dense + {} search + {} fine-tuning epochs".format(*epochs)]
-    if config.get("cycles") is None:
+    if "npu" not in budget_fields(asked(config)[0]):
         settings.pop("npu", None)
     elif isinstance(settings.get("npu"), str):
         settings["npu"] = os.path.basename(settings["npu"])  # the folder of an NPU file does not matter

@@ -9,8 +9,6 @@ from typing import Any
 from ...methods import METHODS
 from ...tasks import TASKS
 
-BUDGET_UNITS = {"sparsity": "blocks", "macs": "MACs", "cycles": "NPU cycles"}  # what a share in the settings is a share of
-
 
 def method_label(name: str, settings: Mapping[str, Any]) -> str:
     return label(name, METHODS, settings)
@@ -39,8 +37,3 @@ def format_setting(value: Any) -> str:
     """
     short = f"{value:g}" if isinstance(value, float) else str(value)
     return short if not isinstance(value, float) or float(short) == value else repr(value)
-
-
-def budget_unit(kind: str) -> str:
-    """What a budget counts: ``blocks`` for a sparsity."""
-    return BUDGET_UNITS.get(kind, kind)

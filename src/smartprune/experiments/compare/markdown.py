@@ -8,12 +8,11 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
+from ...budgets import budget_names
 from ...errors import SmartpruneError
-from ...training.config import BUDGETS
 from .comparison import summary
 from .labels import format_setting
 
-COLUMNS = ("model", "data", "block", *BUDGETS, "protocol", "metric")  # fields that may tell columns apart
 OTHER_METRICS = {"macs_left": "MACs left"}  # what a row may hold besides its metric, one number per run
 NOT_YET = "not recorded yet"
 Row = Mapping[str, Any]
@@ -32,7 +31,8 @@ def markdown(rows: Sequence[Row], filters: Mapping[str, str] | None = None) -> t
     glob; ``show=macs_left`` in it shows the MACs left in place of the metric.
     """
     rows = _select_rows(rows, dict(filters or {}))
-    varying = [name for name in COLUMNS if len({json.dumps(row.get(name)) for row in rows}) > 1]
+    fields = ("model", "data", "block", *budget_names(), "protocol", "metric")
+    varying = [name for name in fields if len({json.dumps(row.get(name)) for row in rows}) > 1]
     columns = list(dict.fromkeys(tuple(row.get(name) for name in varying) for row in rows))
     if varying == ["sparsity"]:
         columns.sort(key=lambda column: (column[0] is None, column[0] or 0))
@@ -121,11 +121,12 @@ def _cell(row: Row, with_n: bool) -> str:
 
 def _caption(rows: Sequence[Row], counts: set[Any]) -> str:
     parts = []
-    for name in ("data", "model", "block", *BUDGETS, "protocol"):
+    for name in ("data", "model", "block", *budget_names(), "protocol"):
         values = {json.dumps(row.get(name)): row.get(name) for row in rows}
         value = next(iter(values.values()))
         if len(values) == 1 and value not in (None, "", "-"):
-            parts.append({"block": f"blocks of {value}", **{kind: f"{kind} {value}" for kind in BUDGETS}}.get(name, str(value)))
+            titles = {"block": f"blocks of {value}", **{kind: f"{kind} {value}" for kind in budget_names()}}
+            parts.append(titles.get(name, str(value)))
     shares = {str(row["metric"]) for row in rows if row.get("unit") == "share"}
     names = list(dict.fromkeys(str(row["metric"]) for row in rows))
     mixed = 0 < len(shares) < len(names)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
+from ...budgets import budget_label
 from ...reports.shell import header, name, page, tiles, words
 from .chart import Chart, svg
 from .comparison import Comparison, Row
-from .labels import budget_unit, format_setting
+from .labels import format_setting
 from .runs import Group
 
 HEADINGS = ("Method", "Removed", "Metric, %", "Deviation", "n", "Dense, %", "Difference, points", "MACs left, %")
@@ -73,4 +74,4 @@ def _section(group: Group, rows: Sequence[Row]) -> str:
 
 def _removed(row: Row) -> str:
     kind, share = row.share
-    return f"{format_setting(round(100 * share, 10))} % of {budget_unit(kind)}"
+    return f"{format_setting(round(100 * share, 10))} % of {budget_label(kind)}"

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import statistics
 
-from ...training.config import BUDGETS
+from ...budgets import SPARSITY, budget_label, budget_names
 from .chart import Chart, Point, Series
 from .comparison import Comparison
-from .labels import budget_unit
 
 
 def comparison_charts(comparison: Comparison) -> list[Chart]:
     """A panel per group and kind of budget: the metric in percent over the share removed."""
     charts = []
     for (data, model, block, _, metric), rows in comparison.groups().items():
-        for kind in BUDGETS:
+        for kind in dict.fromkeys([*budget_names(), *(row.share[0] for row in rows)]):
             panel = [row for row in rows if row.share[0] == kind]
             if not panel:
                 continue
@@ -26,7 +25,7 @@ def comparison_charts(comparison: Comparison) -> list[Chart]:
             lines = tuple(Series(name, tuple(points)) for name, points in series.items())
             dense = {run.config["seed"]: run.dense for row in panel for run in row.runs}
             level = ("dense", 100 * statistics.fmean(dense.values()))
-            share_of = f"share of {budget_unit(kind)} removed"
-            x = f"sparsity ({share_of})" if kind == "sparsity" else share_of
+            share_of = f"share of {budget_label(kind)} removed"
+            x = f"sparsity ({share_of})" if kind == SPARSITY else share_of
             charts.append(Chart(f"{data}, {model}, blocks of {block}", x, f"{metric}, %", lines, level))
     return charts

@@ -95,7 +95,9 @@ def read_run(folder: Path) -> FinishedRun:
     for name in ("task_settings", "settings"):
         config.nested(name)
     config.integer("seed")
-    config.number(asked(config.data)[0])
+    name, _ = asked(config.data)
+    if config.data.get("budget") is None:
+        config.number(name)
     if not result.boolean("verified"):
         raise SmartpruneError(f"{RESULT}: the model does not match its receipt")
     for name in ("dense", "pruned"):

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ... import text
-from ...training.config import BUDGETS
+from ...budgets import budget_unit
 from .identity import protocol
 from .labels import format_setting
 
@@ -63,7 +63,7 @@ def _metric_table(rows: Sequence[Row], shares: Sequence[tuple[str, float]], asci
 
 def _macs_tables(rows: Sequence[Row], shares: Sequence[tuple[str, float]], ascii_only: bool) -> list[str]:
     """The MACs left. The same number of blocks can leave more MACs in one method than in another."""
-    shares = [share for share in shares if share[0] != "macs"]
+    shares = [share for share in shares if budget_unit(share[0]) != "MACs"]
     macs_left = {(row.method, row.share): row.macs_left for row in rows if row.macs_left}
     tables: list[str] = []
     for first in range(0, len(shares), MACS_COLUMNS):
@@ -98,6 +98,7 @@ def mean_and_std(values: Sequence[float], ascii_only: bool = False) -> str:
 def comparison_csv(comparison: Comparison) -> str:
     """One line per run."""
     lines = []
+    budgets = ["sparsity", "macs", "cycles", *(run.share[0] for run in comparison.runs)]
     for run in comparison.runs:
         config = run.config
         lines.append(
@@ -108,7 +109,8 @@ def comparison_csv(comparison: Comparison) -> str:
                 "block": config["block"],
                 "method": config["method"],
                 "settings": json.dumps(config["settings"]),
-                **{kind: config.get(kind) for kind in BUDGETS},
+                **dict.fromkeys(budgets),
+                run.share[0]: run.share[1],
                 "seed": config["seed"],
                 "metric": run.metric,
                 "pruned": run.pruned,

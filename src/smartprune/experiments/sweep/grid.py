@@ -12,12 +12,12 @@ from typing import Any
 
 from ...errors import SmartpruneError
 from ...files import parse_json, read_limited
-from ...training.config import BUDGETS, Config, configure
+from ...training.config import BUDGET_SETTINGS, Config, configure
 
 LARGEST_FILE = 1 << 20
 # settings that the dense stage does not depend on; what is not named here it may depend on
 AFTER_DENSE = (
-    "method", "settings", "block", *BUDGETS, "npu", "onnx", "floor", "include", "skip", "dense", "search_epochs",
+    "method", "settings", "block", *BUDGET_SETTINGS, "npu", "onnx", "floor", "include", "skip", "dense", "search_epochs",
     "finetune_epochs", "search_lr", "finetune_lr", "score_lr", "search_schedule", "schedule_over", "distill",
     "distill_temperature", "tensorboard", "checkpoint_seconds", "out",
 )  # fmt: skip
@@ -95,10 +95,10 @@ def _cell(grid: Grid, method: str, sparsity: float | None, seed: int) -> Cell:
     own = dict(grid.settings.get(method, {}))
     given = {**grid.options, "method": method, "settings": own, "seed": seed}
     if sparsity is not None:
-        for kind in BUDGETS[1:]:
+        for kind in BUDGET_SETTINGS[1:]:
             if grid.options.get(kind) is not None:
                 raise SmartpruneError(f"sparsities and {kind}: a run has one budget; give one of the two")
-        given |= {**dict.fromkeys(BUDGETS), "sparsity": sparsity}
+        given |= {**dict.fromkeys(BUDGET_SETTINGS), "sparsity": sparsity}
     if given.get("dense"):
         given["dense"] = str(given["dense"]).replace("{seed}", str(seed))
     config = configure({"onnx": "off", **given})

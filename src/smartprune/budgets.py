@@ -1,0 +1,73 @@
+"""The budgets by kind. A budget's class is imported when it is first used, so listing the kinds does not load torch."""
+
+from __future__ import annotations
+
+from collections import UserDict
+from dataclasses import fields
+from importlib import import_module
+from typing import Any
+
+SPARSITY = "sparsity"  # what settings and tables call the share of a budget in blocks
+
+
+class BudgetTable(UserDict[str, Any]):
+    """Kind -> class of a budget, or ``module:class`` of one that is not imported yet."""
+
+    def __getitem__(self, kind: str) -> Any:
+        budget = self.data[kind]
+        if isinstance(budget, str):
+            module, _, name = budget.partition(":")
+            budget = self.data[kind] = getattr(import_module(module, __package__), name)
+        return budget
+
+
+# One line per budget. A budget of your own is added in the same way: BUDGETS["energy"] = Energy.
+BUDGETS = BudgetTable(
+    {
+        "blocks": ".core.budget:BlockBudget",
+        "params": ".core.budget:ParamBudget",
+        "macs": ".core.budget:MacBudget",
+        "cycles": ".hardware.cycles:CycleBudget",
+    }
+)
+
+
+def budget_names() -> tuple[str, ...]:
+    """What settings and tables call the budgets: ``sparsity``, then every other kind.
+
+    >>> budget_names()
+    ('sparsity', 'params', 'macs', 'cycles')
+    """
+    return (SPARSITY, *(kind for kind in BUDGETS if kind != "blocks"))
+
+
+def budget_unit(name: str) -> str:
+    """What a budget counts, or the name itself where this process does not know the budget.
+
+    >>> budget_unit("sparsity"), budget_unit("params"), budget_unit("joules")
+    ('blocks', 'weights', 'joules')
+    """
+    kind = "blocks" if name == SPARSITY else name
+    return str(BUDGETS[kind].unit) if kind in BUDGETS else name
+
+
+def budget_label(name: str) -> str:
+    """What the share of a budget is a share of, such as ``NPU cycles``; the name itself where the budget is not known."""
+    kind = "blocks" if name == SPARSITY else name
+    return str(BUDGETS[kind].label) if kind in BUDGETS else name
+
+
+def removal(share: float, label: str, of: str = "layers") -> str:
+    """What a budget asks for, in words.
+
+    >>> removal(0.95, "blocks"), removal(0.5, "MACs", of="model")
+    ('remove 95% of the blocks', "remove 50% of the model's MACs")
+    """
+    whose = "the model's" if of == "model" else "the"
+    return f"remove {100 * share:g}% of {whose} {label}"
+
+
+def budget_fields(name: str) -> set[str]:
+    """The fields of a budget's class, such as ``example`` and ``npu``; none where the budget is not known."""
+    kind = "blocks" if name == SPARSITY else name
+    return {field.name for field in fields(BUDGETS[kind])} if kind in BUDGETS else set()

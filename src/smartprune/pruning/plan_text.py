@@ -1,0 +1,101 @@
+"""A plan as text and as plain data."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .. import text
+from ..budgets import removal
+from ..core.budget import scope
+
+if TYPE_CHECKING:
+    from .plan import Plan
+
+
+def plan_text(plan: Plan, width: int) -> str:
+    """Tables of the layers that are pruned and of those that are not, and the totals."""
+    header = ["layer", "kind", "weight", "grid", "blocks", "weights", "padding"]
+    rows = [
+        [
+            layer.name,
+            layer.kind,
+            text.format_shape(layer.grid.weight_shape),
+            text.format_shape(layer.grid.shape),
+            f"{layer.n:,}",
+            f"{layer.params:,}",
+            text.percent(plan.layer_padding(layer).numerator, plan.layer_padding(layer).denominator),
+        ]
+        for layer in plan.layers
+    ]
+    if plan.uses is not None:
+        header.insert(6, "MACs")
+        for row, layer in zip(rows, plan.layers, strict=True):
+            row.insert(6, f"{plan.layer_macs(layer):,}")
+    align = "<<<<" + ">" * (len(header) - 4)
+    lines = [f"Blocks of {plan.block}", "", *text.table(header, rows, align, width, (0, 1))]
+    if plan.skipped:
+        skipped = [(s.name, s.kind, text.format_shape(s.shape), s.reason) for s in plan.skipped]
+        lines += ["", *text.table(("not pruned", "kind", "weight", "reason"), skipped, "<<<<", width, (0, 1))]
+    return "\n".join([*lines, "", *_totals(plan)])
+
+
+def _totals(plan: Plan) -> list[str]:
+    layers = f"{len(plan.layers)} layer{'' if len(plan.layers) == 1 else 's'}"
+    lines = [
+        f"blocks   {plan.n:,} in {layers}; {100 * float(plan.padding):.2f}% of their elements are padding",
+        f"weights  {plan.params:,} of {plan.model_params:,} in the model",
+    ]
+    if plan.macs is not None and plan.model_macs is not None:
+        lines.append(f"MACs     {plan.macs:,} of {plan.model_macs:,} in the model, for one sample")
+    if plan.min_keep is not None and plan.floor is not None:
+        lines.append(
+            f"floor    every layer keeps at least {100 * float(plan.floor):g}% of its blocks: {int(plan.min_keep.sum()):,} in all"
+        )
+    if plan.budget is None or plan.limit is None:
+        return [*lines, "budget   none given"]
+    bound = "exactly" if plan.cost is None else "at most"
+    limit, total = plan.bound
+    wanted = removal(float(plan.share), plan.budget.label, scope(plan.budget))
+    lines.append(f"budget   {wanted}: keep {bound} {limit:,} of {total:,} {plan.unit}")
+    return lines if plan.problem is None else [*lines, f"problem  {plan.problem}"]
+
+
+def plan_json(plan: Plan) -> dict[str, object]:
+    """Plain data: numbers, strings, lists and dictionaries."""
+    least = None if plan.min_keep is None else plan.min_keep.tolist()
+    limit, total = plan.bound
+    return {
+        "block": str(plan.block),
+        "n": plan.n,
+        "budget": None if plan.budget is None else {"kind": plan.budget.kind, "share": str(plan.share)},
+        "floor": None if plan.floor is None else str(plan.floor),
+        "unit": plan.unit,
+        "total": total,
+        "limit": limit,
+        "keep": plan.keep,
+        "feasible": plan.feasible,
+        "problem": plan.problem,
+        "params": plan.params,
+        "model_params": plan.model_params,
+        "macs": plan.macs,
+        "model_macs": plan.model_macs,
+        "padding": float(plan.padding),
+        "layers": [
+            {
+                "name": layer.name,
+                "weight": layer.weight,
+                "kind": layer.kind,
+                "shape": list(layer.grid.weight_shape),
+                "grid": list(layer.grid.shape),
+                "parts": layer.grid.axes[0].parts,
+                "transposed": layer.transposed,
+                "blocks": layer.n,
+                "min_keep": None if least is None else least[i],
+                "params": layer.params,
+                "macs": plan.layer_macs(layer),
+                "padding": float(plan.layer_padding(layer)),
+            }
+            for i, layer in enumerate(plan.layers)
+        ],
+        "skipped": [{"name": s.name, "kind": s.kind, "shape": list(s.shape), "reason": s.reason} for s in plan.skipped],
+    }
