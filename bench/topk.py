@@ -183,23 +183,23 @@ def summary(results: list[dict[str, Any]], backend: str) -> str:
 
 def tune(device: str, budget: float) -> None:
     """Tile sizes and warps of the kernels, warm, forward and backward, replayed as a graph."""
-    from smartprune.topk import triton as topk_triton
+    from smartprune.topk import triton as solver
 
-    kept = list(topk_triton.TILES)
+    kept = list(solver.TILES)
     for n in (10_000, 100_000, 1_000_000, 10_000_000):
         x = (torch.randn(n, device=device).abs() * 0.02).requires_grad_()
         g = torch.randn(n, device=device)
         for block, warps in ((512, 4), (1024, 4), (1024, 8), (2048, 8), (2048, 16), (4096, 8), (4096, 16), (8192, 16)):
-            topk_triton.TILES[:] = [(1 << 62, block, warps)]
-            topk_triton._plans.clear()
+            solver.TILES[:] = [(1 << 62, block, warps)]
+            solver.plans.clear()
             try:
                 row = timed(captured(operator([x], n // 10, 1e-3, g, nowhere(device))), device, budget)
             except Exception as error:
                 print(f"N={n:>9} block={block:5} warps={warps:2} failed: {error}")
                 continue
             print(f"N={n:>9} block={block:5} warps={warps:2} {row['ms'] * 1e3:8.1f} us")
-    topk_triton.TILES[:] = kept
-    topk_triton._plans.clear()
+    solver.TILES[:] = kept
+    solver.plans.clear()
 
 
 def main() -> None:

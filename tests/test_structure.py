@@ -106,7 +106,7 @@ def absolute_imports(path: Path) -> Iterator[str]:
 def test_optional_packages_are_imported_where_they_are_used(module: str) -> None:
     named_after_it = {"integrations.lightning": {"pytorch_lightning", "lightning"}, "integrations.transformers": {"transformers"}}
     allowed = CORE_DEPENDENCIES | set(sys.stdlib_module_names) | named_after_it.get(module, set())
-    if module.split(".")[-1] in ("triton", "multiply_triton", "multiply_kernels", "kernel"):
+    if module.split(".")[-1] in ("triton", "triton_kernels", "multiply_triton", "multiply_kernels", "kernel"):
         allowed |= {"triton"}
     assert {name.split(".")[0] for name in absolute_imports(MODULES[module])} <= allowed
 

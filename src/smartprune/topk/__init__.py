@@ -1,9 +1,9 @@
 """Soft and hard top-k over one vector of block scores, with an exact sum.
 
-Three solvers share one backward formula: a chunked one for the CPU (`topk_cpu.py`), a fused kernel for CUDA
-(`topk_triton.py`), and plain tensor operations (`topk_torch.py`), used on CUDA where Triton is missing or
-SMARTPRUNE_TOPK=torch. All keep the threshold as pivot + delta: the pivot is representable in the dtype of the scores
-and subtracted first, because a threshold alone loses its fraction as soon as |score| is much larger than tau.
+Three solvers share one backward formula: a chunked solver for the CPU (`cpu.py`), a fused kernel for CUDA (`triton.py`), and
+plain tensor operations (`eager.py`), for CUDA without Triton or with SMARTPRUNE_TOPK=torch. All store the threshold as
+pivot + delta. The pivot is representable in the dtype of the scores and is subtracted first: a single number loses its
+fraction as soon as |score| is much larger than tau.
 """
 
 import importlib.util
@@ -19,13 +19,12 @@ from torch import Tensor
 
 from ..core.hard import ERRORS, TAU_RANGE, check_vectors, describe_tensor, hard_topk
 from ..errors import SmartpruneError
-from . import cpu as topk_cpu
-from . import eager as topk_torch
-from .eager import check_device, flags, scalar
+from . import cpu, eager
+from .device_errors import check_device, device_flags
 
 __all__ = ["check_device", "hard_topk", "soft_topk"]
 
-BACKEND = os.environ.get("SMARTPRUNE_TOPK", "auto")  # auto, triton or torch; the CPU solver serves auto only
+BACKEND = os.environ.get("SMARTPRUNE_TOPK", "auto")  # auto, triton or torch; only auto uses the CPU solver
 
 
 def soft_topk(
@@ -36,18 +35,18 @@ def soft_topk(
 
     scores [N] may be float64, float32, bfloat16 or float16; the mask is float64 for float64 scores and float32
     otherwise, also under autocast. cost [N] >= 0 defaults to ones and gets no gradient. k and tau are numbers or
-    0-dim tensors; tensors on a CUDA device are read there, without waiting. The gradient is Proposition 3.2,
-    dx = v / tau * (g - cost * sum(v g) / sum(cost v)) with v = sigmoid'(z), and zero where every block is decided
-    (sum(cost v) <= 1e-20 sum(cost)). warm, a float64 tensor [2] holding (pivot, delta) with theta = pivot + delta,
-    is where the search starts (NaN: nowhere) and receives the solution. warm [2, 2] is read in row 0 and written in
-    row 1: calls with the same inputs then start at the same place and give the same bits.
+    0-dim tensors; tensors on a CUDA device are read there, without synchronization. The gradient is Proposition 3.2,
+    dx = v / tau * (g - cost * sum(v g) / sum(cost v)) with v = sigmoid'(z). It is zero if every block is decided
+    (sum(cost v) <= 1e-20 sum(cost)). warm is a float64 tensor [2] of (pivot, delta) with theta = pivot + delta: the
+    search starts there (NaN: no start) and writes its solution to it. warm [2, 2] is read in row 0 and written in
+    row 1, so calls with the same inputs start at the same point and return the same bits.
 
     >>> scores = torch.tensor([0.1, 0.4, 0.2, 0.3], requires_grad=True)
     >>> mask = soft_topk(scores, 2, tau=0.1)
-    >>> mask.detach()  # two of four; theta = 0.25 by symmetry
+    >>> mask.detach()  # two of four, so theta = 0.25 by symmetry
     tensor([0.1824, 0.8176, 0.3775, 0.6225])
     >>> mask[1].backward()
-    >>> scores.grad.sum().abs() < 1e-6  # what one block gains the others lose
+    >>> scores.grad.sum().abs() < 1e-6  # the sum is fixed
     tensor(True)
     """
     if torch.compiler.is_compiling():
@@ -60,67 +59,68 @@ def soft_topk(
 
 
 class _SoftTopk(torch.autograd.Function):
-    # What backward needs lives in plain attributes: reentrant checkpointing passes here once per segment.
+    # Plain attributes instead of saved tensors: reentrant checkpointing runs forward once per segment.
     @staticmethod
     def forward(
         ctx: Any, scores: Tensor, k: float | Tensor, tau: float | Tensor, cost: Tensor | None, warm: Tensor | None
     ) -> Tensor:
-        mask, ctx.kept = _forward(scores, k, tau, cost, warm, True)
+        mask, ctx.saved = _forward(scores, k, tau, cost, warm, True)
         ctx.scores, ctx.version = scores, scores._version
-        used = ctx.kept[2]
-        ctx.cost = cost if cost is not None and used is not None and used.data_ptr() == cost.data_ptr() else None  # no copy of it
+        used = ctx.saved[2]
+        shared = cost is not None and used is not None and used.data_ptr() == cost.data_ptr()  # else it is a copy
+        ctx.cost = cost if shared else None
         ctx.cost_version = 0 if ctx.cost is None else ctx.cost._version
         return mask
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():  # create_graph
-            return _Once.apply(ctx, grad, ctx.scores), None, None, None, None  # type: ignore[no-untyped-call]
+            return _FirstDerivative.apply(ctx, grad, ctx.scores), None, None, None, None  # type: ignore[no-untyped-call]
         return _gradient(ctx, grad), None, None, None, None
 
 
-class _Once(torch.autograd.Function):
-    """The gradient as something that depends on scores, so that a second derivative raises and is not taken for zero."""
+class _FirstDerivative(torch.autograd.Function):
+    """The gradient as a function of scores, so that a second derivative raises instead of being zero."""
 
     @staticmethod
-    def forward(ctx: Any, first: Any, grad: Tensor, scores: Tensor) -> Tensor:
-        return _gradient(first, grad.detach())
+    def forward(ctx: Any, outer: Any, grad: Tensor, scores: Tensor) -> Tensor:
+        return _gradient(outer, grad.detach())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> NoReturn:
         raise SmartpruneError(
-            "soft_topk: its gradient can be taken once, and this asks for the gradient of that; leave the mask out of what is "
-            "differentiated twice (detach it, or take gradients with respect to inputs)"
+            "soft_topk: got a second derivative, and only the first one is supported; detach the mask from what is "
+            "differentiated twice, or take gradients with respect to inputs"
         )
 
 
-_Kept = tuple[ModuleType, Tensor, Tensor | None, Any]  # solver, scores and costs as it used them, its state
+_Saved = tuple[ModuleType, Tensor, Tensor | None, Any]  # solver, scores and costs as it used them, its state
 
 
 def _gradient(ctx: Any, grad: Tensor) -> Tensor:
-    solver, x, c, state = ctx.kept
+    solver, x, c, state = ctx.saved
     scores: Tensor = ctx.scores
     if x is scores and ctx.version != scores._version:  # a copy cannot be modified in place
         raise SmartpruneError(
-            "soft_topk: scores were modified in place between forward and backward; backward must see them "
+            "soft_topk: scores were modified in place between forward and backward; backward needs them "
             "unchanged: call optimizer.step() after backward()"
         )
     if ctx.cost is not None and ctx.cost_version != ctx.cost._version:
         raise SmartpruneError(
-            "soft_topk: cost was modified in place between forward and backward; backward must see it unchanged: give a copy"
+            "soft_topk: cost was modified in place between forward and backward; backward needs it unchanged: give a copy"
         )
     out: Tensor = solver.backward(x, grad if grad.is_contiguous() else grad.contiguous(), c, state)
     return _finite(out.to(scores.dtype))
 
 
 def _finite(grad: Tensor) -> Tensor:
-    """A gradient that is too large for float16 becomes its largest number; NaN stays."""
+    """Replaces infinity by the largest float16 if the gradient is too large for float16. Keeps NaN."""
     return grad.nan_to_num_(math.nan) if grad.dtype is torch.float16 else grad
 
 
 def _forward(
     scores: Tensor, k: float | Tensor, tau: float | Tensor, cost: Tensor | None, warm: Tensor | None, keep: bool
-) -> tuple[Tensor, _Kept]:
+) -> tuple[Tensor, _Saved]:
     solver, x, c = _prepare(scores, cost)
     if solver.__name__ == _TRITON:
         mask, state = solver.forward(x, k, tau, c, warm, keep)
@@ -130,13 +130,13 @@ def _forward(
 
 
 def _prepare(scores: Tensor, cost: Tensor | None) -> tuple[ModuleType, Tensor, Tensor | None]:
-    """The solver, and scores and costs as it takes them."""
+    """The solver, and the scores and costs in the form that it takes."""
     if BACKEND == "auto" and scores.is_cpu:
-        solver: ModuleType = topk_cpu
+        solver: ModuleType = cpu
     elif BACKEND == "triton" or (BACKEND == "auto" and scores.is_cuda and _has_triton()):
         solver = _triton()
     elif BACKEND in ("auto", "torch"):
-        solver = topk_torch
+        solver = eager
     else:
         raise SmartpruneError(f"soft_topk: SMARTPRUNE_TOPK={BACKEND!r} is unknown; use auto, torch or triton")
     x = scores
@@ -167,17 +167,17 @@ def _triton() -> ModuleType:
     return importlib.import_module(_TRITON)
 
 
-# Under torch.compile: one opaque node, no graph break, and nothing to recompile while tau cools in a tensor.
+# For torch.compile: one opaque operator, without graph breaks, and without recompilation when a tensor tau changes.
 
 
 def _compiled(scores: Tensor, k: float | Tensor, tau: float | Tensor, cost: Tensor | None, warm: Tensor | None) -> Tensor:
-    start, last = topk_cpu.rows(warm)
+    start, end = cpu.warm_rows(warm)
     if start is None:
         start = scores.new_full((2,), math.nan, dtype=torch.float64)
     mask: Tensor
-    mask, end, _ = _node(scores, scalar(k, scores.device), scalar(tau, scores.device), cost, start)
-    if last is not None:
-        last.copy_(end.detach())
+    mask, solution, _ = _node(scores, eager.scalar(k, scores.device), eager.scalar(tau, scores.device), cost, start)
+    if end is not None:
+        end.copy_(solution.detach())
     return mask
 
 
@@ -191,8 +191,8 @@ def _node(scores: Tensor, k: Tensor, tau: Tensor, cost: Tensor | None, warm: Ten
 @torch.library.custom_op("smartprune::soft_topk_backward", mutates_args=())
 def _node_backward(scores: Tensor, grad: Tensor, cost: Tensor | None, state: Tensor) -> Tensor:
     solver, x, c = _prepare(scores, cost)
-    known = tuple(state[:3].tolist()) if solver is topk_cpu else state
-    out: Tensor = solver.backward(x, grad.contiguous(), None if c is None else c.to(grad.dtype), known)
+    state_of_solver = tuple(state[:3].tolist()) if solver is cpu else state
+    out: Tensor = solver.backward(x, grad.contiguous(), None if c is None else c.to(grad.dtype), state_of_solver)
     return _finite(out.to(scores.dtype))
 
 
@@ -208,7 +208,7 @@ def _(scores: Tensor, grad: Tensor, cost: Tensor | None, state: Tensor) -> Tenso
     return torch.empty(scores.shape, dtype=scores.dtype, device=scores.device)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     ctx.save_for_backward(inputs[0], inputs[3], output[2])
 
 
@@ -217,7 +217,7 @@ def _node_gradient(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor, None, No
     return _node_backward(scores, grad, cost, state), None, None, None, None
 
 
-_node.register_autograd(_node_gradient, setup_context=_keep)
+_node.register_autograd(_node_gradient, setup_context=_save)
 
 
 # Checks.
@@ -226,7 +226,7 @@ _node.register_autograd(_node_gradient, setup_context=_keep)
 def _check(
     scores: Tensor, k: float | Tensor, tau: float | Tensor, cost: Tensor | None, warm: Tensor | None
 ) -> tuple[float | Tensor, float | Tensor]:
-    """Everything that can be known without reading CUDA memory; k and tau as float unless they live there."""
+    """Checks that need no CUDA memory. Returns k and tau as floats, unless they are on a CUDA device."""
     check_vectors("soft_topk", scores, cost)
     device = scores.device
     if warm is not None and not (
@@ -247,9 +247,9 @@ def _check(
     if type(tau) is float and not TAU_RANGE[0] <= tau <= TAU_RANGE[1]:
         raise SmartpruneError(f"soft_topk: tau={tau!r}: {ERRORS[2]}")
     if type(k) is float and not (0 <= k <= scores.numel() if cost is None else 0 <= k < math.inf):
-        topk_cpu.refuse_k(k, scores.numel() if cost is None else None)
-    if flags:
-        flag = flags.get(scores.get_device())
+        cpu.raise_k(k, scores.numel() if cost is None else None)
+    if device_flags:
+        flag = device_flags.get(scores.get_device())
         if flag is not None and flag[1][0]:
             check_device(device)
     return k, tau

@@ -1,4 +1,4 @@
-"""soft_topk on the CPU: a few passes over chunks that stay in cache. Also the limits and tolerances of all solvers."""
+"""soft_topk on the CPU: a few passes over chunks that fit into the cache. Also the limits and tolerances of all solvers."""
 
 import math
 from functools import lru_cache
@@ -10,13 +10,13 @@ from torch import Tensor
 from ..core.hard import ERRORS
 from ..errors import SmartpruneError
 
-FLIP = 0.8
-FLOAT32 = (1e-25, 1e25)  # costs beyond are scaled before they become float32: their sums have to fit, too
-LIMIT = 60.0  # |z| is cut here: exp(-60) is still a normal float32, and denormals cost a factor of two
-VANISHED = 1e-20  # sum(cost * v) below this share of sum(cost) means every block is decided: the gradient is zero
-# The sum may miss k by the first share of min(k, sum(cost) - k), more if |z| is large because the sum then moves in
-# steps of |z| ulp. Where few blocks are undecided it may miss by the second share of sum(cost * v), which bounds the
-# error of one element. Below the third share lies the noise of the sum.
+FLIP = 0.8  # if a larger share is kept, sums run over what is dropped
+FLOAT32 = (1e-25, 1e25)  # costs outside are rescaled before they become float32, so that their sums fit, too
+LIMIT = 60.0  # |z| is clamped: exp(-60) is still a normal float32, and denormals are half as fast
+VANISHED = 1e-20  # if sum(cost * v) is below this share of sum(cost), every block is decided and the gradient is zero
+# Tolerances of the sum. First: a share of min(k, sum(cost) - k), more if |z| is large, because the sum then moves in
+# steps of |z| ulp. Second, for few undecided blocks: a share of sum(cost * v), which bounds the error of one element.
+# Third: the rounding error of the sum, as a share like the first.
 TOLERANCES = {torch.float32: (5e-7, 1e-4, 2e-8), torch.float64: (1e-12, 1e-9, 1e-14)}
 
 State = tuple[float, float, float]  # pivot, delta, tau
@@ -25,18 +25,19 @@ _CHUNK = 1 << 18  # bytes per tensor of one chunk: three of them stay in the sec
 _SAMPLE = 1 << 14
 
 
-def rows(warm: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Where a search starts and where its end is noted: the same (pivot, delta), or the two rows of warm."""
+def warm_rows(warm: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Where a search reads its start and writes its end: the same (pivot, delta), or the two rows of warm."""
     return (warm[0], warm[1]) if warm is not None and warm.dim() == 2 else (warm, warm)
 
 
-def refuse_k(k: float, total: float | None) -> None:
+def raise_k(k: float, total: float | None) -> None:
+    """Raises the error for a k outside [0, total]; None stands for the sum of costs that are not known here."""
     end = "sum(cost)" if total is None else f"{total:g}"
     raise SmartpruneError(f"soft_topk: k={k!r} is outside [0, {end}]; give the number (or the cost) to keep")
 
 
 def forward(x: Tensor, k: float, tau: float, cost: Tensor | None, warm: Tensor | None) -> tuple[Tensor, Tensor | None, State]:
-    """Mask [N], the costs in the dtype of x, and what backward reads."""
+    """Mask [N], the costs in the dtype of x, and the state for backward."""
     low, high = (float(v) for v in torch.aminmax(x))
     if not math.isfinite(low) or not math.isfinite(high):
         raise SmartpruneError(f"soft_topk: {ERRORS[1]}")
@@ -45,27 +46,27 @@ def forward(x: Tensor, k: float, tau: float, cost: Tensor | None, warm: Tensor |
         total = float(cost.sum(dtype=torch.float64))
         if not math.isfinite(total) or float(cost.min()) < 0:
             raise SmartpruneError(f"soft_topk: {ERRORS[8]}")
-        if k > total * (1 + 1e-6):  # a float32 sum of the same costs may end up a little above ours
-            refuse_k(k, total)
+        if k > total * (1 + 1e-6):  # the float32 sum of the same costs may be a little larger
+            raise_k(k, total)
         largest = float(cost.max())
         if largest > 0 and not FLOAT32[0] <= largest <= FLOAT32[1] and x.dtype is torch.float32:
-            cost, target, total = cost / largest, k / largest, total / largest  # only their ratios count
+            cost, target, total = cost / largest, k / largest, total / largest  # only the ratios of costs matter
         c = cost.to(x.dtype).contiguous()
         if c.dtype != cost.dtype:
             rounded = float(c.sum(dtype=torch.float64))
             target, total = target * (rounded / total if total else 1.0), rounded
-    edge = 0 < target < total
-    first, last = rows(warm)
-    mask = torch.empty_like(x) if edge else torch.full_like(x, float(target > 0))
+    soft = 0 < target < total
+    begin, end = warm_rows(warm)
+    mask = torch.empty_like(x) if soft else torch.full_like(x, float(target > 0))
     theta = (math.inf if target <= 0 else -math.inf, 0.0)
-    if edge:
+    if soft:
         start = None
-        if first is not None:
-            pivot, delta = first.tolist()
+        if begin is not None:
+            pivot, delta = begin.tolist()
             start = (pivot, delta) if math.isfinite(pivot + delta) else None
         theta = _solve(x, target, tau, c, total, (low, high), mask, start)
-    if last is not None:
-        last.copy_(torch.tensor(theta if edge else (math.nan, math.nan), dtype=torch.float64, device="cpu"))
+    if end is not None:
+        end.copy_(torch.tensor(theta if soft else (math.nan, math.nan), dtype=torch.float64, device="cpu"))
     return mask, c, (*theta, tau)
 
 
@@ -79,18 +80,18 @@ def _solve(
     mask: Tensor,
     start: tuple[float, float] | None,
 ) -> tuple[float, float]:
-    """Safeguarded third-order Newton on z -> z + u; fills mask and returns (pivot, delta)."""
+    """Solves for theta by a safeguarded third-order Newton iteration on z -> z + u. Fills mask, returns (pivot, delta)."""
     rounding = np.float64 if x.dtype == torch.float64 else np.float32
     logit = math.log(k) - math.log(total - k)
     loose, fine, noise = TOLERANCES[x.dtype]
     loose, noise = loose * min(k, total - k) * (1 + abs(logit) / 4), noise * min(k, total - k)
-    flip = k > FLIP * total  # nearly all are kept: sum what is dropped, the sum of what is kept would round it away
+    flip = k > FLIP * total  # the dropped share would vanish in the rounding error of the kept sum
     slack, bias = 1e-6 * (span[1] - span[0]) + tau, tau * logit
     located = start is None
     pivot, delta = _locate(x, k, tau, c, total, span) if start is None else start
     if not span[0] - bias - slack < pivot + delta < span[1] - bias + slack:
         pivot, delta = 0.5 * span[0] + 0.5 * span[1], -bias
-    # offsets from the pivot, like delta; it is subtracted first, or nothing is left between ends that lie a few tau apart
+    # relative to the pivot, like delta: absolute ends that are a few tau apart could be equal after rounding
     low, high = span[0] - pivot - bias - slack, span[1] - pivot - bias + slack
     step, before, stride = math.inf, math.inf, 8 * tau
     stale = cut = True
@@ -108,12 +109,12 @@ def _solve(
         low, high = (delta, high) if r > 0 else (low, delta)
         u, left = _newton(r, A, B, k, total)
         new = delta - tau * u
-        if abs(u) > 1 and not located:  # the warm start is off: two passes locate theta better than ten steps
+        if abs(u) > 1 and not located:  # a bad warm start: two passes locate theta better than ten steps
             located, moved = True, pivot
             pivot, new = _locate(x, k, tau, c, total, span)
             delta, low, high, left = delta + (moved - pivot), low + (moved - pivot), high + (moved - pivot), math.inf
         if not low < new < high or abs(new - delta) > 0.5 * before:
-            # not far at first: halving a bracket as wide as all scores loses what is known, and may take more steps than there are
+            # step towards the middle, a short way at first: the bracket may span all scores, and halving it takes too many steps
             new, left, stride = min(max(0.5 * low + 0.5 * high, delta - stride), delta + stride), math.inf, 8 * stride
         if new in (delta, low, high):
             break
@@ -126,10 +127,10 @@ def _solve(
 
 
 def _newton(r: float, A: float, B: float, k: float, total: float) -> tuple[float, float]:
-    """Step u towards sum(c sigmoid(z + u)) = k, and a bound on what is left of the residual r after it.
+    """Step u towards sum(c sigmoid(z + u)) = k, and a bound on the residual after it.
 
-    |sigmoid'''| <= sigmoid', hence after the exact root of the quadratic at most A (e^|u| - 1 - |u| - u^2 / 2) is
-    left. Far away Newton runs on the logit of the mean, which is exact for equal scores.
+    Since |sigmoid'''| <= sigmoid', the residual at the exact root of the quadratic is at most A (e^|u| - 1 - |u| - u^2 / 2).
+    Far from the solution, Newton runs on the logit of the mean, which is exact for equal scores.
     """
     F = k + r
     if A <= 0 or not 0 < F < total:
@@ -147,7 +148,7 @@ def _sums(
 ) -> tuple[float, float, float]:
     """One pass: writes m = sigmoid(z), or of -z if flip; returns sum(c m), sum(c v) and sum(c v (1 - 2 m)).
 
-    flip None: the mask alone, no sums. v = m (1 - m).
+    If flip is None, only the mask is computed. v = m (1 - m).
     """
     F = A = M = 0.0
     tau = -tau if flip else tau
@@ -173,7 +174,7 @@ def _sums(
 
 
 def _total(x: Tensor) -> float:
-    """Sum with float32 runs of 256 elements, the rest in float64: nearly as exact as float64, four times as fast."""
+    """Sum in float32 over runs of 256 elements, and in float64 over the runs: nearly as exact as float64, four times as fast."""
     whole = x.numel() & ~255
     total = x[:whole].view(-1, 256).sum(1).sum(dtype=torch.float64).item()
     return total + x[whole:].sum(dtype=torch.float64).item() if whole < x.numel() else total
@@ -190,7 +191,7 @@ def _chunk(x: Tensor) -> int:
 
 
 def _locate(x: Tensor, k: float, tau: float, c: Tensor | None, total: float, span: tuple[float, float]) -> tuple[float, float]:
-    """Start for a cold search. Many scores: a sample says where theta lies; if few scores lie there, solve on those."""
+    """The start of a search without warm start. For many scores, a sample brackets theta, and few scores lie in the bracket."""
     if x.numel() <= 2 * _SAMPLE:
         return _quantile(x, k, tau, c, total, span)
     index = _sample_index(x.numel())
@@ -203,7 +204,7 @@ def _locate(x: Tensor, k: float, tau: float, c: Tensor | None, total: float, spa
     margin = 4 * math.sqrt(share * (1 - share) / count) + 4 / count
     a = _tail(xs, cs, (share + margin) * totals, totals, span)
     b = _tail(xs, cs, (share - margin) * totals, totals, span)
-    # theta may lie log(N) tau beyond the outermost score; 50 tau further out a mask is 0 or 1 for certain.
+    # theta may lie log(N) tau beyond the outermost score, and 50 tau further a mask is certainly 0 or 1.
     below, above = a - 70 * tau, b + 70 * tau
     if int(((xs >= below) & (xs <= above)).sum()) > _SAMPLE // 5:
         ks = min(max(share * totals, 1e-9 * totals), (1 - 1e-9) * totals)
@@ -249,7 +250,7 @@ def _span(x: Tensor) -> tuple[float, float]:
 
 
 def _tail(x: Tensor, c: Tensor | None, weight: float, total: float, span: tuple[float, float]) -> float:
-    """The score above which the given weight lies."""
+    """The score such that the scores above it have the given weight."""
     if weight <= 0 or weight >= total:
         return span[1] if weight <= 0 else span[0]
     if c is None:
@@ -260,7 +261,7 @@ def _tail(x: Tensor, c: Tensor | None, weight: float, total: float, span: tuple[
 
 
 def _quantile(x: Tensor, k: float, tau: float, c: Tensor | None, total: float, span: tuple[float, float]) -> tuple[float, float]:
-    """Start from all the scores: mean + logit where tau is large, else between the last kept and the first dropped."""
+    """A start from all scores: mean and logit for a large tau, else the middle of the last kept and the first dropped score."""
     if span[1] - span[0] <= 4 * tau:
         mean = x.double().mean() if c is None else (x.double() * c).sum() / total
         return float(mean) - tau * (math.log(k) - math.log(total - k)), 0.0
@@ -282,7 +283,7 @@ def backward(x: Tensor, g: Tensor, c: Tensor | None, state: State) -> Tensor:
     for i in range(0, x.numel(), size):
         v = out[i : i + size]
         work = buffer[: v.numel()]
-        # v = s (1 - s) with s = sigmoid(-|z|) <= 1/2 keeps its digits in both tails, m (1 - m) does not
+        # v = s (1 - s) with s = sigmoid(-|z|) <= 1/2 is accurate in both tails, m (1 - m) is not
         _z(x[i : i + size], pivot, shift, tau, True, v).abs_().neg_().sigmoid_()
         v.addcmul_(v, v, value=-1)
         vg += torch.mul(v, g[i : i + size], out=work).sum().item()
