@@ -19,7 +19,7 @@ from torch.utils._pytree import TreeSpec
 from ..artifacts.source import copy_of
 from ..errors import SmartpruneError
 from .check import Apart, at_random, compare
-from .cpu import native
+from .cpu import build
 from .partition import Plan
 from .trace.inputs import Unknown, described, filled, form
 from .trace.tracer import Opaque, Watch, form_of, trace, version
@@ -75,10 +75,10 @@ class Accelerated(Opaque):
         self._plans: OrderedDict[Any, Plan | OwnCode] = OrderedDict()
         self._forms: OrderedDict[Any, Form] = OrderedDict()
         self._lock = threading.Lock()
-        self._library: native.Library | None = None
+        self._library: build.Library | None = None
         self._pool, self._pool_lock = 0, threading.RLock()
         if not options.reference:
-            self._library = native.load(options.dtype == "int8")
+            self._library = build.load(options.dtype == "int8")
             self._pool, self._pool_lock = pool(self._library, options.threads)
         super().train(False)
 
@@ -93,7 +93,7 @@ class Accelerated(Opaque):
         return type(self)(self._model[0], self.options, self.ranges)  # nothing writes to the model
 
     def extra_repr(self) -> str:
-        isa = self._library.isa if self._library else "reference"
+        isa = self._library.isa.name if self._library else "reference"
         out = f"{type(self._model[0]).__name__}, {self.options.dtype}, {isa}, threads={self.options.threads}"
         why = next((plan.why for plan in self._plans.values() if isinstance(plan, OwnCode)), None)
         return out if why is None else f"{out}, own code with its layers replaced: {why}"
@@ -346,7 +346,7 @@ def expect_inputs(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, An
 _POOLS: dict[tuple[str, int, int], tuple[int, threading.RLock]] = {}
 
 
-def pool(library: native.Library, threads: int) -> tuple[int, threading.RLock]:
+def pool(library: build.Library, threads: int) -> tuple[int, threading.RLock]:
     """The threads of a library and the lock for using them. All models of this process share them, so that ten models do
     not start ten pools; a forked process starts its own. A single thread is nothing to share."""
     key = (library.code._name, threads, os.getpid())

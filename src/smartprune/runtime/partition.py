@@ -10,8 +10,8 @@ import numpy as np
 from torch import Tensor, fx
 from torch.utils._pytree import tree_unflatten
 
-from .cpu import native
-from .cpu.program import Misfit, Program
+from .cpu import build
+from .cpu.program import InputMismatch, Program
 from .lower.steps import Step, fuse, lower
 from .trace.tracer import Watch
 
@@ -33,7 +33,7 @@ class Plan:
         form: Form,
         values: Sequence[Any],
         options: Options,
-        library: native.Library | None,
+        library: build.Library | None,
         pool: int,
         ranges: Mapping[str, tuple[float, float]] | None,
     ) -> None:
@@ -69,7 +69,7 @@ class Plan:
         self,
         watch: Watch,
         options: Options,
-        library: native.Library,
+        library: build.Library,
         packed: dict[Any, Any],
         ranges: Mapping[fx.Node, tuple[float, float]] | None,
     ) -> None:
@@ -119,9 +119,9 @@ class Plan:
         try:
             for node, value in self._given[program]:
                 if env[node] != value:
-                    raise Misfit
+                    raise InputMismatch
             out = program.run(self._pool, [env[node] for node in program.inputs], seconds)
-        except Misfit:
+        except InputMismatch:
             for node in self._nodes[program]:
                 env[node] = self._torch(node, env)
         else:

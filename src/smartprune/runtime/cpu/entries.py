@@ -1,4 +1,4 @@
-"""The kept part of a weight, cut as the kernels read it: entries of a few input channels by 16 or 8 output channels."""
+"""The kept part of a weight in the form that the kernels read: entries of a few input channels by 16 or 8 output channels."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 LANES = 16  # channels of an activation block
-OVERHEAD = 0.35  # what an entry costs beside its products, in vector products per pixel
-HALF = 0.55  # a vector of 8 against one of 16: the machine has two units for one, one for the other
+OVERHEAD = 0.35  # cost of an entry besides its products, in vector products per pixel
+HALF = 0.55  # cost of a vector of 8 relative to one of 16: machines with both have two units for the former, one for the latter
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int32]
@@ -20,8 +20,8 @@ Ints = npt.NDArray[np.int32]
 class Entries:
     """Entries sorted by (group of output channels, kernel position, input channels).
 
-    ``start`` [groups + 1] counts entries per group. An entry is ``inner`` input channels from ``channel`` on at kernel
-    position ``row``, ``column``; its ``values`` are [inner, lanes], the output channel fastest, padded with zeros.
+    ``start`` [groups + 1] holds the first entry of every group. An entry is ``inner`` input channels from ``channel`` on, at
+    kernel position ``row``, ``column``. Its ``values`` are [inner, lanes] with the output channel fastest, padded with zeros.
     """
 
     lanes: int
@@ -42,14 +42,15 @@ class Entries:
 
     @property
     def cost(self) -> float:
-        """Vector products per pixel, counting an entry's own cost."""
+        """Vector products per pixel, including the overhead of entries."""
         return self.count * (self.inner * (1.0 if self.lanes == LANES else HALF) + OVERHEAD)
 
 
 def cut(weight: Floats, lanes: Sequence[int], multiple: int = 1) -> Entries:
-    """The entries of a weight [out, in, rows, columns], in the cheapest cut: any zeros count, whatever block made them.
+    """The entries of a weight [out, in, rows, columns], with the entry shape that costs least.
 
-    ``multiple``: entries have a multiple of this many input channels (as many as one instruction multiplies).
+    All zeros count, whatever block shape was pruned. The number of input channels of an entry is a multiple of ``multiple``,
+    the number that one instruction multiplies.
     """
     inputs = weight.shape[1]
     sizes = [size for size in (8, 4, 2, 1, *([3] if inputs == 3 else [])) if size % multiple == 0]
@@ -74,7 +75,7 @@ def _tiled(array: npt.NDArray[np.generic], width: int, inner: int) -> npt.NDArra
 
 
 def _kept(nonzero: npt.NDArray[np.bool_], width: int, inner: int) -> npt.NDArray[np.bool_]:
-    """[groups, rows, columns, channel groups]: which entries hold anything but zeros."""
+    """[groups, rows, columns, channel groups]: which entries are not all zero."""
     kept: npt.NDArray[np.bool_] = np.any(_tiled(nonzero, width, inner), axis=(1, 3))
     return kept.transpose(0, 2, 3, 1)
 

@@ -1,36 +1,35 @@
-"""int8: one scale per activation tensor, from example inputs, and one per output channel of a weight.
+"""int8: one scale per activation, measured on example inputs, and one scale per output channel of a weight.
 
-An activation is stored as q in 0..255 and means ``scale * (q - zero)``; a weight is -127..127 times its channel's scale.
-Sums are exact in 32 bits; each result is rounded once, to nearest, ties to even.
+An activation is stored as an integer q from 0 to 255 and means ``scale * (q - zero)``. A weight is an integer from -127 to 127
+times the scale of its channel. Sums are exact in 32 bits. Each result is rounded once, to nearest with ties to even.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from torch import fx
 
 from ...errors import SmartpruneError
 from ..lower.steps import Step
+from .abi import QUANTUM
+from .arena import Value
+from .build import Library
 from .entries import Entries, cut
-from .native import QUANTUM, Library
-
-if TYPE_CHECKING:
-    from .program import Value
 
 LEVELS, WEIGHT_LEVELS = 255, 127
 MOST_INPUTS = (2**31 - 1) // (LEVELS * WEIGHT_LEVELS)  # products that a 32-bit sum holds
-ALIKE = ("max_pool", "upsample", "cat", "alias")  # give what they read: one scale for both sides
+SAME_SCALE = ("max_pool", "upsample", "cat", "alias")  # steps that copy numbers, so inputs and output share a scale
 
 Range = tuple[float, float]
 
 
-def assign(values: Mapping[fx.Node, Value], steps: Sequence[Step], ranges: Mapping[fx.Node, Range]) -> None:
-    """Makes every activation int8 that a convolution reads, and gives them their scales; the others stay float32."""
-    leader: dict[fx.Node, fx.Node] = {node: node for node in values}
+def assign_types(values: Mapping[fx.Node, Value], steps: Sequence[Step], ranges: Mapping[fx.Node, Range]) -> None:
+    """Makes every activation int8 that a convolution reads, and sets its scale and zero point. The others stay float32."""
+    leader: dict[fx.Node, fx.Node] = {node: node for node in values}  # of the nodes that share a scale
 
     def find(node: fx.Node) -> fx.Node:
         while leader[node] is not node:
@@ -38,79 +37,88 @@ def assign(values: Mapping[fx.Node, Value], steps: Sequence[Step], ranges: Mappi
         return node
 
     for step in steps:
-        if step.kind in ALIKE:
+        if step.kind in SAME_SCALE:
             for source in step.inputs:
                 leader[find(source)] = find(step.node)
     joined: dict[fx.Node, Range] = {}
     for node in values:
         low, high = ranges[node]
-        before = joined.get(find(node), (0.0, 0.0))  # zero is always exact: it is what padding means
-        joined[find(node)] = min(low, before[0]), max(high, before[1])
-    wanted = {find(source) for step in steps if step.kind in ("conv", "depthwise") for source in step.inputs}
+        joined_low, joined_high = joined.get(find(node), (0.0, 0.0))  # with zero, which is exact: padding needs it
+        joined[find(node)] = min(low, joined_low), max(high, joined_high)
+    quantized = {find(source) for step in steps if step.kind in ("conv", "depthwise") for source in step.inputs}
     for node, value in values.items():
-        if find(node) not in wanted:
+        if find(node) not in quantized:
             continue
         low, high = joined[find(node)]
         if not np.isfinite(high - low):
-            raise SmartpruneError(f"accelerate: the example gives values that are not finite at {node}; int8 needs finite ones")
+            raise SmartpruneError(
+                f"accelerate: {node} has values that are not finite for the example, and int8 needs finite ones; "
+                "check the example or use float32"
+            )
         value.type = QUANTUM
         value.scale = float(np.float32((high - low) / LEVELS)) or 1.0
         value.zero = int(np.clip(np.rint(-low / value.scale), 0, LEVELS))
 
 
 def weight_scales(weight: Any) -> Any:
-    """The scale of every output channel, float32; 1 for a channel of zeros, or of numbers too small to be divided by."""
+    """The scale of every output channel, float32. It is 1 for channels of zeros or of numbers too small to divide by."""
     scales = np.abs(weight.reshape(len(weight), -1)).max(axis=1) / WEIGHT_LEVELS
     return np.where(scales >= np.finfo(np.float32).tiny, scales, 1.0).astype(np.float32)
 
 
-def quantized(weight: Any) -> tuple[Any, Any]:
-    """A weight as whole numbers (in float32) and its scales."""
+def quantize_weight(weight: Any) -> tuple[Any, Any]:
+    """The weight as integers (stored in float32), and its scales."""
     scales = weight_scales(weight)
     return np.rint(weight / scales.reshape(-1, *[1] * (weight.ndim - 1))).astype(np.float32), scales
 
 
 @dataclass(frozen=True)
-class Packed:
-    """A quantized convolution: entries and their words, where sums begin, and what turns a sum into the result in quanta
-    of its output: bias, scale and bounds."""
+class QuantizedConvolution:
+    """Entries with their weights as words, the initial sums, and what turns a sum into quanta of the output: bias, scale and
+    bounds."""
 
     entries: Entries
     words: Any
-    begin: Any
+    initial_sum: Any
     bias: Any
     scale: Any
     low: float
     high: float
 
 
-def pack(step: Step, x: Value, y: Value, z: Value | None, library: Library, packed: dict[Any, Any]) -> Packed:
+def pack(step: Step, x: Value, y: Value, z: Value | None, library: Library, packed: dict[Any, Any]) -> QuantizedConvolution:
     """A convolution as the int8 kernels read it."""
-    assert step.weight is not None
     assert step.bias is not None
-    per_word = 4 // library.quantum_bytes
+    entries, words, weight_scale, sums = _pack_weight(step, library, packed)
+    is_clamp = step.activation.name == "clamp"
+    unit = y.scale if is_clamp else 1.0  # other activations are computed in real numbers
+    scale = x.scale * weight_scale
+    bias = step.bias / unit
+    low, high = step.activation.low / unit, step.activation.high / unit
+    if is_clamp and step.addition == "before":
+        assert z is not None
+        bias = bias - z.zero * (z.scale / unit)
+    if is_clamp and step.addition != "after" and y.type == QUANTUM:  # the kernel then only rounds
+        bias, low, high = bias + y.zero, max(low + y.zero, 0.0), min(high + y.zero, float(LEVELS))
+    initial_sum = -(sums * x.zero).astype(np.int32)
+    return QuantizedConvolution(entries, words, initial_sum, bias.astype(np.float32), (scale / unit).astype(np.float32), low, high)
+
+
+def _pack_weight(step: Step, library: Library, packed: dict[Any, Any]) -> Any:
+    """Entries, words, scales, and the sum of the integers of every output channel; computed once per model."""
+    assert step.weight is not None
     key = (step.node, "int8")
     if key not in packed:
         if step.weight[0].size > MOST_INPUTS:
             raise SmartpruneError(
-                f"accelerate: {step.node} adds {step.weight[0].size:,} products, more than 32 bits hold; use float32"
+                f"accelerate: {step.node} adds {step.weight[0].size:,} products, and an int8 sum holds at most {MOST_INPUTS:,}; "
+                "use float32"
             )
-        whole, scales = quantized(step.weight)
-        entries = cut(whole, library.lanes, multiple=per_word)
-        kind = np.int8 if per_word == 4 else np.int16
+        per_word = 4 // library.isa.quantum_bytes
+        integers, scales = quantize_weight(step.weight)
+        entries = cut(integers, library.isa.lanes, multiple=per_word)
         words = entries.values.reshape(entries.count, entries.inner // per_word, per_word, entries.lanes)
-        words = np.ascontiguousarray(words.transpose(0, 1, 3, 2)).astype(kind)
-        packed[key] = entries, words, scales.astype(np.float64), whole.reshape(len(whole), -1).sum(axis=1, dtype=np.int64)
-    entries, words, scales, sums = packed[key]
-    clamp = step.activation.name == "clamp"
-    unit = y.scale if clamp else 1.0  # other activations want real numbers
-    scale = x.scale * scales
-    bias = step.bias / unit
-    low, high = step.activation.low / unit, step.activation.high / unit
-    if clamp and step.adding == "before":
-        assert z is not None
-        bias = bias - z.zero * (z.scale / unit)
-    if clamp and step.adding != "after" and y.type == QUANTUM:  # the zero point goes into the bias, the range into the clamp
-        bias, low, high = bias + y.zero, max(low + y.zero, 0.0), min(high + y.zero, float(LEVELS))
-    begin = -(sums * x.zero).astype(np.int32)
-    return Packed(entries, words, begin, bias.astype(np.float32), (scale / unit).astype(np.float32), low, high)
+        words = np.ascontiguousarray(words.transpose(0, 1, 3, 2)).astype(np.int8 if per_word == 4 else np.int16)
+        sums = integers.reshape(len(integers), -1).sum(axis=1, dtype=np.int64)
+        packed[key] = entries, words, scales.astype(np.float64), sums
+    return packed[key]

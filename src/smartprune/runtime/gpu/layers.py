@@ -29,7 +29,7 @@ MOST_PLACES = 63  # kernel positions that a mask of 64 bits can tell apart, and 
 DENSE_SHARE = 0.5  # where more blocks than this are kept the sparse kernel is not tried
 CLOSE = {torch.float32: 2e-2, torch.bfloat16: 8e-2, torch.float16: 3e-2}  # of the largest number of a result
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-ADDING = {"none": 0, "before": 1, "after": 2}
+ADDITION = {"none": 0, "before": 1, "after": 2}
 AFTERWARDS: dict[str, Callable[[Tensor], Tensor]] = {  # activations that the kernel leaves to torch
     "sigmoid": torch.sigmoid,
     "hardswish": F.hardswish,
@@ -101,7 +101,7 @@ class Layer(nn.Module, ABC):
         assert step.weight is not None and step.bias is not None  # noqa: PT018
         self.flat = len(shape) == 2
         self.rows = step.rows
-        self.adding, self.activation = step.adding, step.activation
+        self.addition, self.activation = step.addition, step.activation
         w = step.window
         self.stride, self.padding, self.dilation = (w["sh"], w["sw"]), (w["ph"], w["pw"]), (w["dh"], w["dw"])
         self.kernel, self.channels = (w["kh"], w["kw"]), step.weight.shape[0 if step.kind == "depthwise" else 1]
@@ -200,7 +200,7 @@ class Sparse(Layer):
                 images, height, width, channels, high, wide, out_channels, groups,
                 kh, kw, *self.stride, *self.padding, *self.dilation,
                 tile.pixels, WIDE, DEEP, tile.step, self.padded, channels % DEEP != 0,
-                0 if here is None else ADDING[self.adding], 0 if bare else self.kind, self.activation.low, self.activation.high,
+                0 if here is None else ADDITION[self.addition], 0 if bare else self.kind, self.activation.low, self.activation.high,
                 "tf32" if x.dtype == torch.float32 else "ieee", max(x.numel(), out.numel()) >= 1 << 31,
                 num_warps=tile.warps, num_stages=1,
             )  # fmt: skip
@@ -229,10 +229,10 @@ class Sparse(Layer):
 
 def finished(out: Tensor, other: Tensor | None, layer: Layer) -> Tensor:
     """Activation and addition, by torch."""
-    if layer.adding == "before" and other is not None:
+    if layer.addition == "before" and other is not None:
         out = out + other
     out = activated(out, layer.activation)
-    return out + other if layer.adding == "after" and other is not None else out
+    return out + other if layer.addition == "after" and other is not None else out
 
 
 def activated(x: Tensor, activation: Activation) -> Tensor:

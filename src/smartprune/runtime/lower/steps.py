@@ -48,14 +48,14 @@ class Step:
     bias: Array | None = None  # also of an affine step
     scale: Array | None = None  # of an affine step
     activation: Activation = NOTHING
-    adding: str = "none"  # the last input is added "before" or "after" the activation
+    addition: str = "none"  # the last input is added "before" or "after" the activation
     spread: bool = False  # the second of two inputs has one value per channel
     window: dict[str, int] = field(default_factory=dict)
 
     @property
     def linear(self) -> bool:
         """Whether a scale per output channel can be folded into it."""
-        return self.kind in ("conv", "depthwise", "affine") and self.activation.nothing and self.adding == "none"
+        return self.kind in ("conv", "depthwise", "affine") and self.activation.nothing and self.addition == "none"
 
 
 @dataclass
@@ -239,7 +239,7 @@ def _average_pool(
     (kh, kw), (ph, pw) = pair(kernel_size), pair(padding)
     sh, sw = pair(kernel_size if stride is None else stride)
     window = {"kh": kh, "kw": kw, "sh": sh, "sw": sw, "ph": ph, "pw": pw, "dh": 1, "dw": 1}
-    return Step("average_pool", node, [x], window=window | {"include": int(count_include_pad), "port": divisor_override or 0})
+    return Step("average_pool", node, [x], window=window | {"flag": int(count_include_pad), "argument": divisor_override or 0})
 
 
 def average_pool_module(context: Context, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Step | None:
@@ -257,7 +257,7 @@ def adaptive(context: Context, node: fx.Node, args: Sequence[Any], kwargs: Mappi
     if shape[2] % out[2] or shape[3] % out[3]:  # windows of unequal size
         return None
     sh, sw = shape[2] // out[2], shape[3] // out[3]
-    window = {"kh": sh, "kw": sw, "sh": sh, "sw": sw, "ph": 0, "pw": 0, "dh": 1, "dw": 1, "include": 1, "port": 0}
+    window = {"kh": sh, "kw": sw, "sh": sh, "sw": sw, "ph": 0, "pw": 0, "dh": 1, "dw": 1, "flag": 1, "argument": 0}
     return Step("average_pool", node, [x], window=window)
 
 
@@ -314,7 +314,7 @@ def _upsample(
         ratio = [(a - 1) / (b - 1) if b > 1 else 0.0 for a, b in ((h, oh), (w, ow))]
     else:
         ratio = [1.0 / float(factor) for factor in pairs]
-    return Step("bilinear", node, [x], scale=np.asarray(ratio, np.float32), window={"include": int(bool(align_corners))})
+    return Step("bilinear", node, [x], scale=np.asarray(ratio, np.float32), window={"flag": int(bool(align_corners))})
 
 
 # ---- one tensor or two, number by number
@@ -426,7 +426,7 @@ def dropout(context: Context, node: fx.Node, args: Sequence[Any], kwargs: Mappin
 
 
 def reshape(context: Context, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Step | None:
-    """Flattening a map of one pixel, or adding such a pixel, moves nothing."""
+    """Flattening a map of one pixel, or addition such a pixel, moves nothing."""
     x = args[0]
     before, after = context.shape(x), context.shape(node)
     if before is None or after is None or not is_map(before) or not is_map(after) or x in context.rows:
@@ -554,7 +554,7 @@ def fuse(steps: list[Step], kept: set[fx.Node]) -> list[Step]:
             before.weight = (before.weight * scale.reshape(-1, *[1] * (before.weight.ndim - 1))).astype(np.float32)
             before.bias = (before.bias * scale + step.bias).astype(np.float32)
             taken = before
-        elif step.kind == "unary" and (before := free(step.inputs[0])) and before.activation.nothing and before.adding != "after":
+        elif step.kind == "unary" and (before := free(step.inputs[0])) and before.activation.nothing and before.addition != "after":
             if before.kind in ("conv", "depthwise", "affine", "add", "multiply"):
                 before.activation = step.activation
                 taken = before
@@ -562,11 +562,11 @@ def fuse(steps: list[Step], kept: set[fx.Node]) -> list[Step]:
             choices = [(order[s], i) for i, s in enumerate(step.inputs) if s in order]
             for _, i in sorted(choices, reverse=True):
                 before, other = free(step.inputs[i]), step.inputs[1 - i]
-                if before is None or before.kind != "conv" or before.adding != "none" or other is step.inputs[i]:
+                if before is None or before.kind != "conv" or before.addition != "none" or other is step.inputs[i]:
                     continue
                 if step.spread or order.get(other, -1) > order[step.inputs[i]]:
                     continue
-                before.adding = "before" if before.activation.nothing else "after"
+                before.addition = "before" if before.activation.nothing else "after"
                 before.inputs = [*before.inputs, other]
                 taken = before
                 break

@@ -1,8 +1,8 @@
-/* A pool of threads and the run of a program on it.
+/* A thread pool, and the function that runs a program on it.
 
-   Threads that find no work spin for some tens of microseconds, the time from one layer to the next, and then sleep; an
-   idle pool takes no time from others. A thread that sleeps when work comes is woken, but nobody waits for it: it joins
-   if it arrives while the operation is still open. */
+   Threads without work spin for some tens of microseconds, about the time between two layers, and then sleep, so an idle
+   pool uses no CPU time. New work wakes sleeping threads but does not wait for them: a thread takes part if it wakes up
+   while the operation is still open. */
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <sched.h>
@@ -23,10 +23,10 @@
 #endif
 
 typedef struct {
-  int threads; /* that were started, not counting the caller */
+  int threads; /* started threads, without the caller */
   pid_t process;
   pthread_t *handles;
-  _Atomic uint64_t state; /* number of the operation << 32 | open << 31 | threads at work */
+  _Atomic uint64_t state; /* number of the operation << 32 | open << 31 | working threads */
   _Atomic int next, sleepers;
   const Op *op;
   const External *external;
@@ -95,7 +95,7 @@ Pool *sp_pool_new(int threads) {
   pool->process = getpid();
   if (!pool->handles || pthread_mutex_init(&pool->lock, 0) || pthread_cond_init(&pool->wake, 0)) return 0;
   for (int i = 0; i < threads - 1; i++) {
-    if (pthread_create(&pool->handles[i], 0, worker, pool)) break; /* fewer threads are slower, not wrong */
+    if (pthread_create(&pool->handles[i], 0, worker, pool)) break; /* fewer threads only run slower */
     pool->threads++;
   }
   return pool;
@@ -107,13 +107,13 @@ static double clock_now(void) {
   return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-/* Runs the program once. ``light[i]`` says that operation i is too small to be shared. With ``seconds``, writes how
-   long every operation took. */
+/* Runs the program once. `light[i]` says that operation i is too small for several threads. Unless `seconds` is null, the
+   time of every operation is written to it. */
 void sp_run(Pool *pool, const Op *ops, int count, const uint8_t *light, const External *external, double *seconds) {
-  const int alone = pool->threads == 0 || pool->process != getpid();
+  const int single = pool->threads == 0 || pool->process != getpid();
   double before = seconds ? clock_now() : 0.0;
   for (int i = 0; i < count; i++) {
-    if (alone || light[i] || ops[i].items < 2)
+    if (single || light[i] || ops[i].items < 2)
       for (int item = 0; item < ops[i].items; item++) sp_work(&ops[i], item, external);
     else
       share(pool, &ops[i], external);
@@ -125,14 +125,13 @@ void sp_run(Pool *pool, const Op *ops, int count, const uint8_t *light, const Ex
   }
 }
 
+/* Layout and names, for the check in abi.py. */
+int sp_tensor_size(void) { return (int)sizeof(Tensor); }
 int sp_op_size(void) { return (int)sizeof(Op); }
-int sp_has_bytes(void) { return BYTES; }
-int sp_most_pixels(void) {
-#if defined(__AVX512F__)
-  return 16;
-#elif defined(__AVX2__)
-  return 12;
-#else
-  return 6;
-#endif
-}
+int sp_external_size(void) { return (int)sizeof(External); }
+
+#define NAME(name) #name " "
+const char *sp_operations(void) { return OPERATIONS(NAME); }
+const char *sp_activations(void) { return ACTIVATIONS(NAME); }
+const char *sp_additions(void) { return ADDITIONS(NAME); }
+const char *sp_types(void) { return TYPES(NAME); }

@@ -1,11 +1,19 @@
-/* The widest instruction set of this machine that the kernels are written for. */
-int sp_isa(void) {
-#if defined(__x86_64__)
-  __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-      __builtin_cpu_supports("avx512vl"))
-    return __builtin_cpu_supports("avx512vnni") ? 3 : 2;
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return 1;
+/* Whether this machine has an instruction set: one function for each, from the table in instruction_sets.py.
+
+   The build defines PROBES as PROBE(name, condition) PROBE(name, condition) ... */
+#if defined(__linux__)
+#include <sys/auxv.h> /* getauxval, for conditions on ARM */
 #endif
-  return 0;
+
+static void initialize(void) {
+#if defined(__x86_64__) || defined(__i386__)
+  __builtin_cpu_init();
+#endif
 }
+
+#define PROBE(name, condition)    \
+  int sp_has_##name(void) {       \
+    initialize();                 \
+    return (condition) ? 1 : 0;   \
+  }
+PROBES

@@ -1,27 +1,41 @@
-/* What the sources of the CPU runtime share. Python mirrors the structures in native.py, field by field.
+/* Declarations shared by the C sources of the CPU runtime. abi.py mirrors the tables and the structures.
 
-   An activation is stored as [image][block of 16 channels][row][column][16 channels], with a margin of zeros around
-   every map that is as wide as the paddings of the layers that read it, so that no kernel tests for borders.
-   Strides count elements; data points at the first pixel inside the margin. */
+   An activation is stored as [image][block of 16 channels][row][column][16 channels]. A margin of zeros, as wide as the
+   paddings of the layers that read it, surrounds every map, so kernels do not test for borders.
+   Strides count elements. `data` points at the first pixel inside the margin.
+
+   The build defines these macros from the row of the instruction set (instruction_sets.py):
+   ISA_HEADER     header with its primitives; undefined for portable code
+   MOST_PIXELS    most pixels of a tile
+   QUANTUM_BYTES  bytes of a quantized activation, 1 or 2
+   HAS_WIDTH_16   whether conv.c is compiled for 16 output channels too, not only for 8 */
 #ifndef SMARTPRUNE_RUNTIME_H
 #define SMARTPRUNE_RUNTIME_H
 #include <stdint.h>
 
 #define LANES 16 /* channels of a block */
 
-/* int8 arithmetic: with VNNI an activation is a byte, and four of them fill the 32-bit word that one instruction
-   multiplies; without, it is a 16-bit number (of the same 256 values), and two fill a word. */
-#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
-#define BYTES 1
+/* int8 arithmetic multiplies 32-bit words of quantized activations. A quantized activation has one of 256 values. It takes
+   one byte where one instruction multiplies four of them, else two bytes. */
+#if QUANTUM_BYTES == 1
 typedef uint8_t quantum;
 #else
-#define BYTES 0
 typedef uint16_t quantum;
 #endif
 
-enum { FLOAT32 = 0, QUANTUM = 1 };
-enum { CLAMP = 0, SILU = 1, SIGMOID = 2, HARDSWISH = 3, HARDSIGMOID = 4, LEAKY = 5, GELU = 6 };
-enum { ADD_NONE = 0, ADD_BEFORE = 1, ADD_AFTER = 2 }; /* a second operand is added before or after the activation */
+/* Python refers to these by name. pool.c exports the names, and Python compares them with its own when it loads the library. */
+#define OPERATIONS(X)                                                                                                  \
+  X(IMPORT) X(EXPORT) X(CONV) X(DEPTHWISE) X(MAX_POOL) X(AVERAGE_POOL) X(MEAN) X(UNARY) X(AFFINE) X(ADD) X(MULTIPLY)   \
+  X(COPY) X(SHIFT) X(UPSAMPLE) X(BILINEAR)
+#define ACTIVATIONS(X) X(CLAMP) X(SILU) X(SIGMOID) X(HARDSWISH) X(HARDSIGMOID) X(LEAKY) X(GELU)
+#define ADDITIONS(X) X(ADD_NONE) X(ADD_BEFORE) X(ADD_AFTER) /* add a second operand before or after the activation */
+#define TYPES(X) X(FLOAT32) X(QUANTUM)
+
+#define ENUMERATOR(name) name,
+enum { OPERATIONS(ENUMERATOR) };
+enum { ACTIVATIONS(ENUMERATOR) };
+enum { ADDITIONS(ENUMERATOR) };
+enum { TYPES(ENUMERATOR) };
 
 typedef struct {
   char *data;
@@ -31,28 +45,30 @@ typedef struct {
 } Tensor;
 
 typedef struct {
-  int32_t kind, activation, adding, items;
-  float low, high, slope; /* bounds of a clamp; slope of a leaky ReLU; constants of a scalar operation */
+  int32_t kind, activation, addition, items;
+  float low, high, slope; /* bounds of a clamp; slope of a leaky ReLU */
   int32_t inner;          /* words per entry of a convolution */
   Tensor x, y, z;
-  /* convolution: groups of output channels, entries of each, runs of equal tiles, chunks of runs */
+  /* Convolution: groups of output channels, each with its entries; chunks of runs of equal tiles. */
   int32_t groups, groups_per_item, chunks, lanes;
-  const int32_t *start;   /* [groups + 1] first entry of every group */
-  const int32_t *offset;  /* [entries] where an entry's input channels lie, in words from the pixel */
-  const char *weight;     /* [entries][inner][lanes] words */
+  const int32_t *group_start;  /* [groups + 1] first entry of every group */
+  const int32_t *entry_offset; /* [entries] position of an entry's input channels, in words from the pixel */
+  const char *weight;          /* [entries][inner][lanes] words */
   const float *bias, *scale;
-  const int32_t *begin;   /* where the sums of a quantized convolution begin: less the zero point times the weights */
-  const int32_t *run;     /* [runs][3] kernel, first segment, number of tiles */
-  const int32_t *chunk;   /* [chunks + 1] first run of every chunk */
-  const int32_t *in, *out, *side; /* [segments] where a stretch of pixels begins in x, y and z */
-  /* windows of pooling and of depthwise convolutions */
-  int32_t kh, kw, sh, sw, ph, pw, dh, dw, include, port;
+  const int32_t *initial_sum;  /* initial sums of a quantized convolution: minus the zero point times the weights */
+  const int32_t *run;          /* [runs][3] kernel, first segment, number of tiles */
+  const int32_t *chunk_start;  /* [chunks + 1] first run of every chunk */
+  const int32_t *x_start, *y_start, *z_start; /* [segments] first pixel of a segment in x, y and z */
+  /* Windows of pooling and of depthwise convolutions. */
+  int32_t kh, kw, sh, sw, ph, pw, dh, dw;
+  int32_t flag;     /* average pool: count padding; bilinear: align corners */
+  int32_t argument; /* import, export: number of the external tensor; average pool: divisor; shift: first channel */
 } Op;
 
 typedef struct {
   const void *data;
   int64_t image, channel, row, column;
-} External; /* a tensor of the caller, float32, any strides */
+} External; /* a float32 tensor of the caller with arbitrary strides */
 
 typedef void (*Kernel)(const Op *op, int group, int segment, int tiles);
 
@@ -61,11 +77,10 @@ Kernel sp_kernel_f32_8(int index);
 Kernel sp_kernel_i8_16(int index);
 Kernel sp_kernel_i8_8(int index);
 
-enum { IMPORT, EXPORT, CONV, DEPTHWISE, MAX_POOL, AVERAGE_POOL, MEAN, UNARY, AFFINE, ADD, MULTIPLY, COPY, SHIFT, UPSAMPLE, BILINEAR };
-
-/* One item of an operation; for all but convolutions that is one block of 16 channels of one image. */
+/* Computes one item of an operation. For all operations but convolutions and shifts, an item is one block of 16 channels of
+   one image. */
 void sp_work(const Op *op, int item, const External *external);
 
-/* Applies activation and addition to results in memory: what the kernels do not do in registers. */
-void sp_finish(const Op *op, float *values, int pixels, int lanes, int64_t side);
+/* Applies the activation and the addition to results in memory, for activations that the kernels do not compute in registers. */
+void sp_finish(const Op *op, float *values, int pixels, int lanes, int64_t z_at);
 #endif

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import smartprune as sp
 from helpers.pruned_models import assert_equal_to_rounding, randomly_pruned
-from smartprune.runtime.cpu.program import Misfit
+from smartprune.runtime.cpu.program import InputMismatch
 from smartprune.runtime.module import MOST_FORMS, MOST_PLANS, Accelerated
 
 Pair = collections.namedtuple("Pair", "first second")
@@ -205,7 +205,7 @@ def test_a_program_points_at_nothing_else() -> None:
     plan = fast.plan(x)
     program = plan.programs[0]
     for other in (x.double(), x.to(torch.uint8), x > 0, x[:1], x.T, x[None], x.to("meta"), x.to_sparse(), None, 3):
-        with pytest.raises(Misfit):
+        with pytest.raises(InputMismatch):
             program.run(fast._pool, [other])
     assert_equal_to_rounding(program.run(fast._pool, [x])[0], fast(x))
 

@@ -35,7 +35,7 @@ def pruned(weight: Tensor, keep: float, block: tuple[int, int] = (16, 8)) -> Ten
 def step(weight: Tensor, bias: Tensor, adding: str, activation: Activation, **window: int) -> Step:
     kh, kw = weight.shape[2:]
     window = {"kh": kh, "kw": kw, "sh": 1, "sw": 1, "ph": 0, "pw": 0, "dh": 1, "dw": 1} | window
-    return Step("conv", None, [], weight=weight.numpy(), bias=bias.numpy(), activation=activation, adding=adding, window=window)  # type: ignore[arg-type]
+    return Step("conv", None, [], weight=weight.numpy(), bias=bias.numpy(), activation=activation, addition=adding, window=window)  # type: ignore[arg-type]
 
 
 def test_table_holds_every_kept_block_once() -> None:

@@ -1,0 +1,64 @@
+/* Primitives of AVX-512, for vectors of 16 numbers. Those for 8 numbers are those of AVX2, except where VNNI multiplies bytes. */
+#include "avx2.h"
+
+#if WIDTH == 16
+#define HAVE_AT_LEAST
+INLINE vfloat at_least(vfloat bound, vfloat v) { return (vfloat)_mm512_max_ps((__m512)bound, (__m512)v); }
+#define HAVE_AT_MOST
+INLINE vfloat at_most(vfloat bound, vfloat v) { return (vfloat)_mm512_min_ps((__m512)bound, (__m512)v); }
+
+#define HAVE_LOAD_SOME
+INLINE vfloat load_some(const float *from, int count) {
+  return (vfloat)_mm512_maskz_loadu_ps((__mmask16)((1u << count) - 1), from);
+}
+#define HAVE_SAVE_SOME
+INLINE void save_some(float *to, vfloat v, int count) {
+  _mm512_mask_storeu_ps(to, (__mmask16)((1u << count) - 1), (__m512)v);
+}
+
+#define HAVE_TRANSPOSE
+INLINE void transpose(vfloat *v) {
+  __m512 a[16], b[16];
+  _Pragma("GCC unroll 8") for (int i = 0; i < 8; i++) {
+    a[2 * i] = _mm512_unpacklo_ps((__m512)v[2 * i], (__m512)v[2 * i + 1]);
+    a[2 * i + 1] = _mm512_unpackhi_ps((__m512)v[2 * i], (__m512)v[2 * i + 1]);
+  }
+  _Pragma("GCC unroll 8") for (int i = 0; i < 4; i++) _Pragma("GCC unroll 8") for (int h = 0; h < 2; h++) {
+    b[4 * i + 2 * h] = (__m512)_mm512_unpacklo_pd((__m512d)a[4 * i + h], (__m512d)a[4 * i + 2 + h]);
+    b[4 * i + 2 * h + 1] = (__m512)_mm512_unpackhi_pd((__m512d)a[4 * i + h], (__m512d)a[4 * i + 2 + h]);
+  }
+  _Pragma("GCC unroll 8") for (int i = 0; i < 4; i++) { /* quarter j of b[4 q + i] is column 4 j + i of rows 4 q to 4 q + 3 */
+    const __m512 lo = _mm512_shuffle_f32x4(b[i], b[4 + i], 0x44), hi = _mm512_shuffle_f32x4(b[i], b[4 + i], 0xee);
+    const __m512 lo2 = _mm512_shuffle_f32x4(b[8 + i], b[12 + i], 0x44), hi2 = _mm512_shuffle_f32x4(b[8 + i], b[12 + i], 0xee);
+    v[i] = (vfloat)_mm512_shuffle_f32x4(lo, lo2, 0x88);
+    v[4 + i] = (vfloat)_mm512_shuffle_f32x4(lo, lo2, 0xdd);
+    v[8 + i] = (vfloat)_mm512_shuffle_f32x4(hi, hi2, 0x88);
+    v[12 + i] = (vfloat)_mm512_shuffle_f32x4(hi, hi2, 0xdd);
+  }
+}
+#endif
+
+#if QUANTUM_BYTES == 1
+#define HAVE_DOT
+#define HAVE_FROM_QUANTA
+#define HAVE_STORE_QUANTA
+#if WIDTH == 16
+INLINE vint dot(vint sum, vint weight, int32_t x) {
+  return (vint)_mm512_dpbusd_epi32((__m512i)sum, _mm512_set1_epi32(x), (__m512i)weight);
+}
+INLINE vfloat from_quanta(const quantum *q) {
+  return (vfloat)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)q)));
+}
+INLINE void store_quanta(quantum *q, vint bits) { _mm_storeu_si128((__m128i *)q, _mm512_cvtepi32_epi8((__m512i)bits)); }
+#define HAVE_LARGEST_QUANTA
+INLINE vquantum largest_quanta(vquantum a, vquantum b) { return (vquantum)_mm_max_epu8((__m128i)a, (__m128i)b); }
+#else
+INLINE vint dot(vint sum, vint weight, int32_t x) {
+  return (vint)_mm256_dpbusd_epi32((__m256i)sum, _mm256_set1_epi32(x), (__m256i)weight);
+}
+INLINE vfloat from_quanta(const quantum *q) {
+  return (vfloat)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)q)));
+}
+INLINE void store_quanta(quantum *q, vint bits) { _mm_storel_epi64((__m128i *)q, _mm256_cvtepi32_epi8((__m256i)bits)); }
+#endif
+#endif

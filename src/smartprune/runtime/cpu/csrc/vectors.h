@@ -1,0 +1,40 @@
+/* Vector types of WIDTH numbers, and the primitives that an instruction set provides for them.
+
+   ISA_HEADER may define any of these functions, for any WIDTH; for each it also defines a macro HAVE_ followed by the name
+   in capitals. conv.c and ops.c contain portable code for the rest.
+
+   vint dot(vint sum, vint weight, int32_t x)       sum plus the products of the quantized numbers in x with those in weight
+   vfloat at_least(vfloat bound, vfloat v)          the larger of the two; NaN in v stays NaN, as in torch
+   vfloat at_most(vfloat bound, vfloat v)           the smaller of the two; likewise
+   vfloat from_quanta(const quantum *q)             WIDTH quantized numbers as floats
+   void store_quanta(quantum *q, vint bits)         stores the low 8 bits of every number
+   vquantum largest_quanta(vquantum a, vquantum b)  the larger of each pair
+   void transpose(vfloat *v)                        transposes WIDTH rows of WIDTH numbers
+   vfloat load_some(const float *from, int count)   loads `count` numbers; the rest is zero
+   void save_some(float *to, vfloat v, int count)   stores the first `count` numbers */
+#ifndef SMARTPRUNE_VECTORS_H
+#define SMARTPRUNE_VECTORS_H
+#include "runtime.h"
+
+#define INLINE static inline __attribute__((always_inline))
+
+typedef float vfloat __attribute__((vector_size(4 * WIDTH)));
+typedef float vfloat_u __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
+typedef int32_t vint __attribute__((vector_size(4 * WIDTH)));
+typedef int32_t vint_u __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
+typedef quantum vquantum __attribute__((vector_size(WIDTH * sizeof(quantum))));
+typedef quantum vquantum_u __attribute__((vector_size(WIDTH * sizeof(quantum)), aligned(1), may_alias));
+
+#ifdef ISA_HEADER
+#include ISA_HEADER
+#endif
+
+INLINE vfloat all(float value) { return (vfloat){0} + value; }
+INLINE vfloat choose(vint mask, vfloat yes, vfloat no) { return (vfloat)((mask & (vint)yes) | (~mask & (vint)no)); }
+#ifndef HAVE_AT_LEAST
+INLINE vfloat at_least(vfloat bound, vfloat v) { return choose(bound > v, bound, v); }
+#endif
+#ifndef HAVE_AT_MOST
+INLINE vfloat at_most(vfloat bound, vfloat v) { return choose(bound < v, bound, v); }
+#endif
+#endif

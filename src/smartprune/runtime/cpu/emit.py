@@ -1,0 +1,200 @@
+"""From steps to the operations that the kernels execute."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from torch import fx
+
+from ..lower.steps import Step
+from . import abi, quantize
+from .arena import ALIGN, Arena, Value
+from .build import Library
+from .entries import LANES, Entries, cut
+from .tiles import parts_of_groups, tile
+
+LIGHT = 20_000  # vector operations below which an operation runs in one thread
+
+Packed = dict[Any, Any]  # kept weights by step and dtype: plans for other input shapes share them
+
+
+class Emitter:
+    """Collects the operations of a program, and the arrays that they point to."""
+
+    def __init__(self, values: Mapping[fx.Node, Value], arena: Arena, library: Library, threads: int, packed: Packed) -> None:
+        self.values, self.arena, self.library = values, arena, library
+        self.threads, self.packed = threads, packed
+        self.operations: list[abi.Op] = []
+        self.names: list[str] = []
+        self.light: list[bool] = []
+        self.arrays: list[Any] = []
+
+    def emit_import(self, node: fx.Node, number: int) -> None:
+        self._add("import", str(node), y=self.values[node], argument=number)
+
+    def emit_export(self, node: fx.Node, number: int) -> None:
+        self._add("export", str(node), x=self.values[node], argument=number)
+
+    def emit(self, step: Step) -> None:
+        """Adds the operations of a step."""
+        x, y = self.values[step.inputs[0]], self.values[step.node]
+        z = self.values[step.inputs[-1]] if len(step.inputs) > 1 else None
+        emitters: dict[str, Callable[[Step, Value, Value, Value | None, dict[str, Any]], None]] = {
+            "conv": self._convolution,
+            "depthwise": self._depthwise,
+            "affine": self._affine,
+            "cat": self._concatenation,
+            "alias": self._alias,
+        }
+        emitters.get(step.kind, self._other)(step, x, y, z, _fields(step))
+
+    # ---- kinds of steps
+
+    def _convolution(self, step: Step, x: Value, y: Value, z: Value | None, fields: dict[str, Any]) -> None:
+        assert step.weight is not None
+        assert step.bias is not None
+        per_word = 1
+        if x.type == abi.QUANTUM:
+            quantized = quantize.pack(step, x, y, z, self.library, self.packed)
+            entries, words, bias = quantized.entries, quantized.words, quantized.bias
+            per_word = 4 // self.library.isa.quantum_bytes
+            channels = entries.groups * entries.lanes
+            fields |= {"low": quantized.low, "high": quantized.high, "scale": self._address(padded(quantized.scale, channels))}
+            fields["initial_sum"] = self._address(padded(quantized.initial_sum, channels))
+        else:
+            key = (step.node, "float32")
+            if key not in self.packed:
+                self.packed[key] = cut(step.weight, self.library.isa.lanes)
+            entries, bias = self.packed[key], step.bias
+            words = entries.values
+        tiling = tile(step, x, y, z, self.arena.element_bytes(x), self.library.isa.pixels, self.threads)
+        groups_per_item = -(-entries.groups // parts_of_groups(tiling.chunks, entries, self.threads))
+        work = int(entries.cost * y.images * y.height * y.width) + y.images * y.blocks * y.height * y.width
+        fields |= {
+            "addition": abi.ADDITION[step.addition],
+            "inner": entries.inner // per_word,
+            "lanes": entries.lanes,
+            "groups": entries.groups,
+            "groups_per_item": groups_per_item,
+            "chunks": tiling.chunks,
+            "items": tiling.chunks * -(-entries.groups // groups_per_item),
+            "group_start": self._address(entries.start),
+            "entry_offset": self._address((_offsets(entries, step, x) // per_word).astype(np.int32)),
+            "weight": self._aligned_address(words),
+            "bias": self._address(padded(bias, entries.groups * entries.lanes)),
+            "run": self._address(tiling.runs),
+            "chunk_start": self._address(tiling.chunk_start),
+            **{name: self._address(array) for name, array in tiling.starts.items()},
+        }
+        self._add("conv", str(step.node), x, y, z, work=work, **fields)
+
+    def _depthwise(self, step: Step, x: Value, y: Value, z: Value | None, fields: dict[str, Any]) -> None:
+        assert step.weight is not None
+        _, kh, kw = step.weight.shape
+        channels = y.blocks * LANES
+        weight = np.zeros((channels, kh * kw), np.float32)
+        weight[: y.channels] = step.weight.reshape(y.channels, -1)
+        bias = padded(step.bias, channels)
+        if x.type == abi.QUANTUM:
+            scales = padded(quantize.weight_scales(step.weight), channels, 1.0)
+            weight = np.rint(weight / scales[:, None]).astype(np.float32)
+            bias = (bias - weight.sum(axis=1, dtype=np.float64) * scales * (x.scale * x.zero)).astype(np.float32)
+            fields["scale"] = self._address(scales * np.float32(x.scale))
+        blocks = weight.reshape(y.blocks, LANES, kh * kw).transpose(0, 2, 1)
+        self._add("depthwise", str(step.node), x, y, weight=self._address(blocks), bias=self._address(bias), **fields)
+
+    def _affine(self, step: Step, x: Value, y: Value, z: Value | None, fields: dict[str, Any]) -> None:
+        channels = y.blocks * LANES
+        scale, bias = self._address(padded(step.scale, channels)), self._address(padded(step.bias, channels))
+        self._add("affine", str(step.node), x, y, scale=scale, bias=bias, **fields)
+
+    def _concatenation(self, step: Step, x: Value, y: Value, z: Value | None, fields: dict[str, Any]) -> None:
+        first = 0
+        for source in step.inputs:
+            part = self.values[source]
+            if part.whole is not y:
+                self._copy(str(step.node), part, y, first)
+            first += part.channels
+
+    def _alias(self, step: Step, x: Value, y: Value, z: Value | None, fields: dict[str, Any]) -> None:
+        self._copy(str(step.node), x, y, 0)
+
+    def _other(self, step: Step, x: Value, y: Value, z: Value | None, fields: dict[str, Any]) -> None:
+        if step.scale is not None:
+            fields["scale"] = self._address(step.scale)
+        self._add(step.kind, str(step.node), x, y, z, **fields)
+
+    def _copy(self, name: str, part: Value, y: Value, first: int) -> None:
+        """Copies a value to the channels of another value from ``first`` on."""
+        if first % LANES == 0 and (part.channels % LANES == 0 or first + part.channels == y.channels):
+            view = Value(y.images, part.channels, y.height, y.width, margin=y.margin, whole=y, block=first // LANES)
+            view.type, view.scale, view.zero = y.type, y.scale, y.zero
+            self._add("copy", name, part, view)
+        else:
+            self._add("shift", name, part, y, argument=first, items=part.images)
+
+    # ---- operations and arrays
+
+    def _add(
+        self,
+        kind: str,
+        name: str,
+        x: Value | None = None,
+        y: Value | None = None,
+        z: Value | None = None,
+        work: int = 0,
+        **fields: Any,
+    ) -> None:
+        """Adds an operation. ``work`` is its number of vector operations, if the size of the result does not say it."""
+        op = abi.Op(kind=abi.OPERATION[kind], low=-math.inf, high=math.inf)
+        for field, value in (("x", x), ("y", y), ("z", z)):
+            if value is not None:
+                setattr(op, field, self.arena.tensor(value))
+        result = y or x
+        assert result is not None
+        op.items = result.images * result.blocks
+        for field, number in fields.items():
+            setattr(op, field, number)
+        work = work or result.images * result.blocks * result.height * result.width * max(1, op.kh * op.kw)
+        self.light.append(work < LIGHT)
+        self.operations.append(op)
+        self.names.append(f"{kind} {name}")
+
+    def _address(self, array: Any) -> int:
+        """The address of an array, which is kept as long as the program."""
+        array = np.ascontiguousarray(array)
+        self.arrays.append(array)
+        return int(array.ctypes.data)
+
+    def _aligned_address(self, array: Any) -> int:
+        """Like :meth:`_address`, at the start of a cache line: a vector of weights is one line."""
+        raw = np.empty(array.nbytes + ALIGN, np.uint8)
+        start = -raw.ctypes.data % ALIGN
+        raw[start : start + array.nbytes] = np.frombuffer(np.ascontiguousarray(array).tobytes(), np.uint8)
+        self.arrays.append(raw)
+        return int(raw.ctypes.data) + start
+
+
+def _fields(step: Step) -> dict[str, Any]:
+    """The fields of an operation that all kinds of steps share."""
+    activation = step.activation
+    fields: dict[str, Any] = {"activation": abi.ACTIVATION[activation.name], "slope": activation.slope}
+    return fields | {"low": activation.low, "high": activation.high} | step.window
+
+
+def _offsets(entries: Entries, step: Step, x: Value) -> Any:
+    """The position of the input channels of every entry, in elements from the pixel."""
+    k = step.window
+    channel = entries.channel.astype(np.int64)
+    kernel_position = entries.row * (k["dh"] * x.row) + entries.column * (k["dw"] * LANES)
+    return kernel_position + channel // LANES * x.plane + channel % LANES
+
+
+def padded(array: Any, length: int, fill: float = 0.0) -> Any:
+    """The array, extended to this length."""
+    out = np.full(length, fill, np.asarray(array).dtype)
+    out[: len(array)] = array
+    return out
