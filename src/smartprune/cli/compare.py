@@ -82,10 +82,10 @@ def run_compare(args: argparse.Namespace) -> int:
 
 def _noted(found: Comparison, what: str) -> list[str]:
     """What the sweeps that made these runs noted: their commands, or their source."""
-    from ..experiments.sweep import noted
+    from ..experiments.sweep.history import read_history
 
     folders = dict.fromkeys(run.folder.parent for run in found.runs)
-    return list(dict.fromkeys(text for folder in folders for text in noted(folder)[what]))
+    return list(dict.fromkeys(text for folder in folders for text in read_history(folder)[what]))
 
 
 def _command(args: argparse.Namespace) -> str:

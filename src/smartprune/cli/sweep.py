@@ -65,9 +65,9 @@ def sweep_verb(verbs: Verbs) -> None:
 
 def run_sweep(args: argparse.Namespace) -> int:
     from ..experiments.sweep import Sweep
-    from ..experiments.sweep.board import Board
-    from ..experiments.sweep.grid import lay_out
-    from ..experiments.sweep.recorded import listing, recorded
+    from ..experiments.sweep.grid import expand_grids
+    from ..experiments.sweep.progress import SweepProgress
+    from ..experiments.sweep.records import list_cells, recorded_cells
 
     with arguments(args):
         if args.jobs is not None and args.jobs < 1:
@@ -76,24 +76,24 @@ def run_sweep(args: argparse.Namespace) -> int:
             raise SmartpruneError(f"--minutes {args.minutes:g} should be above 0")
         check_folder(args.out)
         check_name(Path(args.out).absolute())  # which the runs are given their dense models by
-        cells = lay_out(_grids(args))
-        known = recorded([Path(folder) for folder in args.recorded or ()], cells)
+        cells = expand_grids(_grids(args))
+        known = recorded_cells([Path(folder) for folder in args.recorded or ()], cells)
         sweep = Sweep(Path(args.out), [cell for cell in cells if cell.name not in known], args.jobs, args.minutes)
         if not args.list:
             sweep.check()
     if args.list:
-        print(listing(sweep, cells, known))
+        print(list_cells(sweep, cells, known))
         return 0
-    board = Board()
+    progress = SweepProgress()
     if args.recorded:
-        board.say(f"{len(known)} of {len(cells)} cells are recorded already")
+        progress.message(f"{len(known)} of {len(cells)} cells are recorded already")
     if len(known) == len(cells):
         return 0
-    with stop_signals(board.say) as stop:
+    with stop_signals(progress.message) as stop:
         try:
-            outcome = sweep.run(board, stop, shlex.join(["smartprune", *args.words]))
+            outcome = sweep.run(progress, stop, shlex.join(["smartprune", *args.words]))
         finally:
-            board.close()
+            progress.close()
     return _tell(args, outcome, len(sweep.cells))
 
 
@@ -112,7 +112,7 @@ def _grids(args: argparse.Namespace) -> list[Grid]:
         for name in ("methods", "sparsities", "seeds", "dense_seed", "label"):
             if getattr(args, name) is not None:
                 raise SmartpruneError(f"--grid and --{name.replace('_', '-')}: the file has its own; give one of the two")
-        return [grid.under(given, settings) for grid in read_grids(Path(args.grid))]
+        return [grid.override(given, settings) for grid in read_grids(Path(args.grid))]
     if args.sparsities is not None:
         for kind in BUDGET_SETTINGS[1:]:
             if getattr(args, kind) is not None:
@@ -170,7 +170,7 @@ def _tell(args: argparse.Namespace, outcome: Outcome, cells: int) -> int:
     if outcome.failed or missing:
         parts = [f"{len(outcome.done)} runs done"]
         parts += [f"{failed} failed"] * bool(failed) + [f"{missing} missing"] * bool(missing)
-        why = {"stopped": " (stopped)", "time": " (out of time)"}.get(outcome.why, "")
+        why = {"stopped": " (stopped)", "time": " (out of time)"}.get(outcome.reason, "")
         tell(f"smartprune: {', '.join(parts)}{why}; the same command goes on from here")
         return 1
     return 0

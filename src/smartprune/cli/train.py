@@ -200,14 +200,14 @@ def _value(text: str) -> Any:
 
 
 def _default_out(config: Config) -> Path:
-    from ..experiments.sweep.grid import plain_name
+    from ..experiments.sweep.grid import safe_name
     from ..training.config import make_task
 
     own = make_task(config.task, config.task_settings).recipe.model
     kind, number = config.asked
     share = f"{kind if kind != 'sparsity' else ''}{number:g}"
     parts = [config.task, *([config.model] if config.model != own else []), config.method, config.block, share]
-    return Path("runs") / plain_name("-".join([*parts, f"s{config.seed}"]).replace("*", "all"))
+    return Path("runs") / safe_name("-".join([*parts, f"s{config.seed}"]).replace("*", "all"))
 
 
 def _numbered(base: Path) -> Iterator[Path]:

@@ -1,4 +1,4 @@
-"""One process of a sweep: ``python -m smartprune train ...`` with a log that is locked as long as it lives."""
+"""One training process of a sweep: ``python -m smartprune train ...``, with a log that stays locked while the process runs."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-GRACE_SECONDS = 60.0  # from SIGTERM to SIGKILL; a run resumes after either
+GRACE_SECONDS = 60.0  # between SIGTERM and SIGKILL; a run can be resumed after both
 TAIL_LINES, TAIL_BYTES = 8, 8192
 OWNER = "# process and its sweep:"
 
 
 class Job:
-    """Starts the process, or adopts the one that a killed sweep left behind with the same log."""
+    """Starts a process, or adopts the process that a killed sweep left behind with the same log."""
 
-    def __init__(self, name: str, kind: str, folder: Path, log: Path, words: list[str], jobs: int) -> None:
+    def __init__(self, name: str, kind: str, folder: Path, log: Path, arguments: list[str], jobs: int) -> None:
         self.name, self.kind, self.folder, self.log = name, kind, folder, log
-        self.began = time.monotonic()
         self.process: subprocess.Popen[bytes] | None = None
-        self._asked: float | None = None
-        self._left = False
+        self._start = time.monotonic()
+        self._stop_time: float | None = None
+        self._abandoned = False
         with log.open("ab") as file:
-            if not locked(file):
+            if not try_lock(file):
                 return
-            command = [sys.executable, "-m", "smartprune", *words]
+            command = [sys.executable, "-m", "smartprune", *arguments]
             file.write(f"$ {shlex.join(command)}\n".encode())
             file.flush()
-            # the lock goes with the open file, so the process keeps it when this one is killed
+            # the child inherits the open file and with it the lock, so the lock outlives this process
             self.process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,
-                env=environment(jobs),
+                env=job_environment(jobs),
                 start_new_session=True,
             )
             file.write(f"{OWNER} {self.process.pid} {os.getpid()}\n".encode())
@@ -50,46 +50,46 @@ class Job:
 
     @property
     def stopped(self) -> bool:
-        """Whether it was asked to stop."""
-        return self._asked is not None
+        """Whether :meth:`stop` was called."""
+        return self._stop_time is not None
 
     @property
     def seconds(self) -> float:
-        return time.monotonic() - self.began
+        return time.monotonic() - self._start
 
     def poll(self) -> int | None:
-        """The exit code once it has ended; 0 for an adopted one, whose code nobody was told."""
+        """The exit code once the process has ended; 0 for an adopted process, whose exit code is unknown."""
         if self.process is not None:
-            if self._asked is not None and time.monotonic() - self._asked > GRACE_SECONDS:
+            if self._stop_time is not None and time.monotonic() - self._stop_time > GRACE_SECONDS:
                 self.process.kill()
             return self.process.poll()
         with self.log.open("ab") as file:
-            return 0 if self._left or locked(file) else None
+            return 0 if self._abandoned or try_lock(file) else None
 
     def stop(self) -> None:
-        """Asks it to write a checkpoint and end. One whose sweep lives on is left to that."""
-        if self._asked is not None:
+        """Asks the process to write a checkpoint and end. A process of another sweep that still runs is left alone."""
+        if self._stop_time is not None:
             return
-        self._asked = time.monotonic()
+        self._stop_time = time.monotonic()
         if self.process is not None:
             if self.process.poll() is None:
                 self.process.send_signal(signal.SIGTERM)
             return
-        orphan = self._orphan()
+        orphan = self._find_orphan()
         if orphan is None or self.poll() is not None:
-            self._left = True
+            self._abandoned = True
         else:
             with suppress(ProcessLookupError):
-                os.kill(orphan, signal.SIGTERM)  # it holds the log's lock, so the number is still its own
+                os.kill(orphan, signal.SIGTERM)  # it holds the lock of the log, so the process id still belongs to it
 
-    def _orphan(self) -> int | None:
-        """The process that holds the log, if the sweep that started it is gone."""
+    def _find_orphan(self) -> int | None:
+        """The process that writes the log, if the sweep that started it is gone."""
         owners = [line for line in self.log.read_text(errors="replace").splitlines() if line.startswith(OWNER)]
         try:
             process, sweep = map(int, owners[-1].removeprefix(OWNER).split())
         except (IndexError, ValueError):
             return None
-        return None if alive(sweep) else process
+        return None if is_running(sweep) else process
 
     def kill(self) -> None:
         if self.process is not None:
@@ -97,17 +97,19 @@ class Job:
             self.process.wait()
 
     def last_lines(self) -> list[str]:
+        """The end of the log."""
         with self.log.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
             lines = file.read().decode(errors="replace").splitlines()
         return [line for line in lines if line.strip() and not line.startswith(OWNER)][-TAIL_LINES:]
 
     def last_line(self) -> str:
+        """The last line of the log; empty as long as it holds only the command."""
         lines = self.last_lines()
         return "" if not lines or lines[-1].startswith("$ ") else lines[-1]
 
 
-def alive(process: int) -> bool:
+def is_running(process: int) -> bool:
     try:
         os.kill(process, 0)
     except ProcessLookupError:
@@ -117,11 +119,11 @@ def alive(process: int) -> bool:
     return True
 
 
-def locked(file: IO[bytes]) -> bool:
-    """Whether the file could be locked; the system drops the lock when the last process that has it open ends."""
+def try_lock(file: IO[bytes]) -> bool:
+    """Locks a file; False if another process holds the lock. The lock ends with the last process that has the file open."""
     try:
         import fcntl
-    except ImportError:  # a system without it
+    except ImportError:  # Windows
         return True
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -130,21 +132,22 @@ def locked(file: IO[bytes]) -> bool:
     return True
 
 
-def environment(jobs: int) -> dict[str, str]:
-    """This package for the process, and its share of the cores."""
+def job_environment(jobs: int) -> dict[str, str]:
+    """The environment of a job: the path of this package, and its share of the CPU cores."""
     source = str(Path(__file__).parents[3])
     paths = [source, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, cores() // jobs)))
+    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, cpu_cores() // jobs)))
     return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), "OMP_NUM_THREADS": threads}
 
 
-def cores() -> int:
+def cpu_cores() -> int:
+    """The CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def jobs_at_once(devices: Iterable[str]) -> int:
-    """As many as there are cores; one where a GPU does the work, which several share only if asked to."""
+def default_jobs(devices: Iterable[str]) -> int:
+    """How many jobs run at once: one per CPU core, or one on a GPU."""
     import torch
 
-    wanted = set(devices)
-    return 1 if "cuda" in wanted or ("auto" in wanted and torch.cuda.is_available()) else cores()
+    names = set(devices)
+    return 1 if "cuda" in names or ("auto" in names and torch.cuda.is_available()) else cpu_cores()

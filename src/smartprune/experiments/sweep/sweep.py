@@ -1,0 +1,279 @@
+"""A grid of runs on one machine: one process per run, several at once, resumable after any interruption.
+
+Every job writes to a log that stays locked while the job runs. A restarted sweep therefore knows which runs of the killed
+sweep are still going. It waits for them and runs nothing twice. Dense models are trained by jobs too.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+from ...errors import SmartpruneError
+from ...run_files import CONFIG, METRICS, RESULT
+from ...training.config import Config, load
+from ...training.folder import write_json
+from ...training.train import Result, check
+from .dense import DenseModels
+from .grid import Cell
+from .history import add_to_history
+from .job import Job, default_jobs, try_lock
+from .progress import RunStatus, SweepProgress, SweepStatus
+
+POLL_SECONDS = 0.1
+LOGS, MODELS = "logs", "dense"  # folders in that of the sweep
+# settings that may differ between the run in a folder and the requested run, because they do not change the result
+IGNORED = ("out", "dense", "device", "amp", "threads", "compile", "graph", "checkpoint_seconds")
+Kind = Literal["run", "dense"]
+
+
+@dataclass(frozen=True)
+class Failure:
+    name: str
+    code: int
+    log: Path
+    lines: list[str]
+
+
+@dataclass
+class Outcome:
+    """The result of a sweep. ``reason`` says why cells are missing: "stopped", "time", or "" where none are missing."""
+
+    done: list[Cell] = field(default_factory=list)
+    failed: list[Failure] = field(default_factory=list)
+    missing: list[Cell] = field(default_factory=list)
+    reason: str = ""
+
+
+class Sweep:
+    """Runs cells in their order. All state that survives a restart is in the folder ``out``."""
+
+    def __init__(self, out: Path, cells: Sequence[Cell], jobs: int | None = None, minutes: float | None = None) -> None:
+        self.out, self.cells, self.minutes = out, list(cells), minutes
+        self.jobs = jobs or default_jobs(cell.config.device for cell in cells)
+        self.dense_models = DenseModels(out / MODELS)
+        self.durations: dict[Kind, list[float]] = {"run": [], "dense": []}  # seconds of finished jobs
+        self.running: dict[str, Job] = {}
+        self.failed: dict[str, Failure] = {}
+        for cell in cells:
+            self._require_same_settings(cell)
+
+    def check(self) -> None:
+        """Raises now what would otherwise make a run fail after its dense stage.
+
+        Cells that differ only in their seeds are checked once. Runs that have begun were checked when they began.
+        """
+        checked: list[Config] = []
+        for cell in self.cells:
+            if self.done(cell) or (cell.folder(self.out) / CONFIG).exists():
+                continue
+            config = replace(cell.config, seed=0, out=str(self.out))
+            if config not in checked:
+                checked.append(config)
+                check(config)
+
+    def run(self, progress: SweepProgress, stop: Callable[[], bool], command: str = "") -> Outcome:
+        """Runs the cells until all are done, the time is up, or ``stop()`` is true."""
+        self._prepare(command)
+        end = None if self.minutes is None else time.monotonic() + 60 * self.minutes
+        self._read_durations(progress)
+        reason, out_of_time = "", False
+        try:
+            while True:
+                self.collect_finished(progress)
+                if not reason and stop():
+                    reason = "stopped"
+                elif not reason and end is not None and time.monotonic() >= end:
+                    reason = "time"
+                if reason:
+                    for job in self.running.values():
+                        job.stop()
+                elif not out_of_time:
+                    out_of_time = not self._start_jobs(end)
+                if not self.running and (reason or out_of_time or self._next_job() is None):
+                    break
+                progress.show(self._status())
+                time.sleep(POLL_SECONDS)
+        except BaseException:
+            for job in self.running.values():
+                job.kill()
+            raise
+        return self._outcome(reason or ("time" if out_of_time else ""))
+
+    def done(self, cell: Cell) -> bool:
+        return (cell.folder(self.out) / RESULT).exists()
+
+    def seconds_spent(self, kind: Kind, cell: Cell) -> float:
+        """Seconds that an interrupted run has been trained for."""
+        folder = self.dense_models.run_folder(cell.dense or "") if kind == "dense" else cell.folder(self.out)
+        try:
+            return float(json.loads((folder / METRICS).read_text().splitlines()[-1])["seconds"])
+        except (OSError, ValueError, IndexError, KeyError, TypeError):
+            return 0.0
+
+    def _outcome(self, reason: str) -> Outcome:
+        done = [cell for cell in self.cells if self.done(cell) and cell.name not in self.failed]
+        missing = [cell for cell in self.cells if cell not in done and cell.name not in self.failed]
+        return Outcome(done, list(self.failed.values()), missing, reason if missing else "")
+
+    def _prepare(self, command: str) -> None:
+        try:
+            for folder in (self.out, self.out / LOGS, self.out / MODELS):
+                folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise SmartpruneError(f"{self.out}: the sweep's folder cannot be made ({error.strerror or error})") from None
+        add_to_history(self.out, command)
+        for name, cell in {cell.dense: cell for cell in self.cells if cell.dense is not None}.items():
+            if self.dense_models.collect(name) and self.dense_models.run_folder(name).exists():
+                self._end_dense_run(name, cell)
+
+    def _read_durations(self, progress: SweepProgress) -> None:
+        for cell in filter(self.done, self.cells):
+            try:
+                self.durations["run"].append(Result.load(cell.folder(self.out)).seconds)
+            except SmartpruneError as error:
+                self._fail_unreadable(cell.name, cell.folder(self.out), error)
+        if skipped := len(self.durations["run"]):
+            progress.message(f"{skipped} of {len(self.cells)} runs are done already")
+
+    def _require_same_settings(self, cell: Cell) -> None:
+        """Raises if the folder of a cell holds a run with other settings."""
+        path = cell.folder(self.out) / CONFIG
+        if not path.exists():
+            return
+        try:
+            stored = asdict(load(path))
+        except SmartpruneError:
+            return  # the process of the run reports what is wrong
+        for name, value in asdict(cell.config).items():
+            if name not in IGNORED and stored[name] != value:
+                raise SmartpruneError(
+                    f"{path} was made with {name}={stored[name]!r}, but {value!r} is requested now; choose another --out"
+                )
+        if cell.dense is not None and stored["dense"] is not None:
+            # compare network and seed; the hash at the end also covers settings that were compared above
+            used, requested = (name.rpartition("-")[0] for name in (Path(stored["dense"]).stem, cell.dense))
+            if used != requested:
+                raise SmartpruneError(
+                    f"{path} started from the dense model {used}, but {requested} is requested now; choose another --out"
+                )
+
+    # starting jobs
+
+    def _next_job(self) -> tuple[Kind, Cell] | None:
+        """The first missing cell that can be run, or that needs a dense model to be trained first."""
+        for cell in self.cells:
+            if self.done(cell) or cell.name in self.running or cell.name in self.failed:
+                continue
+            if cell.dense is None or self.dense_models.path(cell.dense).exists():
+                return "run", cell
+            if cell.dense not in self.running and cell.dense not in self.failed:
+                return "dense", cell
+        return None
+
+    def _start_jobs(self, end: float | None) -> bool:
+        """Starts jobs until all slots are in use. False if the next job would not finish in time."""
+        while len(self.running) < self.jobs:
+            job = self._next_job()
+            if job is None:
+                return True
+            kind, cell = job
+            if end is not None and self.durations[kind]:
+                remaining = statistics.median(self.durations[kind]) - self.seconds_spent(kind, cell)
+                if time.monotonic() + remaining > end:
+                    return False
+            self._start(kind, cell)
+        return True
+
+    def _start(self, kind: Kind, cell: Cell) -> None:
+        name = cell.dense if kind == "dense" and cell.dense is not None else cell.name
+        folder = self.dense_models.run_folder(name) if kind == "dense" else cell.folder(self.out)
+        if (folder / CONFIG).exists():
+            arguments = ["train", "--resume", "--out", str(folder)]
+        else:
+            config = cell.dense_config(folder) if kind == "dense" else cell.config
+            settings = asdict(config) | {"out": ""}
+            if kind == "run" and cell.dense is not None:
+                settings["dense"] = str(self.dense_models.path(cell.dense).absolute())
+            path = self.out / LOGS / f"{name}.json"
+            write_json(path, settings)
+            arguments = ["train", "--config", str(path), "--out", str(folder)]
+        self.running[name] = Job(name, kind, folder, self.out / LOGS / f"{name}.log", arguments, self.jobs)
+
+    def _end_dense_run(self, name: str, cell: Cell) -> None:
+        """Ends what a killed sweep left of a dense model that is already trained: its run folder, and maybe its process."""
+        with (self.out / LOGS / f"{name}.log").open("ab") as log:
+            ended = try_lock(log)
+        if ended:
+            self.dense_models.remove_run_folder(name)
+        else:
+            self._start("dense", cell)  # adopts the process, which is then stopped because its model is there
+
+    # collecting finished jobs
+
+    def collect_finished(self, progress: SweepProgress) -> None:
+        """Handles the jobs that have ended."""
+        for name, job in list(self.running.items()):
+            if job.kind == "dense" and self.dense_models.collect(name):
+                job.stop()  # only its dense model is needed
+            code = job.poll()
+            if code is None:
+                continue
+            del self.running[name]
+            finished = self._finish_dense(progress, job) if job.kind == "dense" else self._finish_run(progress, job)
+            if not finished and not job.stopped and not job.adopted:  # stopped and adopted jobs are resumed
+                self._fail(progress, job, code)
+
+    def _finish_dense(self, progress: SweepProgress, job: Job) -> bool:
+        if not self.dense_models.collect(job.name):
+            return False
+        if not job.adopted:
+            self.durations["dense"].append(job.seconds)
+        self.dense_models.remove_run_folder(job.name)
+        self._report(progress, job, "trained")
+        return True
+
+    def _finish_run(self, progress: SweepProgress, job: Job) -> bool:
+        if not (job.folder / RESULT).exists():
+            return False
+        try:
+            result = Result.load(job.folder)
+        except SmartpruneError as error:
+            self._fail_unreadable(job.name, job.folder, error)
+            self._report(progress, job, f"FAILED: its {RESULT} cannot be read")
+            return True
+        if not job.adopted:
+            self.durations["run"].append(max(job.seconds, result.seconds))
+        self._report(progress, job, f"{result.measure} {result.shown('pruned')}")
+        return True
+
+    def _fail(self, progress: SweepProgress, job: Job, code: int) -> None:
+        """Records a failure. If a dense model fails, so do the cells that need it."""
+        self.failed[job.name] = Failure(job.name, code, job.log, job.last_lines())
+        self._report(progress, job, f"FAILED with exit code {code}")
+        if job.kind == "dense":
+            for cell in self.cells:
+                if cell.dense == job.name and not self.done(cell):
+                    self.failed[cell.name] = Failure(cell.name, code, job.log, [f"its dense model {job.name} failed"])
+
+    def _fail_unreadable(self, name: str, folder: Path, error: SmartpruneError) -> None:
+        """Records the failure of a finished run whose result cannot be read."""
+        self.failed[name] = Failure(name, 1, folder / RESULT, [str(error)])
+
+    def _report(self, progress: SweepProgress, job: Job, event: str) -> None:
+        done = sum(map(self.done, self.cells))
+        progress.message(f"{done:>{len(str(len(self.cells)))}}/{len(self.cells)}  {job.name}  {event}  {job.seconds:.0f} s")
+
+    def _status(self) -> SweepStatus:
+        done = sum(map(self.done, self.cells))
+        failed = sum(cell.name in self.failed for cell in self.cells)
+        remaining = len(self.cells) - done - failed
+        durations = self.durations["run"]
+        seconds_left = statistics.median(durations) * remaining / self.jobs if durations else None
+        running = [RunStatus(job.name, job.last_line(), job.seconds) for job in self.running.values()]
+        return SweepStatus(done, len(self.cells), failed, seconds_left, running)
