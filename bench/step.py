@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 import smartprune
 from smartprune.models import MODELS
-from smartprune.pruning import multiply as masking
+from smartprune.pruning import multiply as multiply_module
 from smartprune.pruning.pruner import Pruner
 
 BLOCK, SPARSITY = (16, 8), 0.95
@@ -44,12 +44,12 @@ class Variant:
 
 @contextmanager
 def backend(name: str) -> Iterator[None]:
-    before = masking.BACKEND
-    masking.BACKEND = name
+    before = multiply_module.BACKEND
+    multiply_module.BACKEND = name
     try:
         yield
     finally:
-        masking.BACKEND = before
+        multiply_module.BACKEND = before
 
 
 class Training:
@@ -210,15 +210,15 @@ def part_calls(args: argparse.Namespace) -> dict[str, Call]:
     assert hard is not None
     weights, held = pruner.blocks.weights, hard.blocks.weights
     kinds = [torch.bfloat16] * len(weights) if search.cuda else None
-    soft = pruner._soft(None)
+    soft = pruner.search.soft_mask(None)
     leaf = soft.detach().requires_grad_()
     kept = hard.mask
     slope = torch.randn_like(leaf)
     (scores,) = pruner.parameters()
     scores.grad = torch.zeros_like(scores)
     alone = torch.optim.SGD([scores], lr=0.0, momentum=0.9, foreach=search.cuda)
-    made = pruner.masking.apply(leaf, weights, False, kinds)
-    passed = hard.masking.hold(kept, held, (), kinds)
+    made = pruner.search.multiplier.multiply(leaf, weights, False, kinds)
+    passed = hard.search.multiplier.mask_gradients(kept, held, (), kinds)
     grads = [torch.randn_like(product) for product in made]
 
     def casts() -> None:
@@ -230,17 +230,17 @@ def part_calls(args: argparse.Namespace) -> dict[str, Call]:
 
     @torch.no_grad()
     def solve() -> Tensor:
-        return pruner._soft(None)
+        return pruner.search.soft_mask(None)
 
     return {
         "top-k forward": solve,
         "top-k backward": lambda: torch.autograd.grad(soft, scores, slope, retain_graph=True),
-        "multiply forward": torch.no_grad()(lambda: pruner.masking.apply(leaf, weights, False, kinds)),
+        "multiply forward": torch.no_grad()(lambda: pruner.search.multiplier.multiply(leaf, weights, False, kinds)),
         "multiply backward": lambda: torch.autograd.grad(made, [leaf, *weights], grads, retain_graph=True),
-        "hold forward": torch.no_grad()(lambda: hard.masking.hold(kept, held, (), kinds)),
+        "hold forward": torch.no_grad()(lambda: hard.search.multiplier.mask_gradients(kept, held, (), kinds)),
         "hold backward": lambda: torch.autograd.grad(passed, held, grads, retain_graph=True),
-        "clean after step": lambda: hard.masking.multiply_(kept, [weight.detach() for weight in held]),
-        "telemetry": lambda: pruner.telemetry_.measure(leaf),
+        "clean after step": lambda: hard.search.multiplier.multiply_(kept, [weight.detach() for weight in held]),
+        "telemetry": lambda: pruner.search.telemetry.measure(leaf),
         "optimizer on the scores": optimizer,
         "pruner.step() in all": pruner.step,
         "dense: casts of the weights": casts,

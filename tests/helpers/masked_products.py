@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from smartprune.core.block import Block
-from smartprune.pruning.multiply import Masking
+from smartprune.pruning.multiply import BlockMultiplier
 
 Shape = tuple[tuple[int, ...], int, bool]  # a weight's shape, its groups, whether it is transposed
 
@@ -40,22 +40,22 @@ class Products:
     mask: Tensor | None = None
 
 
-def masking(block: tuple[int | None, ...] | str, shapes: Sequence[Shape] = SHAPES) -> Masking:
-    return Masking([Block.of(block).grid(shape, groups, transposed) for shape, groups, transposed in shapes])
+def multiplier(block: tuple[int | None, ...] | str, shapes: Sequence[Shape] = SHAPES) -> BlockMultiplier:
+    return BlockMultiplier([Block.of(block).grid(shape, groups, transposed) for shape, groups, transposed in shapes])
 
 
 def weights_of(
-    masking: Masking, dtype: torch.dtype = torch.float32, channels_last: bool = False, device: str = "cpu"
+    multiplier: BlockMultiplier, dtype: torch.dtype = torch.float32, channels_last: bool = False, device: str = "cpu"
 ) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
-    out = [torch.randn(grid.weight_shape, generator=generator).to(device, dtype) for grid in masking.grids]
+    out = [torch.randn(grid.weight_shape, generator=generator).to(device, dtype) for grid in multiplier.grids]
     if channels_last:
         out = [weight.to(memory_format=torch.channels_last) if weight.dim() == 4 else weight for weight in out]
     return out
 
 
-def mask_of(masking: Masking, device: str = "cpu") -> Tensor:
-    return torch.rand(masking.starts[-1], generator=torch.Generator().manual_seed(2)).to(device)
+def mask_of(multiplier: BlockMultiplier, device: str = "cpu") -> Tensor:
+    return torch.rand(multiplier.starts[-1], generator=torch.Generator().manual_seed(2)).to(device)
 
 
 def grads_of(products: Sequence[Tensor]) -> list[Tensor]:
@@ -63,29 +63,30 @@ def grads_of(products: Sequence[Tensor]) -> list[Tensor]:
     return [torch.randn(p.shape, generator=generator).to(p.device, p.dtype) for p in products]
 
 
-def expected(masking: Masking, mask: Tensor, weights: Sequence[Tensor], grads: Sequence[Tensor]) -> Products:
+def expected(multiplier: BlockMultiplier, mask: Tensor, weights: Sequence[Tensor], grads: Sequence[Tensor]) -> Products:
     """The reference: Grid.expand and autograd in float64."""
     leaf = mask.double().requires_grad_()
     leaves = [weight.double().requires_grad_() for weight in weights]
     products = [
-        weight * grid.expand(masking.piece(leaf, i)) for i, (weight, grid) in enumerate(zip(leaves, masking.grids, strict=True))
+        weight * grid.expand(multiplier.layer_mask(leaf, i))
+        for i, (weight, grid) in enumerate(zip(leaves, multiplier.grids, strict=True))
     ]
     torch.autograd.backward(products, [grad.double() for grad in grads])
     return Products([p.detach() for p in products], [leaf.grad for leaf in leaves], leaf.grad)
 
 
 def computed(
-    masking: Masking,
+    multiplier: BlockMultiplier,
     mask: Tensor,
     weights: Sequence[Tensor],
     through: bool = False,
     dtypes: Sequence[torch.dtype | None] | None = None,
     hold: bool = False,
 ) -> Products:
-    """The result of the masking under test."""
+    """The result of the multiplier under test."""
     leaf = mask.clone().requires_grad_(mask.is_floating_point() and not hold)
     leaves = [weight.clone().requires_grad_() for weight in weights]
-    products = masking.hold(leaf, leaves, (), dtypes) if hold else masking.apply(leaf, leaves, through, dtypes)
+    products = multiplier.mask_gradients(leaf, leaves, (), dtypes) if hold else multiplier.multiply(leaf, leaves, through, dtypes)
     torch.autograd.backward(products, grads_of(products))
     return Products([p.detach() for p in products], [leaf.grad for leaf in leaves], leaf.grad)
 

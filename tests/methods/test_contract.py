@@ -58,8 +58,8 @@ def test_a_step_waits_for_no_gpu(name: str) -> None:
     job.run(1)
     job.model.to("meta")
     pruner, method = job.pruner, job.pruner.method
-    pruner._follow()
-    state = pruner._all_state()
+    pruner.search.to_device()
+    state = pruner.search.values()
     with DeviceSyncs() as syncs:
         if name != "smart":
             method.mask(pruner.blocks, state, None)

@@ -42,7 +42,7 @@ def test_pdp_mask_from_norms_within_layers() -> None:
     job.run(90)  # the ramp is over
     pruner = job.pruner
     norms, mask = slow_norms(pruner), pruner.mask.tolist()
-    keep = [int(k) for k in pruner._all_state()["keep"].tolist()]
+    keep = [int(k) for k in pruner.search.values()["keep"].tolist()]
     assert sum(keep) == pruner.plan.keep
     for layer, k in zip(pruner.plan.layers, keep, strict=True):
         own = norms[layer.start : layer.stop]
@@ -58,8 +58,8 @@ def test_pdp_gradient_has_both_terms() -> None:
     """dL/dw = M h + (2 w / tau) M (1 - M) <h, w>, with the border held fixed."""
     model = nn.Sequential(nn.Linear(6, 8, bias=False), nn.Linear(8, 3, bias=False)).double()
     pruner = sp.attach(model, sp.Pdp(tau=0.5), block=(4, 3), sparsity=0.5, steps=10)
-    pruner.count = 10
-    pruner._move()
+    pruner.search.count = 10
+    pruner.search.advance()
     x = torch.randn(5, 6).double()
     model(x).square().sum().backward()
     weight, layer = model[0]._parameters["weight"], pruner.plan.layers[0]
@@ -78,8 +78,8 @@ def test_pdp_ramps_over_the_first_four_fifths() -> None:
     job = MethodCase("pdp", "plain_cnn", steps=50)
     pruner = job.pruner
     for count, share in ((0, 0.0), (20, 0.5), (40, 1.0), (49, 1.0)):
-        pruner.count = count
-        pruner._move()
+        pruner.search.count = count
+        pruner.search.advance()
         kept = int((pruner.mask > 0.5).sum())
         assert abs(kept - (pruner.plan.n - share * (pruner.plan.n - pruner.plan.keep))) <= len(pruner.plan.layers)
 
@@ -101,7 +101,7 @@ def test_pdp_global_once() -> None:
     pruner = sp.attach(model, sp.Pdp(allocation="global_once"), block=(4, 4), sparsity=0.8, steps=10)
     chosen = best(slow_norms(pruner), pruner.plan.keep)
     expected = [sum(layer.start <= i < layer.stop for i in chosen) for layer in pruner.plan.layers]
-    assert pruner._all_state()["keep"].tolist() == expected
+    assert pruner.search.values()["keep"].tolist() == expected
 
 
 # -- AC/DC ---------------------------------------------------------------------------------------------------------
@@ -256,7 +256,7 @@ def test_awg_importance() -> None:
         optimizer.step()
         pruner.step()
         optimizer.zero_grad()
-    assert pruner._all_state()["importance"].tolist() == pytest.approx(expected, rel=1e-4)
+    assert pruner.search.values()["importance"].tolist() == pytest.approx(expected, rel=1e-4)
 
 
 def test_awg_without_a_backward_pass() -> None:
@@ -308,7 +308,7 @@ def test_penalty_never_added() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(x).sum().backward()
     optimizer.step()
-    with pytest.raises(sp.SmartpruneError, match=r"pruner\.penalty\(\) was not called in this step; add it to your loss"):
+    with pytest.raises(sp.SmartpruneError, match=r"pruner\.penalty\(\) was not called in this step; add it to the loss"):
         pruner.step()
 
 
@@ -399,8 +399,8 @@ def test_pdp_gives_every_layer_what_the_floor_wants() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(1, 3), nn.Linear(3, 1), nn.Linear(1, 20))
     pruner = sp.attach(model, sp.Pdp(tau=1e-6), block=(1, 1), sparsity=0.54, floor=0.34, include="*", steps=4)
-    pruner.count = 4
-    pruner._move()
+    pruner.search.count = 4
+    pruner.search.advance()
     soft = pruner.mask > 0.5
     assert [int(part.sum()) for part in soft.split([3, 3, 20])] == [2, 2, 8]
     pruner.freeze()

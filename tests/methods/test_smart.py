@@ -84,8 +84,8 @@ def test_defaults_start_soft_and_end_hard() -> None:
         model, _ = make_model()
         pruner = sp.attach(model, sp.Smart(), block=(4, 4), sparsity=0.75, steps=10)
         assert 0.05 < pruner.mask.min() < pruner.mask.max() < 0.9  # nothing is decided at the start
-        pruner.count = pruner.steps
-        pruner._move()
+        pruner.search.count = pruner.steps
+        pruner.search.advance()
         soft = pruner.mask
         assert torch.minimum(soft, 1 - soft).sum() / pruner.plan.limit < 0.1  # nearly everything is at the end
 
@@ -222,7 +222,7 @@ def test_frozen_weights_do_not_move_in_the_search() -> None:
 def test_stochastic_masks_are_samples_of_the_soft_mask() -> None:
     model, x = zoo.plain_cnn()
     pruner = sp.attach(model, sp.Smart(mask_type="stochastic"), block=(4, 4), sparsity=0.75, steps=10_000)
-    state = pruner._all_state()
+    state = pruner.search.values()
     soft = pruner.method.mask(pruner.blocks, state, None).detach()
     samples = torch.stack([pruner.method.mask(pruner.blocks, state, seed).detach() for seed in range(400)])
     assert set(samples.round(decimals=4).unique().tolist()) == {0.0, 1.0}
@@ -249,8 +249,8 @@ def test_ramp_of_the_budget(hold: float) -> None:
     pruner = sp.attach(model, sp.Smart(ramp="cubic", hold=hold), block=(4, 4), sparsity=0.75, steps=10)
     n, k = pruner.plan.n, pruner.plan.limit
     for progress in (0.0, 0.2, 0.5, 1.0):
-        pruner.count = round(progress * pruner.steps)
-        pruner._move()
+        pruner.search.count = round(progress * pruner.steps)
+        pruner.search.advance()
         done = min(1.0, progress / (1 - hold))
         assert float(pruner.mask.double().sum()) == pytest.approx(k + (0.99 * n - k) * (1 - done) ** 3, rel=1e-5)
 

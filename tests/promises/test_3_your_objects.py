@@ -111,9 +111,9 @@ def test_the_pruner_moves_with_the_model_to_another_device() -> None:
     pruner = case.attach(steps=3)
     case.train(pruner, case.optimizer(), 1)
     case.model.to("meta")
-    pruner._follow()
-    tensors = [value for value in pruner._all_state().values() if isinstance(value, torch.Tensor)]
-    assert {tensor.device.type for tensor in (*tensors, pruner.telemetry_.side)} == {"meta"}
+    pruner.search.to_device()
+    tensors = [value for value in pruner.search.values().values() if isinstance(value, torch.Tensor)]
+    assert {tensor.device.type for tensor in (*tensors, pruner.search.telemetry.side)} == {"meta"}
 
 
 def test_the_pruner_moves_in_inference_mode() -> None:
@@ -123,9 +123,9 @@ def test_the_pruner_moves_in_inference_mode() -> None:
     case.train(pruner, case.optimizer(), 1)
     case.model.to("meta")
     with torch.inference_mode():
-        pruner._follow()
+        pruner.search.to_device()
         costs = [pruner.blocks.cost, pruner.blocks.soft_cost]
-    tensors = [value for value in (*pruner._all_state().values(), *costs) if isinstance(value, torch.Tensor)]
+    tensors = [value for value in (*pruner.search.values().values(), *costs) if isinstance(value, torch.Tensor)]
     assert {tensor.device.type for tensor in tensors} == {"meta"}
     assert not any(tensor.is_inference() for tensor in tensors)
 
@@ -161,10 +161,10 @@ def test_load_state_dict_works_in_inference_mode() -> None:
     case.train(pruner, optimizer, 1)
     state = pruner.state_dict()
     case.train(pruner, optimizer, 3)
-    assert pruner._watched is None
+    assert pruner.search.calibration is None
     with torch.inference_mode():
         pruner.load_state_dict(state)
-    assert pruner._watched is not None
+    assert pruner.search.calibration is not None
     case.train(pruner, optimizer, 19)
     assert sp.bake(case.model).met
 

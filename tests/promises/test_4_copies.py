@@ -11,7 +11,8 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import smartprune as sp
 from helpers.training_cases import Case, removed_elements
-from smartprune.pruning.multiply import Masking
+from smartprune.pruning.multiply import BlockMultiplier
+from smartprune.pruning.weights import LiveWeights
 
 
 @pytest.mark.parametrize("stage", ["search", "frozen"])
@@ -281,17 +282,17 @@ def test_compiled_models_are_not_recompiled_every_step() -> None:
 @QUIET
 @pytest.mark.parametrize("steps", [2, 50])  # frozen, searching
 def test_masking_is_not_compiled(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Masking launches kernels by address, which torch.compile cannot trace."""
+    """BlockMultiplier launches kernels by address, which torch.compile cannot trace."""
     torch._dynamo.reset()
     case, seen = Case("plain_cnn"), []
-    for name in ("apply", "hold"):
-        plain = getattr(Masking, name)
+    for name in ("multiply", "mask_gradients"):
+        plain = getattr(BlockMultiplier, name)
 
-        def spy(self: Masking, *args: object, plain: object = plain) -> object:
+        def spy(self: BlockMultiplier, *args: object, plain: object = plain) -> object:
             seen.append(torch.compiler.is_compiling())
             return plain(self, *args)  # type: ignore[operator]
 
-        monkeypatch.setattr(Masking, name, spy)
+        monkeypatch.setattr(BlockMultiplier, name, spy)
     pruner = case.attach(steps=steps)
     case.train(pruner, case.optimizer(), 5, torch.compile(case.model, backend="eager"))
     assert len(seen) >= 5
@@ -336,16 +337,16 @@ def test_an_evaluation_survives_the_end_of_another_evaluation_in_a_thread(monkey
     model = nn.Sequential(nn.Linear(12, 20), nn.ReLU(), nn.Linear(20, 8), nn.ReLU(), nn.Linear(8, 4))
     pruner = sp.attach(model, sp.Smart(), block=(4, 4), sparsity=0.5, include="*", steps=4)
     x = torch.randn(3, 12)
-    fresh = sp.Pruner._fresh
+    is_valid = LiveWeights.is_valid
 
-    def looked(self: sp.Pruner, *args: object) -> bool:
-        found = fresh(self, *args)  # type: ignore[arg-type]
-        pruner._after(model, (), None)
+    def spied(self: LiveWeights, *args: object) -> bool:
+        found = is_valid(self, *args)  # type: ignore[arg-type]
+        pruner.live.after_forward(model, (), None)
         return found
 
     with torch.no_grad():
         expected = model(x)
-        monkeypatch.setattr(sp.Pruner, "_fresh", looked)
+        monkeypatch.setattr(LiveWeights, "is_valid", spied)
         assert torch.equal(model(x), expected)
 
 

@@ -7,7 +7,7 @@ import torch
 
 import smartprune as sp
 from helpers.training_cases import Case, removed_elements
-from smartprune.pruning.multiply import Masking
+from smartprune.pruning.multiply import BlockMultiplier
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=5e-2),
@@ -164,13 +164,13 @@ def test_apply_to_does_not_clear_momentum_again(monkeypatch: pytest.MonkeyPatch)
     ema = copy.deepcopy(case.model)
     case.train(pruner, optimizer, 4)
     cleaned: list[torch.Tensor] = []
-    real = Masking.multiply_one_
+    real = BlockMultiplier.multiply_layer_
 
-    def record(self: Masking, piece: torch.Tensor, i: int, value: torch.Tensor) -> None:
+    def record(self: BlockMultiplier, piece: torch.Tensor, i: int, value: torch.Tensor) -> None:
         cleaned.append(value)
         real(self, piece, i, value)
 
-    monkeypatch.setattr(Masking, "multiply_one_", record)
+    monkeypatch.setattr(BlockMultiplier, "multiply_layer_", record)
     for _ in range(2):
         pruner.apply_to(ema)
         case.train(pruner, optimizer, 1)

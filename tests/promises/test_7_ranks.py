@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import smartprune as sp
 from smartprune.core.budget import Budget
-from smartprune.pruning.consensus import same_everywhere
+from smartprune.pruning.consensus import same_on_all_ranks
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
 STEPS = 7  # four search steps, then fine-tuning
@@ -71,7 +71,7 @@ def worker(rank: int, folder: str) -> None:
         load_on_one_rank(rank, steps, f"{folder}/alone-{steps}-{rank}")
     frozen_weights(data(0, rank), f"{folder}/idle-{rank}")
     numbers = ([1.0, math.nan, math.inf], [1.0, float(rank)], [1.0, math.nan if rank else 1.0])
-    torch.save([same_everywhere(torch.tensor(values)) for values in numbers], f"{folder}/same-{rank}")
+    torch.save([same_on_all_ranks(torch.tensor(values)) for values in numbers], f"{folder}/same-{rank}")
     torch.distributed.barrier()
     os._exit(0)  # an orderly exit sometimes crashes in a gloo thread
 
@@ -209,7 +209,7 @@ def test_loading_a_state_on_one_rank_only_raises(folder: Path, steps: int) -> No
     """Ranks that freeze at different steps would deadlock or mix up their messages."""
     for rank in (0, 1):
         message = torch.load(folder / f"alone-{steps}-{rank}", weights_only=True)
-        assert "the ranks stand at different steps of the search" in message
+        assert "the ranks are at different steps of the search" in message
         assert "load the state of the pruner on every rank" in message
 
 

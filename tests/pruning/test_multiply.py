@@ -11,8 +11,8 @@ from helpers import masked_products, reference
 from helpers.masked_products import random_layers
 from smartprune.core.block import Block
 from smartprune.errors import SmartpruneError
-from smartprune.pruning import multiply as masking_module
-from smartprune.pruning.multiply import CHUNK, Masking, Rows
+from smartprune.pruning import multiply as multiply_module
+from smartprune.pruning.multiply import CHUNK, BlockMultiplier, Rows
 
 
 def close(a: Tensor | None, b: Tensor | None, rtol: float = 1e-5, atol: float = 1e-5) -> None:
@@ -25,11 +25,11 @@ def close(a: Tensor | None, b: Tensor | None, rtol: float = 1e-5, atol: float = 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("block", masked_products.BLOCKS, ids=str)
 def test_products_and_gradients(block: tuple[int | None, ...] | str, dtype: torch.dtype, channels_last: bool) -> None:
-    masking = masked_products.masking(block)
-    weights = masked_products.weights_of(masking, dtype, channels_last)
-    mask = masked_products.mask_of(masking)
-    made = masked_products.computed(masking, mask, weights)
-    want = masked_products.expected(masking, mask, weights, masked_products.grads_of(weights))
+    multiplier = masked_products.multiplier(block)
+    weights = masked_products.weights_of(multiplier, dtype, channels_last)
+    mask = masked_products.mask_of(multiplier)
+    made = masked_products.computed(multiplier, mask, weights)
+    want = masked_products.expected(multiplier, mask, weights, masked_products.grads_of(weights))
     rtol = 2**-8 if dtype == torch.bfloat16 else 1e-6  # rounded once
     for weight, product, grad, p, g in zip(weights, made.products, made.weights, want.products, want.weights, strict=True):
         close(product, p, rtol, 0)
@@ -43,29 +43,29 @@ def test_products_and_gradients(block: tuple[int | None, ...] | str, dtype: torc
 @settings(max_examples=100, deadline=None)
 def test_agrees_with_slow_loops(case: tuple[tuple[int | None, ...], list[masked_products.Shape], bool]) -> None:
     block, shapes, channels_last = case
-    masking = masked_products.masking(block, shapes)
-    weights = masked_products.weights_of(masking, torch.float64, channels_last)
-    mask = masked_products.mask_of(masking)
-    made = masked_products.computed(masking, mask, weights)
+    multiplier = masked_products.multiplier(block, shapes)
+    weights = masked_products.weights_of(multiplier, torch.float64, channels_last)
+    mask = masked_products.mask_of(multiplier)
+    made = masked_products.computed(multiplier, mask, weights)
     grads = masked_products.grads_of(weights)
     assert made.mask is not None
     for i, (shape, groups, transposed) in enumerate(shapes):
         index = reference.block_index(shape, block, groups, transposed)
-        spread = reference.expand(masking.piece(mask, i).tolist(), index)
+        spread = reference.expand(multiplier.layer_mask(mask, i).tolist(), index)
         values, slopes = weights[i].flatten().tolist(), grads[i].flatten().tolist()
         close(made.products[i].flatten(), torch.tensor([w * m for w, m in zip(values, spread, strict=True)]))
         grad = made.weights[i]
         assert grad is not None
         close(grad.flatten(), torch.tensor([g * m for g, m in zip(slopes, spread, strict=True)]))
         sums = reference.block_sums([g * w for g, w in zip(slopes, values, strict=True)], index)
-        close(masking.piece(made.mask, i), torch.tensor(sums))
+        close(multiplier.layer_mask(made.mask, i), torch.tensor(sums))
 
 
 def test_through_leaves_the_weights_gradient_unmasked() -> None:
-    masking = masked_products.masking((4, 4))
-    weights, mask = masked_products.weights_of(masking), masked_products.mask_of(masking)
-    made = masked_products.computed(masking, mask, weights, through=True)
-    want = masked_products.expected(masking, mask, weights, masked_products.grads_of(weights))
+    multiplier = masked_products.multiplier((4, 4))
+    weights, mask = masked_products.weights_of(multiplier), masked_products.mask_of(multiplier)
+    made = masked_products.computed(multiplier, mask, weights, through=True)
+    want = masked_products.expected(multiplier, mask, weights, masked_products.grads_of(weights))
     for grad, given_ in zip(made.weights, masked_products.grads_of(weights), strict=True):
         assert grad is not None
         assert torch.equal(grad, given_)
@@ -74,18 +74,18 @@ def test_through_leaves_the_weights_gradient_unmasked() -> None:
 
 @pytest.mark.parametrize("hold", [False, True])
 def test_dtypes_round_the_product_once(hold: bool) -> None:
-    masking = masked_products.masking((4, 4))
+    multiplier = masked_products.multiplier((4, 4))
     dtypes = [torch.bfloat16, None, torch.float16, torch.bfloat16, None, torch.float16]
-    weights, mask = masked_products.weights_of(masking), masked_products.mask_of(masking)
+    weights, mask = masked_products.weights_of(multiplier), masked_products.mask_of(multiplier)
     if hold:
         mask = (mask > 0.5).float()
-        masking.multiply_(mask, weights)
-    plain = masked_products.computed(masking, mask, weights, hold=hold)
-    made = masked_products.computed(masking, mask, weights, dtypes=dtypes, hold=hold)
+        multiplier.multiply_(mask, weights)
+    plain = masked_products.computed(multiplier, mask, weights, hold=hold)
+    made = masked_products.computed(multiplier, mask, weights, dtypes=dtypes, hold=hold)
     for product, p, dtype in zip(made.products, plain.products, dtypes, strict=True):
         assert torch.equal(product, p.to(dtype or torch.float32))
     grads = [grad.float() for grad in masked_products.grads_of(made.products)]
-    want = masked_products.expected(masking, mask, weights, grads)
+    want = masked_products.expected(multiplier, mask, weights, grads)
     for grad, g in zip(made.weights, want.weights, strict=True):
         assert grad is not None
         assert grad.dtype == torch.float32
@@ -93,54 +93,54 @@ def test_dtypes_round_the_product_once(hold: bool) -> None:
 
 
 def test_hold_passes_weights_on_and_masks_gradients() -> None:
-    masking = masked_products.masking((4, 4))
-    hard = masked_products.mask_of(masking) > 0.5
-    weights = masked_products.weights_of(masking)
-    masking.multiply_(hard.float(), weights)
+    multiplier = masked_products.multiplier((4, 4))
+    hard = masked_products.mask_of(multiplier) > 0.5
+    weights = masked_products.weights_of(multiplier)
+    multiplier.multiply_(hard.float(), weights)
     leaves = [weight.requires_grad_() for weight in weights]
     idle = torch.ones(3, requires_grad=True)
-    out = masking.hold(hard, leaves, [idle])
+    out = multiplier.mask_gradients(hard, leaves, [idle])
     assert all(a.data_ptr() == b.data_ptr() for a, b in zip(out, leaves, strict=True))
     torch.autograd.backward(out, masked_products.grads_of(out))
     for i, (leaf, grad) in enumerate(zip(leaves, masked_products.grads_of(out), strict=True)):
-        assert torch.equal(leaf.grad, grad * masking.grids[i].expand(masking.piece(hard, i).float()))
+        assert torch.equal(leaf.grad, grad * multiplier.grids[i].expand(multiplier.layer_mask(hard, i).float()))
     assert idle.grad is not None
     assert idle.grad.tolist() == [0, 0, 0]
 
 
 def test_backward_may_pass_twice_and_in_parts() -> None:
-    masking = masked_products.masking((4, 4))
-    mask = masked_products.mask_of(masking).requires_grad_()
-    leaves = [weight.requires_grad_() for weight in masked_products.weights_of(masking)]
-    out = masking.apply(mask, leaves)
+    multiplier = masked_products.multiplier((4, 4))
+    mask = masked_products.mask_of(multiplier).requires_grad_()
+    leaves = [weight.requires_grad_() for weight in masked_products.weights_of(multiplier)]
+    out = multiplier.multiply(mask, leaves)
     out[0].sum().backward()  # no retain_graph: nothing is freed, as reentrant checkpointing needs it
     assert leaves[1].grad is None
     torch.autograd.backward(out, [torch.ones_like(p) for p in out])
-    want = masked_products.expected(masking, mask.detach(), [x.detach() for x in leaves], [torch.ones_like(p) for p in out])
+    want = masked_products.expected(multiplier, mask.detach(), [x.detach() for x in leaves], [torch.ones_like(p) for p in out])
     assert mask.grad is not None
     assert want.mask is not None
-    once = masking.grids[0].sum(leaves[0].detach().double())
-    close(mask.grad, want.mask + torch.cat([once, torch.zeros(masking.starts[-1] - masking.starts[1])]))
+    once = multiplier.grids[0].sum(leaves[0].detach().double())
+    close(mask.grad, want.mask + torch.cat([once, torch.zeros(multiplier.starts[-1] - multiplier.starts[1])]))
     close(leaves[0].grad, 2 * want.weights[0])
     close(leaves[1].grad, want.weights[1])
 
 
 def test_weights_that_need_no_gradient_get_none() -> None:
-    masking = masked_products.masking((4, 4))
-    mask = masked_products.mask_of(masking).requires_grad_()
-    weights = masked_products.weights_of(masking)
+    multiplier = masked_products.multiplier((4, 4))
+    mask = masked_products.mask_of(multiplier).requires_grad_()
+    weights = masked_products.weights_of(multiplier)
     weights[2].requires_grad_()
-    out = masking.apply(mask, weights)
+    out = multiplier.multiply(mask, weights)
     torch.autograd.backward(out, masked_products.grads_of(out))
-    want = masked_products.expected(masking, mask.detach(), [w.detach() for w in weights], masked_products.grads_of(out))
+    want = masked_products.expected(multiplier, mask.detach(), [w.detach() for w in weights], masked_products.grads_of(out))
     assert [weight.grad is not None for weight in weights] == [i == 2 for i in range(len(weights))]
     close(mask.grad, want.mask)
 
 
 def test_a_change_in_place_before_backward_is_refused() -> None:
-    masking = masked_products.masking((4, 4))
-    leaves = [weight.requires_grad_() for weight in masked_products.weights_of(masking)]
-    out = masking.apply(masked_products.mask_of(masking).requires_grad_(), leaves)
+    multiplier = masked_products.multiplier((4, 4))
+    leaves = [weight.requires_grad_() for weight in masked_products.weights_of(multiplier)]
+    out = multiplier.multiply(masked_products.mask_of(multiplier).requires_grad_(), leaves)
     with torch.no_grad():
         leaves[3].add_(1)
     with pytest.raises(SmartpruneError, match=r"weight 3 of the pruned layers was changed in place .*before optimizer"):
@@ -150,34 +150,34 @@ def test_a_change_in_place_before_backward_is_refused() -> None:
 @pytest.mark.parametrize("layers", [None, [4, 1]])
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_multiply_in_place(layers: list[int] | None, channels_last: bool) -> None:
-    masking = masked_products.masking((4, 4))
-    mask = masked_products.mask_of(masking)
-    every = masked_products.weights_of(masking, channels_last=channels_last)
+    multiplier = masked_products.multiplier((4, 4))
+    mask = masked_products.mask_of(multiplier)
+    every = masked_products.weights_of(multiplier, channels_last=channels_last)
     numbers = range(len(every)) if layers is None else layers
     weights = [every[i] for i in numbers]
-    wanted = [masking.grids[i].expand(masking.piece(mask, i)) * every[i] for i in numbers]
+    wanted = [multiplier.grids[i].expand(multiplier.layer_mask(mask, i)) * every[i] for i in numbers]
     versions = [weight._version for weight in weights]
-    masking.multiply_(mask, weights, layers)
+    multiplier.multiply_(mask, weights, layers)
     for weight, want, version in zip(weights, wanted, versions, strict=True):
         assert torch.equal(weight, want)
         assert weight._version > version
 
 
 def test_multiply_in_place_of_a_weight_that_is_a_slice() -> None:
-    masking = masked_products.masking((4, 4), [((9, 6), 1, False)])
+    multiplier = masked_products.multiplier((4, 4), [((9, 6), 1, False)])
     weight = torch.randn(9, 12)[:, ::2]
-    mask = masked_products.mask_of(masking)
-    want = weight * masking.grids[0].expand(mask)
-    masking.multiply_(mask, [weight])
+    mask = masked_products.mask_of(multiplier)
+    want = weight * multiplier.grids[0].expand(mask)
+    multiplier.multiply_(mask, [weight])
     assert torch.equal(weight, want)
 
 
 def test_transposed_storage() -> None:
-    masking = masked_products.masking((4, 4), [((9, 6), 1, False)])
+    multiplier = masked_products.multiplier((4, 4), [((9, 6), 1, False)])
     weight = torch.randn(6, 9).t()
-    mask = masked_products.mask_of(masking)
-    made = masked_products.computed(masking, mask, [weight])
-    want = masked_products.expected(masking, mask, [weight], masked_products.grads_of([weight]))
+    mask = masked_products.mask_of(multiplier)
+    made = masked_products.computed(multiplier, mask, [weight])
+    want = masked_products.expected(multiplier, mask, [weight], masked_products.grads_of([weight]))
     close(made.products[0], want.products[0])
     close(made.weights[0], want.weights[0])
     close(made.mask, want.mask)
@@ -185,9 +185,9 @@ def test_transposed_storage() -> None:
 
 def test_chunks_cover_every_layer_once() -> None:
     side = math.isqrt(CHUNK // 2)
-    masking = Masking([Block(16, 8).grid((side, side)) for _ in range(7)])
-    assert [i for first, last in masking.chunks for i in range(first, last)] == list(range(7))
-    assert len(masking.chunks) > 1
+    multiplier = BlockMultiplier([Block(16, 8).grid((side, side)) for _ in range(7)])
+    assert [i for first, last in multiplier.chunks for i in range(first, last)] == list(range(7))
+    assert len(multiplier.chunks) > 1
 
 
 def test_order_of_memory() -> None:
@@ -198,15 +198,15 @@ def test_order_of_memory() -> None:
 
 
 def test_copies_and_pickles() -> None:
-    masking = masked_products.masking((4, 4))
-    masking.fused["key"] = torch.zeros(1)
-    for other in (copy.deepcopy(masking), pickle.loads(pickle.dumps(masking))):
-        assert other.fused == {}
-        assert other.starts == masking.starts
+    multiplier = masked_products.multiplier((4, 4))
+    multiplier.kernel_cache["key"] = torch.zeros(1)
+    for other in (copy.deepcopy(multiplier), pickle.loads(pickle.dumps(multiplier))):
+        assert other.kernel_cache == {}
+        assert other.starts == multiplier.starts
 
 
 def test_an_unknown_backend_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(masking_module, "BACKEND", "cuda")
-    masking = masked_products.masking((4, 4))
+    monkeypatch.setattr(multiply_module, "BACKEND", "cuda")
+    multiplier = masked_products.multiplier((4, 4))
     with pytest.raises(SmartpruneError, match="SMARTPRUNE_MASKING='cuda' is unknown; use auto, torch or triton"):
-        masking.apply(masked_products.mask_of(masking), masked_products.weights_of(masking))
+        multiplier.multiply(masked_products.mask_of(multiplier), masked_products.weights_of(multiplier))

@@ -9,16 +9,16 @@ from hypothesis import strategies as st
 
 from helpers import masked_products
 from helpers.masked_products import random_layers
-from smartprune.pruning import multiply_tables as masking_tables
-from smartprune.pruning.multiply import Masking, Rows
+from smartprune.pruning import multiply_tables
+from smartprune.pruning.multiply import BlockMultiplier, Rows
 from smartprune.pruning.multiply_tables import FIELDS, PITCH, Place, Work
 
 
-def work_of(masking: Masking, channels_last: bool) -> tuple[Work, list[Place]]:
-    weights = masked_products.weights_of(masking, channels_last=channels_last)
+def work_of(multiplier: BlockMultiplier, channels_last: bool) -> tuple[Work, list[Place]]:
+    weights = masked_products.weights_of(multiplier, channels_last=channels_last)
     places = [
         Place(grid, Rows.order_of(weight), start)
-        for grid, weight, start in zip(masking.grids, weights, masking.starts[:-1], strict=True)
+        for grid, weight, start in zip(multiplier.grids, weights, multiplier.starts[:-1], strict=True)
     ]
     return Work(places, torch.device("cpu")), places
 
@@ -29,11 +29,11 @@ def test_programs_cover_everything_once(
     case: tuple[tuple[int | None, ...], list[masked_products.Shape], bool], tile: tuple[int, int]
 ) -> None:
     block, shapes, channels_last = case
-    masking = masked_products.masking(block, shapes)
+    multiplier = masked_products.multiplier(block, shapes)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(masking_tables, "ROWS", tile[0])
-        patch.setattr(masking_tables, "TILE", tile[1])
-        work, places = work_of(masking, channels_last)
+        patch.setattr(multiply_tables, "ROWS", tile[0])
+        patch.setattr(multiply_tables, "TILE", tile[1])
+        work, places = work_of(multiplier, channels_last)
     index = work.index.tolist()
     owner = [torch.full((math.prod(shape),), -1) for shape, _, _ in shapes]  # in memory order: the program of an element
     held = [torch.full((math.prod(shape),), -1) for shape, _, _ in shapes]  # the block that program says it is in
@@ -56,7 +56,7 @@ def test_programs_cover_everything_once(
             assert (owner[number][r * width + begin : r * width + end] == -1).all()
             owner[number][r * width + begin : r * width + end] = program
             held[number][r * width + begin : r * width + end] = base + torch.tensor(index[columns + begin : columns + end])
-    assert sorted(summed) == list(range(masking.starts[-1]))
+    assert sorted(summed) == list(range(multiplier.starts[-1]))
     assert sorted(scratch) == list(range(work.space))
     for place, one, blocks_of in zip(places, owner, held, strict=True):
         assert (one >= 0).all()
@@ -65,16 +65,16 @@ def test_programs_cover_everything_once(
 
 
 def test_flat_outputs_do_not_overlap() -> None:
-    masking = masked_products.masking((4, 4))
-    work, places = work_of(masking, channels_last=False)
+    multiplier = masked_products.multiplier((4, 4))
+    work, places = work_of(multiplier, channels_last=False)
     ends = [o + math.prod(p.grid.weight_shape) for o, p in zip(work.offsets, places, strict=True)]
     assert all(end <= start for end, start in zip(ends, [*work.offsets[1:], work.size], strict=True))
     assert all(offset % PITCH == 0 for offset in work.offsets)
 
 
 def test_stretches_are_of_even_size() -> None:
-    masking = masked_products.masking((16, 8), [((32, 64, 3, 3), 1, False)])
-    work, _ = work_of(masking, channels_last=False)
+    multiplier = masked_products.multiplier((16, 8), [((32, 64, 3, 3), 1, False)])
+    work, _ = work_of(multiplier, channels_last=False)
     widths = (work.table[:, 4] - work.table[:, 3]).unique().tolist()
     assert widths == [288]  # 576 columns in blocks of 72: two halves, not 504 and 72
     assert work.table[:, 13].all()  # all of it in wide accesses

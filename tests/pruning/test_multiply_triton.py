@@ -8,10 +8,9 @@ import smartprune
 from helpers import masked_products, zoo
 from helpers.triton_interpreter import INTERPRETED, loaded_loop_bounds, needs_interpreter, needs_triton, on_gpu, run_interpreted  # noqa: F401 (a fixture)
 from smartprune.errors import SmartpruneError
-from smartprune.pruning import guard
 from smartprune.pruning import multiply as module
-from smartprune.pruning import multiply_tables as masking_tables
-from smartprune.pruning.multiply import Masking
+from smartprune.pruning import multiply_tables, optimizers
+from smartprune.pruning.multiply import BlockMultiplier
 from smartprune.pruning.telemetry import Telemetry
 
 SMALL: list[masked_products.Shape] = [
@@ -31,21 +30,21 @@ def test_kernels_in_the_interpreter() -> None:
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Loops that only large layers enter are entered by small ones."""
-    monkeypatch.setattr(masking_tables, "TILE", 64)
-    monkeypatch.setattr(masking_tables, "ROWS", 4)
-    monkeypatch.setattr(masking_tables, "SUMMED", 16)
+    monkeypatch.setattr(multiply_tables, "TILE", 64)
+    monkeypatch.setattr(multiply_tables, "ROWS", 4)
+    monkeypatch.setattr(multiply_tables, "SUMMED", 16)
 
 
 def both(
-    masking: Masking, mask: Tensor, weights: list[Tensor], **options: object
+    multiplier: BlockMultiplier, mask: Tensor, weights: list[Tensor], **options: object
 ) -> tuple[masked_products.Products, masked_products.Products]:
     """By torch, and by the kernels."""
     out = []
     for backend in ("torch", "triton"):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(module, "BACKEND", backend)
-            out.append(masked_products.computed(masking, mask, weights, **options))  # type: ignore[arg-type]
-    assert any(runs is not None for runs in masking.fused.values())
+            out.append(masked_products.computed(multiplier, mask, weights, **options))  # type: ignore[arg-type]
+    assert any(runs is not None for runs in multiplier.kernel_cache.values())
     return out[0], out[1]
 
 
@@ -86,66 +85,68 @@ KINDS: list[dict[str, object]] = [
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("block", [(16, 8), (4, 4)], ids=str)
 def test_agrees_with_torch(block: tuple[int, ...], channels_last: bool, kind: int) -> None:
-    masking = masked_products.masking(block, SMALL)
-    weights = masked_products.weights_of(masking, channels_last=channels_last)
-    mask = masked_products.mask_of(masking)
+    multiplier = masked_products.multiplier(block, SMALL)
+    weights = masked_products.weights_of(multiplier, channels_last=channels_last)
+    mask = masked_products.mask_of(multiplier)
     if KINDS[kind].get("hold"):
         mask = mask > 0.5
-        masking.multiply_(mask.float(), weights)
-    agree(*both(masking, mask, weights, **KINDS[kind]))
+        multiplier.multiply_(mask.float(), weights)
+    agree(*both(multiplier, mask, weights, **KINDS[kind]))
 
 
 @needs_interpreter
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("block", ["channel", (None, 1), (3, 2, None), (None, None, None), (5, 4)], ids=str)
 def test_any_block(block: tuple[int | None, ...] | str) -> None:
-    masking = masked_products.masking(block, SMALL)
+    multiplier = masked_products.multiplier(block, SMALL)
     for dtype in (torch.float32, torch.bfloat16):
-        agree(*both(masking, masked_products.mask_of(masking), masked_products.weights_of(masking, dtype)))
+        agree(*both(multiplier, masked_products.mask_of(multiplier), masked_products.weights_of(multiplier, dtype)))
 
 
 @needs_interpreter
 def test_large_tiles() -> None:
-    masking = masked_products.masking((16, 8), [((33, 64, 3, 3), 1, False), ((20, 24), 1, False)])
-    agree(*both(masking, masked_products.mask_of(masking), masked_products.weights_of(masking)))
-    agree(*both(masking, masked_products.mask_of(masking), masked_products.weights_of(masking, channels_last=True)))
+    multiplier = masked_products.multiplier((16, 8), [((33, 64, 3, 3), 1, False), ((20, 24), 1, False)])
+    agree(*both(multiplier, masked_products.mask_of(multiplier), masked_products.weights_of(multiplier)))
+    agree(*both(multiplier, masked_products.mask_of(multiplier), masked_products.weights_of(multiplier, channels_last=True)))
 
 
 @needs_interpreter
 @pytest.mark.usefixtures("small_tiles")
 def test_layers_of_different_dtypes_and_many_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    from smartprune.pruning import multiply_triton as masking_triton
+    from smartprune.pruning import multiply_triton
 
-    monkeypatch.setattr(masking_triton, "MOST", 2)
-    masking = masked_products.masking((4, 4), SMALL)
-    weights = masked_products.weights_of(masking)
+    monkeypatch.setattr(multiply_triton, "MOST", 2)
+    multiplier = masked_products.multiplier((4, 4), SMALL)
+    weights = masked_products.weights_of(multiplier)
     weights[1], weights[3] = weights[1].half(), weights[3].half()
-    agree(*both(masking, masked_products.mask_of(masking), weights))
-    (runs,) = [runs for runs in masking.fused.values() if runs is not None]
+    agree(*both(multiplier, masked_products.mask_of(multiplier), weights))
+    (runs,) = [runs for runs in multiplier.kernel_cache.values() if runs is not None]
     assert [run.layers for run in runs] == [[0, 2], [4], [1, 3]]
 
 
 @needs_interpreter
 def test_what_kernels_cannot_do_torch_does() -> None:
-    masking = masked_products.masking((4, 4), SMALL[1:2])
+    multiplier = masked_products.multiplier((4, 4), SMALL[1:2])
     for weight in (torch.randn(5, 13, dtype=torch.float64), torch.randn(13, 5).t()):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(module, "BACKEND", "triton")
-            made = masked_products.computed(masking, masked_products.mask_of(masking), [weight])
-            want = masked_products.expected(masking, masked_products.mask_of(masking), [weight], masked_products.grads_of([weight]))
+            made = masked_products.computed(multiplier, masked_products.mask_of(multiplier), [weight])
+            want = masked_products.expected(
+                multiplier, masked_products.mask_of(multiplier), [weight], masked_products.grads_of([weight])
+            )
         torch.testing.assert_close(made.products[0].double(), want.products[0], rtol=1e-6, atol=1e-6)
-    assert list(masking.fused.values()) == [None, None]
+    assert list(multiplier.kernel_cache.values()) == [None, None]
 
 
 @needs_interpreter
 def test_gradients_that_are_missing_strided_or_unaligned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "BACKEND", "triton")
-    masking = masked_products.masking((4, 4), SMALL)
-    mask = masked_products.mask_of(masking).requires_grad_()
-    leaves = [weight.requires_grad_() for weight in masked_products.weights_of(masking)]
+    multiplier = masked_products.multiplier((4, 4), SMALL)
+    mask = masked_products.mask_of(multiplier).requires_grad_()
+    leaves = [weight.requires_grad_() for weight in masked_products.weights_of(multiplier)]
     leaves[1] = torch.randn(66)[1:].reshape(5, 13).requires_grad_()
     leaves[2].requires_grad_(False)
-    out = masking.apply(mask, leaves)
+    out = multiplier.multiply(mask, leaves)
     assert all(product.data_ptr() % 16 == 0 for product in out)
     grads = masked_products.grads_of(out)
     grads[0] = grads[0].to(memory_format=torch.channels_last)
@@ -157,7 +158,7 @@ def test_gradients_that_are_missing_strided_or_unaligned(monkeypatch: pytest.Mon
             leaf.grad = None
         torch.autograd.backward([out[i] for i in used], [grads[i] for i in used])
         given = [grads[i] if i in used else torch.zeros_like(grads[i]) for i in range(5)]
-        want = masked_products.expected(masking, mask.detach(), [leaf.detach() for leaf in leaves], given)
+        want = masked_products.expected(multiplier, mask.detach(), [leaf.detach() for leaf in leaves], given)
         torch.testing.assert_close(mask.grad.double(), want.mask, rtol=1e-5, atol=1e-5)
         for i, leaf in enumerate(leaves):
             if i == 2 or i not in used:
@@ -169,10 +170,10 @@ def test_gradients_that_are_missing_strided_or_unaligned(monkeypatch: pytest.Mon
 @needs_interpreter
 def test_a_change_in_place_before_backward_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "BACKEND", "triton")
-    masking = masked_products.masking((4, 4), SMALL)
-    leaves = [weight.requires_grad_() for weight in masked_products.weights_of(masking)]
-    out = masking.apply(masked_products.mask_of(masking).requires_grad_(), leaves)
-    masking.multiply_(masked_products.mask_of(masking), leaves[3:4], [3])
+    multiplier = masked_products.multiplier((4, 4), SMALL)
+    leaves = [weight.requires_grad_() for weight in masked_products.weights_of(multiplier)]
+    out = multiplier.multiply(masked_products.mask_of(multiplier).requires_grad_(), leaves)
+    multiplier.multiply_(masked_products.mask_of(multiplier), leaves[3:4], [3])
     with pytest.raises(SmartpruneError, match="weight 3 of the pruned layers was changed in place"):
         torch.autograd.backward(out, [torch.ones_like(p) for p in out])
 
@@ -181,17 +182,19 @@ def test_a_change_in_place_before_backward_is_refused(monkeypatch: pytest.Monkey
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("hard", [False, True])
 def test_multiply_in_place(hard: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    masking = masked_products.masking((4, 4), SMALL)
-    mask = masked_products.mask_of(masking)
+    multiplier = masked_products.multiplier((4, 4), SMALL)
+    mask = masked_products.mask_of(multiplier)
     mask = mask > 0.5 if hard else mask
     for layers in (None, [4, 1]):
-        some = [w for i, w in enumerate(masked_products.weights_of(masking, channels_last=True)) if layers is None or i in layers]
+        some = [
+            w for i, w in enumerate(masked_products.weights_of(multiplier, channels_last=True)) if layers is None or i in layers
+        ]
         some = some if layers is None else some[::-1]
         want = [weight.clone() for weight in some]
-        masking.multiply_(mask, want, layers)
+        multiplier.multiply_(mask, want, layers)
         monkeypatch.setattr(module, "BACKEND", "triton")
         versions = [weight._version for weight in some]
-        masking.multiply_(mask, some, layers)
+        multiplier.multiply_(mask, some, layers)
         monkeypatch.setattr(module, "BACKEND", "torch")
         for a, b, version in zip(want, some, versions, strict=True):
             assert torch.equal(a, b)
@@ -231,9 +234,9 @@ def search(backend: str, device: str = "cpu") -> tuple[Tensor, list[Tensor]]:
             optimizer.zero_grad()
             if pruner.phase == "frozen":
                 for i, weight in enumerate(pruner.blocks.weights):
-                    kept = pruner.masking.grids[i].expand(pruner.masking.piece(pruner.mask.float(), i))
+                    kept = pruner.search.multiplier.grids[i].expand(pruner.search.multiplier.layer_mask(pruner.mask.float(), i))
                     assert not (weight.detach() * (1 - kept)).any()
-                    assert guard.is_held(weight)
+                    assert optimizers.holds_zeros(weight)
         assert int(pruner.mask.sum()) == pruner.plan.keep
         return pruner.mask, [weight.detach().clone() for weight in pruner.blocks.weights]
 
@@ -249,9 +252,13 @@ def test_a_whole_search() -> None:
 # On the GPU
 
 
-def on_device(shapes: list[masked_products.Shape]) -> tuple[Masking, list[Tensor], Tensor]:
-    masking = masked_products.masking((16, 8), shapes)
-    return masking, masked_products.weights_of(masking, channels_last=True, device="cuda"), masked_products.mask_of(masking, "cuda")
+def on_device(shapes: list[masked_products.Shape]) -> tuple[BlockMultiplier, list[Tensor], Tensor]:
+    multiplier = masked_products.multiplier((16, 8), shapes)
+    return (
+        multiplier,
+        masked_products.weights_of(multiplier, channels_last=True, device="cuda"),
+        masked_products.mask_of(multiplier, "cuda"),
+    )
 
 
 LARGE: list[masked_products.Shape] = [
@@ -269,13 +276,13 @@ LARGE: list[masked_products.Shape] = [
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("block", [(16, 8), "channel", (None, 1), (5, 4), (16, 8, None)], ids=str)
 def test_gpu_agrees_with_torch(block: tuple[int | None, ...] | str, channels_last: bool, kind: int) -> None:
-    masking = masked_products.masking(block, LARGE)
-    weights = masked_products.weights_of(masking, channels_last=channels_last, device="cuda")
-    mask = masked_products.mask_of(masking, "cuda")
+    multiplier = masked_products.multiplier(block, LARGE)
+    weights = masked_products.weights_of(multiplier, channels_last=channels_last, device="cuda")
+    mask = masked_products.mask_of(multiplier, "cuda")
     if KINDS[kind].get("hold"):
         mask = mask > 0.5
-        masking.multiply_(mask.float(), weights)
-    want, made = both(masking, mask, weights, **KINDS[kind])
+        multiplier.multiply_(mask.float(), weights)
+    want, made = both(multiplier, mask, weights, **KINDS[kind])
     sums, others, want.mask, made.mask = want.mask, made.mask, None, None
     agree(want, made)
     if sums is not None:
@@ -285,32 +292,32 @@ def test_gpu_agrees_with_torch(block: tuple[int | None, ...] | str, channels_las
 @pytest.mark.gpu
 @on_gpu
 def test_gpu_half_precision_unaligned_and_repeated() -> None:
-    masking, weights, mask = on_device(LARGE)
+    multiplier, weights, mask = on_device(LARGE)
     weights = [torch.cat([weight.new_zeros(1), weight.flatten()])[1:].view(weight.shape) for weight in weights]
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        want, made = both(masking, mask, [weight.to(dtype) for weight in weights])
+        want, made = both(multiplier, mask, [weight.to(dtype) for weight in weights])
         want.mask, sums = None, made.mask
-        again = both(masking, mask, [weight.to(dtype) for weight in weights])[1].mask
+        again = both(multiplier, mask, [weight.to(dtype) for weight in weights])[1].mask
         made.mask = None
         agree(want, made)
         assert sums is not None
         assert torch.equal(sums, again)  # no atomics: the same every time
     odd = [weight.detach().requires_grad_() for weight in weights]
     assert any(weight.data_ptr() % 16 for weight in odd)
-    out = masking.apply(mask, odd)
+    out = multiplier.multiply(mask, odd)
     for i, (product, weight) in enumerate(zip(out, odd, strict=True)):
-        assert torch.equal(product, weight * masking.grids[i].expand(masking.piece(mask, i)))
+        assert torch.equal(product, weight * multiplier.grids[i].expand(multiplier.layer_mask(mask, i)))
 
 
 @pytest.mark.gpu
 @on_gpu
 def test_gpu_multiply_in_place_and_telemetry() -> None:
-    masking, weights, mask = on_device(LARGE)
-    want = [weight * masking.grids[i].expand(masking.piece(mask, i)) for i, weight in enumerate(weights)]
-    masking.multiply_(mask, weights)
+    multiplier, weights, mask = on_device(LARGE)
+    want = [weight * multiplier.grids[i].expand(multiplier.layer_mask(mask, i)) for i, weight in enumerate(weights)]
+    multiplier.multiply_(mask, weights)
     for a, b in zip(want, weights, strict=True):
         assert torch.equal(a, b)
-    ours, theirs = Telemetry(masking.starts, 100.0), Telemetry(masking.starts, 100.0)
+    ours, theirs = Telemetry(multiplier.starts, 100.0), Telemetry(multiplier.starts, 100.0)
     for power in (1, 3):
         ours.measure(mask**power)
         theirs.measure((mask**power).cpu())
@@ -320,14 +327,14 @@ def test_gpu_multiply_in_place_and_telemetry() -> None:
 @pytest.mark.gpu
 @on_gpu
 def test_gpu_graph_capture() -> None:
-    masking, weights, mask = on_device(LARGE)
+    multiplier, weights, mask = on_device(LARGE)
     leaves = [weight.requires_grad_() for weight in weights]
     mask.requires_grad_()
     dtypes = [torch.bfloat16] * len(leaves)
     factor = [torch.randn_like(weight, dtype=torch.bfloat16) for weight in leaves]
 
     def step() -> list[Tensor]:
-        out = masking.apply(mask, leaves, False, dtypes)
+        out = multiplier.multiply(mask, leaves, False, dtypes)
         return list(torch.autograd.grad([(o * f).float().sum() for o, f in zip(out, factor, strict=True)], [mask, *leaves]))
 
     stream = torch.cuda.Stream()

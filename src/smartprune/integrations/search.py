@@ -8,15 +8,14 @@ import weakref
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from ..artifacts.receipt import Receipt
 from ..errors import SmartpruneError
 from ..methods import Smart
 from ..methods.method import Method
-from ..pruning import guard, watch
+from ..pruning.optimizers import add_param_group, listen_to_groups, parameter_of, step_count, stop_listening_to_groups
 from ..pruning.pruner import Pruner, attach, bake, find_pruner
 from .state import Carrier
 
@@ -108,13 +107,11 @@ class Search:
         the last: those of the user keep their numbers.
         """
         self._home = None
-        _waiting.add(self)
-        weakref.finalize(self, _put_back)  # of one that nobody trained
-        Optimizer.add_param_group = _add_param_group  # type: ignore[method-assign,assignment]
+        listen_to_groups(self)
 
     def settle(self, optimizers: Sequence[Optimizer], scheduled: Sequence[Optimizer] = ()) -> None:
         """The trainer has its optimizers. One that is older than the scores gets them now, if no scheduler counts its groups."""
-        self._release()
+        stop_listening_to_groups(self)
         found = None if self._home is None else self._home()
         if any(optimizer is found for optimizer in optimizers):
             return
@@ -153,19 +150,14 @@ class Search:
                 "the weights alone; load its weights into the model before the trainer starts, or resume from one of this search"
             )
         if self.fixed is None and pruner.count == 0 and pruner.phase == "search":  # also where an earlier training took no step
-            steps = self.length(total, per_epoch)
-            pruner.method.check(pruner.blocks, steps)
-            pruner.steps = steps
-            pruner._move()
+            pruner.reschedule(self.length(total, per_epoch))
         if self.bake and pruner.phase == "search" and total < pruner.steps:
             raise SmartpruneError(
                 f"{self.where}: the search has {pruner.steps} steps and the training {total}, so it would end before the mask is "
                 "hard; search shorter (steps=, epochs=), train longer, or give bake=False to go on in a later training"
             )
         self.stop()
-        self._seen = watch.now()
-        if pruner.phase == "search":  # the guard has its hook at torch from now on: none can be added while torch calls them
-            guard.hold((), pruner.masking, torch.ones(pruner.blocks.n))
+        self._seen = step_count()
         after_step = weakref.WeakMethod(self._after_step)
 
         def hook(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -179,9 +171,9 @@ class Search:
 
     def _after_step(self, optimizer: Optimizer) -> None:
         """Torch calls this after real steps only: not for batches that are gathered, nor for what a gradient scaler skips."""
-        if self._home is None or self._home() is not optimizer or watch.now() == self._seen:
+        if self._home is None or self._home() is not optimizer or step_count() == self._seen:
             return
-        self._seen = watch.now()
+        self._seen = step_count()
         if self._pruner.phase != "baked":  # by the user, before the trainer was done
             self._pruner.step()
 
@@ -194,7 +186,7 @@ class Search:
 
     def stop(self) -> None:
         """Nothing of the search is left at torch. The model stays as it is."""
-        self._release()
+        stop_listening_to_groups(self)
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
@@ -239,10 +231,6 @@ class Search:
     def _ids(self) -> set[int]:
         return {id(parameter) for parameter in (*self._pruner.parameters(), *self._pruner.blocks.weights)}
 
-    def _release(self) -> None:
-        _waiting.discard(self)
-        _put_back()
-
     def _give(self, optimizer: Optimizer, options: dict[str, Any], names: Sequence[str] | None) -> None:
         self._home = weakref.ref(optimizer)
         group = self._pruner.param_group() if self.score_lr is None else self._pruner.param_group(lr=self.score_lr)
@@ -250,17 +238,20 @@ class Search:
             return
         if names is not None:
             group["params"] = list(zip(names, group["params"], strict=True))
-        _plain_add_param_group(optimizer, {**options, **group})
+        add_param_group(optimizer, {**options, **group})
 
-    def _divide(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
+    def takes_group(self, parameter_ids: set[int]) -> bool:
+        return not self._ids().isdisjoint(parameter_ids)
+
+    def place_group(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
         """A group with pruned weights or scores, which an optimizer is given: without the scores, which get their own."""
         scores = {id(parameter) for parameter in self._pruner.parameters()}
-        mine = [entry for entry in group["params"] if id(_tensor(entry)) in scores]
-        rest = [entry for entry in group["params"] if id(_tensor(entry)) not in scores]
+        mine = [entry for entry in group["params"] if id(parameter_of(entry)) in scores]
+        rest = [entry for entry in group["params"] if id(parameter_of(entry)) not in scores]
         options = {name: value for name, value in group.items() if name != "params"}
         home = None if self._home is None else self._home()
         if rest:
-            _plain_add_param_group(optimizer, {**options, "params": rest})
+            add_param_group(optimizer, {**options, "params": rest})
         elif home is not None:  # a group of the scores alone was meant for them
             home.param_groups = [other for other in home.param_groups if not scores & {id(p) for p in other["params"]}]
             home = None
@@ -269,7 +260,7 @@ class Search:
             names = [entry[0] for entry in mine] or [f"smartprune.{i}" for i in range(len(scores))]
             self._give(optimizer, options, names if isinstance(group["params"][0], tuple) else None)
 
-    def _keep_last(self, optimizer: Optimizer) -> None:
+    def group_added(self, optimizer: Optimizer) -> None:
         if self._last and self._home is not None and self._home() is optimizer:
             scores = {id(parameter) for parameter in self._pruner.parameters()}
             optimizer.param_groups.sort(key=lambda group: bool(scores & {id(p) for p in group["params"]}))
@@ -304,33 +295,3 @@ class Pruning:
     @property
     def receipt(self) -> Receipt:
         return self.search.proof()
-
-
-_waiting: weakref.WeakSet[Search] = weakref.WeakSet()
-_plain_add_param_group = Optimizer.add_param_group
-
-
-def _add_param_group(optimizer: Optimizer, group: dict[str, Any]) -> None:
-    """In place of torch's own while a search waits for its optimizer."""
-    params = group.get("params") if isinstance(group, dict) else None
-    ids = set()
-    if params is not None and not isinstance(params, set):
-        group["params"] = [params] if isinstance(params, Tensor) else list(params)
-        ids = {id(_tensor(entry)) for entry in group["params"]}
-    found = next((search for search in list(_waiting) if search._ids() & ids), None)
-    if found is None:
-        _plain_add_param_group(optimizer, group)
-    else:
-        found._divide(optimizer, group)
-    for search in list(_waiting):
-        search._keep_last(optimizer)
-
-
-def _put_back() -> None:
-    if not list(_waiting) and Optimizer.add_param_group is _add_param_group:  # the list leaves out those that just died
-        Optimizer.add_param_group = _plain_add_param_group  # type: ignore[method-assign]
-
-
-def _tensor(entry: Any) -> Any:
-    """Of what an optimizer is given: tensors, or names and tensors."""
-    return entry[1] if isinstance(entry, tuple) else entry

@@ -38,9 +38,7 @@ class Carrier:
 
     def restore(self, state: dict[str, Any]) -> None:
         """A search whose length is a share of the training keeps the length it started with."""
-        if self.flexible and isinstance(state.get("steps"), int):
-            self.pruner.steps = state["steps"]
-        self.pruner.load_state_dict(state)
+        self.pruner.load_state_dict(state, adopt_steps=self.flexible)
         self.owed = False
 
     def _names(self, model: nn.Module) -> dict[str, Tensor]:

@@ -1,12 +1,11 @@
-"""No silent no-op: what a pruner asks of its model, its optimizer and its other ranks before it goes on, and what it says if
-that is not so."""
+"""Checks of how a pruner is used. Each one raises where the search would otherwise silently do nothing, or the wrong thing."""
 
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Sequence
-from itertools import zip_longest
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -15,226 +14,212 @@ from .. import text
 from ..core.sharding import full_tensor, is_sharded
 from ..core.vector import Blocks
 from ..errors import SmartpruneError
-from ..methods.method import Method, State
+from ..methods.method import Method
 from ..topk import check_device
-from . import watch
-from .consensus import distributed, same_everywhere
+from . import optimizers
+from .consensus import is_distributed, same_on_all_ranks
 
-PATIENCE = 10  # steps of others in which an optimizer that has the scores may wait for its turn
-PREFIX = "smartprune_"  # names of trained tensors in the model, while it is attached
+if TYPE_CHECKING:
+    from .state import SearchState
+
+PATIENCE = 10  # steps of other optimizers that the optimizer of the scores may wait for its turn
+
+# -- attach, and the model -----------------------------------------------------------------------------------------------
 
 
-class Careful:
-    """The part of a :class:`~smartprune.pruner.Pruner` that finds out how it is misused."""
-
-    model: nn.Module
-    method: Method
-    blocks: Blocks
-    steps: int
-    count: int
-    phase: str
-    _sharded: bool
-    _host: nn.Module
-    _state: State
-    _trained: list[str]
-    _watched: watch.Watched | None
-    _penalized: bool
-    _proven: bool  # whether the scores were seen to be in an optimizer
-    _missed: int  # steps since then in which other parameters moved and the scores did not
-    _agreed: bool  # whether all ranks were seen to agree
-    _last: int  # step of any optimizer before which everything was looked at
-    _modules: dict[str, nn.Module]
-    _edges: list[tuple[nn.Module, str, nn.Module]]
-
-    def parameters(self) -> list[nn.Parameter]:
-        """What the user's optimizer must train besides the weights."""
-        return [self._host._parameters[PREFIX + name] for name in self._trained]  # type: ignore[misc]
-
-    def _require_unsplit(self) -> None:
-        if is_sharded(self.blocks.layer_weight(0)) and not self._sharded:
-            raise SmartpruneError(
-                "the weights were split (FSDP) after attach, and the scores with them; call fully_shard first, then attach: scores "
-                "stay whole on every rank"
-            )
-
-    def _require_shapes(self, weights: Sequence[Tensor]) -> None:
-        for layer, weight in zip(self.blocks.layers, weights, strict=True):
-            if weight.shape != layer.grid.weight_shape and not self._sharded:
-                raise SmartpruneError(
-                    f"{layer.weight} is {text.format_shape(weight.shape)} now and was "
-                    f"{text.format_shape(layer.grid.weight_shape)} when the pruner was attached; change the model before you attach"
-                )
-
-    def _require_attached(self, call: str) -> None:
-        if not all(parent._modules.get(name) is child for parent, name, child in self._edges):
-            self._edges = self._way(call)  # wrapped since (torch.compile of a part, say), or gone
-        if any(PREFIX + name not in self._host._parameters for name in self._trained):
-            raise SmartpruneError(
-                f"pruner.{call}(): the scores are no longer part of the model (was its last module replaced after attach?); change "
-                "the model before you attach"
-            )
-
-    def _way(self, call: str = "attach") -> list[tuple[nn.Module, str, nn.Module]]:
-        """How the masked layers, and the module with the scores, are reached from the model: (parent, name, child)."""
-        pairs = [(parent, *item) for parent in self.model.modules() for item in parent._modules.items()]
-        way = [(parent, name, child) for parent, name, child in pairs if child is not None]
-        inside = {id(self.model), *(id(child) for _, _, child in way)}
-        gone = [name for name, module in self._modules.items() if id(module) not in inside]
-        if gone:
-            raise SmartpruneError(
-                f"pruner.{call}(): {gone[0]} is no longer part of the model: it was taken out or replaced after attach, and what "
-                "stands in its place would not be pruned; change the model before you attach"
-            )
-        wanted = {id(module) for module in self._modules.values()}
-        found = []
-        for parent, name, child in reversed(way):  # from the leaves up: a parent is wanted when a child is
-            if id(child) in wanted:
-                wanted.add(id(parent))
-                found.append((parent, name, child))
-        return found
-
-    def _require_trained(self) -> None:
-        """The scores must move when the other parameters do, at the first step and later: optimizers may be exchanged."""
-        if not self._trained:
-            return
-        mine = self.parameters()
-        if not all(parameter.requires_grad for parameter in mine):
-            raise SmartpruneError(
-                "pruner.step(): the scores do not require grad, so the search cannot learn; set requires_grad_(True)"
-            )
-        moved = self._moved()
-        if moved.issuperset(map(id, mine)):
-            self._proven, self._missed = True, 0
-            return
-        if moved.isdisjoint(map(id, self.model.parameters())):
-            return
-        self._missed += 1
-        if self._proven and self._missed < PATIENCE and watch.known(mine):
-            return  # optimizers may take turns
+def require_arguments(model: nn.Module, method: Method, steps: int, seed: int) -> None:
+    """The arguments of attach must have the right types."""
+    if isinstance(method, str) or not hasattr(method, "rank"):
         raise SmartpruneError(
-            f"pruner.step(): the optimizer trains the weights but not the scores{', which were trained before' * self._proven}; "
-            "after attach, call optimizer.add_param_group(pruner.param_group()), or build the optimizer after attach"
+            f"attach: method={method!r} is not a method; give its settings, such as smartprune.Smart() (all by name: "
+            "smartprune.METHODS)"
         )
-
-    def _require_agreement(self) -> None:
-        """At the first step of an optimizer every rank takes the first rank's state: DDP makes weights equal when it wraps a model,
-        which is after attach. From then on the scores are equal, or never will be."""
-        if self._agreed or not distributed() or self._moved().isdisjoint(map(id, self.model.parameters())):
-            return
-        self._agreed = True
-        place = torch.tensor([self.count, self.steps, self.phase == "frozen"], dtype=torch.float64, device=self.blocks.device)
-        if not same_everywhere(place):
-            raise SmartpruneError(
-                f"pruner.step(): the ranks stand at different steps of the search, this one at {self.count} of {self.steps}; load "
-                "the state of the pruner on every rank: DistributedDataParallel shares weights and scores, but not the step"
-            )
-        if self.phase == "frozen":
-            return
-        for name, value in self._state.items():
-            shared = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64, device=self.blocks.device)
-            torch.distributed.broadcast(shared, 0)
-            self._state[name] = shared if isinstance(value, Tensor) else shared.item()
-        if not all(same_everywhere(parameter.detach()) for parameter in self.parameters()):
-            raise SmartpruneError(
-                "pruner.step(): the scores differ between ranks, since their gradients are not averaged: DistributedDataParallel "
-                "averages those of the parameters that a model has when it is wrapped; attach first, then wrap (with "
-                "find_unused_parameters=True where some get no gradient, as with train_weights=False)"
-            )
-
-    def _moved(self) -> set[int]:
-        """The ids of what optimizers have stepped on since the last step of this pruner."""
-        optimizers = watch.since(self._last)
-        return {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-
-    def _require_penalty(self) -> None:
-        """What a method learns from must have been there in this step."""
-        if hasattr(self.method, "penalty") and not self._penalized:
-            raise SmartpruneError(
-                f"pruner.step(): {type(self.method).__name__} steers sparsity through the loss, and pruner.penalty() was not "
-                "called in this step; add it to your loss: loss = criterion(model(x), y) + pruner.penalty()"
-            )
-        self._penalized = False
-        if self._watched is not None and not self._watched.seen:
-            raise SmartpruneError(
-                f"pruner.step(): {type(self.method).__name__} reads gradients, and no backward pass reached the pruned layers in "
-                "this step; call loss.backward() before pruner.step()"
-            )
-
-    def _require_finite(self) -> None:
-        mine = self.parameters()
-        if mine and mine[0].is_cuda:
-            check_device(mine[0].device)
-        elif not _finite(mine):
-            self._diverged("the scores")
-        else:
-            self._require_finite_gradients("the gradient of the scores", [p.grad for p in mine if p.grad is not None])
-        self._glance()
-
-    def _glance(self) -> None:
-        """A loss that is NaN reaches all weights: the smallest tells, at no cost. (On a GPU it would have to be waited for.)"""
-        weight = min(self.blocks.weights, key=Tensor.numel)
-        if weight.device.type != "cuda" and not self._sharded and not _finite([weight]):
-            self._require_finite_weights("step")
-
-    def _require_finite_gradients(self, what: str, gradients: Sequence[Tensor]) -> None:
-        """Those of a step that a gradient scaler skipped may be anything: nothing moved."""
-        if not _finite(gradients) and not self._moved().isdisjoint(map(id, self.model.parameters())):
-            self._diverged(what)
-
-    def _diverged(self, what: str) -> NoReturn:
-        raise SmartpruneError(
-            f"pruner.step(): {what} became NaN or infinite at step {self.count}; the loss is likely not finite: lower the learning "
-            "rate, or clip gradients (those of the scores: Smart(clip=1.0))"
-        )
-
-    def _require_finite_weights(self, call: str) -> None:
-        pairs = zip(self.blocks.layers, self.blocks.weights, strict=True)
-        bad = [layer.name for layer, weight in pairs if not bool(full_tensor(weight.detach()).isfinite().all())]
-        if bad:
-            raise SmartpruneError(
-                f"pruner.{call}(): the weights of {bad[0]} ({len(bad)} of {len(self.blocks.layers)} layers) hold NaN or infinity "
-                f"at step {self.count}: the training diverged; lower the learning rate, or clip gradients, and start from the "
-                "last good checkpoint"
-            )
+    if isinstance(method, type):
+        raise SmartpruneError(f"attach: method is the class {method.__name__}; give its settings, at least {method.__name__}()")
+    if not isinstance(model, nn.Module):
+        raise SmartpruneError(f"attach: model is a {type(model).__name__}; give a torch.nn.Module")
+    if isinstance(steps, bool) or not isinstance(steps, numbers.Integral) or steps < 1:
+        raise SmartpruneError(f"attach: steps={steps!r}; give the length of the search as a number of optimizer steps, at least 1")
+    if isinstance(seed, bool) or not isinstance(seed, numbers.Integral):
+        raise SmartpruneError(f"attach: seed={seed!r}; give an integer")
 
 
 def require_values(blocks: Blocks) -> None:
-    """Weights that a search can start from."""
+    """Weights must have finite values that can be trained when the pruner is attached."""
     bad: list[str] = []
     for layer, weight in zip(blocks.layers, blocks.weights, strict=True):
         if weight.is_meta:
             raise SmartpruneError(f"attach: {layer.weight} is on the meta device and has no values; load them before you attach")
         if weight.is_inference():
             raise SmartpruneError(
-                f"attach: {layer.weight} was made in inference_mode and cannot train; make the model, or load it, outside"
+                f"attach: {layer.weight} was created in inference_mode and cannot train; create or load the model outside of it"
             )
         bad += [] if bool(full_tensor(weight.detach()).isfinite().all()) else [layer.name]
     if bad:
         raise SmartpruneError(
-            f"attach: the weights of {bad[0]} ({len(bad)} of {len(blocks.layers)} layers) hold NaN or infinity; load sound ones "
-            "before you attach"
+            f"attach: the weights of {bad[0]} ({len(bad)} of {len(blocks.layers)} layers) contain NaN or infinity; load finite "
+            "weights before you attach"
         )
 
 
-def sound(state: dict[str, Any], n: int) -> bool:
-    """Whether a state has all its parts, of the kinds that they have to be."""
-    if not isinstance(state.get("tensors"), dict) or not all(isinstance(value, Tensor) for value in state["tensors"].values()):
-        return False
-    if not isinstance(state.get("floats"), dict) or not all(isinstance(state.get(name), int) for name in ("seed", "count")):
-        return False
-    vectors = [state.get(name, ...) for name in ("mask", "side")]
-    fits = all(value is None or (isinstance(value, Tensor) and tuple(value.shape) == (n,)) for value in vectors)
-    measured = state.get("measured")
-    fits = fits and (measured is None or (isinstance(measured, Tensor) and measured.dim() in (1, 2) and measured.shape[-1] == 3))
-    return fits and bool(state["count"] >= 0)
+def require_sharded_before_attach(search: SearchState) -> None:
+    if is_sharded(search.blocks.layer_weight(0)) and not search.is_sharded:
+        raise SmartpruneError(
+            "the weights were sharded by FSDP after attach, and the scores with them, but every rank needs all scores; call "
+            "fully_shard first, then attach"
+        )
 
 
-def _finite(tensors: Sequence[Tensor]) -> bool:
+def require_shapes(search: SearchState, weights: Sequence[Tensor]) -> None:
+    for layer, weight in zip(search.blocks.layers, weights, strict=True):
+        if weight.shape != layer.grid.weight_shape and not search.is_sharded:
+            raise SmartpruneError(
+                f"{layer.weight} has shape {text.format_shape(weight.shape)}, but had {text.format_shape(layer.grid.weight_shape)} "
+                "when the pruner was attached; change the model before you attach"
+            )
+
+
+def require_scores(search: SearchState, call: str) -> None:
+    """The scores must still be part of the model."""
+    if not search.has_scores():
+        raise SmartpruneError(
+            f"pruner.{call}(): the scores are no longer part of the model (was its last module replaced after attach?); change "
+            "the model before you attach"
+        )
+
+
+# -- the optimizer --------------------------------------------------------------------------------------------------------
+
+
+def require_trained(search: SearchState) -> None:
+    """The scores must move when other parameters do, at the first step and later, since optimizers may be replaced."""
+    if not search.trained:
+        return
+    scores = search.parameters()
+    if not all(parameter.requires_grad for parameter in scores):
+        raise SmartpruneError(
+            "pruner.step(): the scores do not require grad, so the search cannot learn; call requires_grad_(True) on them"
+        )
+    moved, seen = _moved_parameters(search), search.seen
+    if moved.issuperset(map(id, scores)):
+        seen.scores_trained, seen.steps_missed = True, 0
+        return
+    if moved.isdisjoint(map(id, search.model.parameters())):
+        return
+    seen.steps_missed += 1
+    if seen.scores_trained and seen.steps_missed < PATIENCE and optimizers.have_stepped(scores):
+        return  # optimizers may take turns
+    raise SmartpruneError(
+        f"pruner.step(): the optimizer trains the weights but not the scores{', which were trained before' * seen.scores_trained}; "
+        "after attach, call optimizer.add_param_group(pruner.param_group()), or create the optimizer after attach"
+    )
+
+
+def _moved_parameters(search: SearchState) -> set[int]:
+    """The ids of the parameters that optimizers have stepped on since the last step of the pruner."""
+    stepped = optimizers.stepped_since(search.seen.last_step)
+    return {id(p) for optimizer in stepped for group in optimizer.param_groups for p in group["params"]}
+
+
+def _has_moved(search: SearchState) -> bool:
+    """Whether any parameter of the model was stepped on. It was not if a gradient scaler skipped the step."""
+    return not _moved_parameters(search).isdisjoint(map(id, search.model.parameters()))
+
+
+def require_method_inputs(search: SearchState) -> None:
+    """What the method learns from, a penalty or gradients, must have been there in this step."""
+    name = type(search.method).__name__
+    if hasattr(search.method, "penalty") and not search.penalty_called:
+        raise SmartpruneError(
+            f"pruner.step(): {name} controls sparsity through the loss, but pruner.penalty() was not called in this step; add it "
+            "to the loss: loss = criterion(model(x), y) + pruner.penalty()"
+        )
+    search.penalty_called = False
+    if search.calibration is not None and not search.calibration.gradients.seen:
+        raise SmartpruneError(
+            f"pruner.step(): {name} reads gradients, but no backward pass reached the pruned layers in this step; call "
+            "loss.backward() before pruner.step()"
+        )
+
+
+# -- other ranks ----------------------------------------------------------------------------------------------------------
+
+
+def require_agreement(search: SearchState) -> None:
+    """At the first optimizer step every rank takes over the state of rank 0.
+
+    DDP makes weights equal when it wraps a model, which is after attach. From then on the scores are equal, or never will be.
+    """
+    if search.seen.ranks_agree or not is_distributed() or not _has_moved(search):
+        return
+    search.seen.ranks_agree = True
+    device = search.blocks.device
+    position = torch.tensor([search.count, search.steps, search.hard is not None], dtype=torch.float64, device=device)
+    if not same_on_all_ranks(position):
+        raise SmartpruneError(
+            f"pruner.step(): the ranks are at different steps of the search, this one at {search.count} of {search.steps}; call "
+            "pruner.load_state_dict() on every rank: DistributedDataParallel shares weights and scores, but not the step"
+        )
+    if search.hard is not None:
+        return
+    for name, value in search.tensors.items():
+        shared = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64, device=device)
+        torch.distributed.broadcast(shared, 0)
+        search.tensors[name] = shared if isinstance(value, Tensor) else shared.item()
+    if not all(same_on_all_ranks(parameter.detach()) for parameter in search.parameters()):
+        raise SmartpruneError(
+            "pruner.step(): the scores differ between ranks, because their gradients are not averaged: DistributedDataParallel "
+            "only averages gradients of parameters that the model has when it is wrapped; attach first, then wrap (with "
+            "find_unused_parameters=True if some parameters get no gradient, as with train_weights=False)"
+        )
+
+
+# -- finite numbers -------------------------------------------------------------------------------------------------------
+
+
+def require_finite(search: SearchState) -> None:
+    """The scores, and on the CPU their gradients, must be finite."""
+    scores = search.parameters()
+    if scores and scores[0].is_cuda:
+        check_device(scores[0].device)
+    elif not _is_finite(scores):
+        _raise_diverged(search, "the scores")
+    else:
+        require_finite_gradients(search, "the gradient of the scores", [p.grad for p in scores if p.grad is not None])
+    check_smallest_weight(search)
+
+
+def check_smallest_weight(search: SearchState) -> None:
+    """A loss that is NaN reaches all weights, so looking at the smallest is enough. (A GPU would have to be waited for.)"""
+    weight = min(search.blocks.weights, key=Tensor.numel)
+    if weight.device.type != "cuda" and not search.is_sharded and not _is_finite([weight]):
+        require_finite_weights(search, "step")
+
+
+def require_finite_gradients(search: SearchState, what: str, gradients: Sequence[Tensor]) -> None:
+    """Gradients may be anything if a gradient scaler skipped the step."""
+    if not _is_finite(gradients) and _has_moved(search):
+        _raise_diverged(search, what)
+
+
+def require_finite_weights(search: SearchState, call: str) -> None:
+    blocks = search.blocks
+    pairs = zip(blocks.layers, blocks.weights, strict=True)
+    bad = [layer.name for layer, weight in pairs if not bool(full_tensor(weight.detach()).isfinite().all())]
+    if bad:
+        raise SmartpruneError(
+            f"pruner.{call}(): the weights of {bad[0]} ({len(bad)} of {len(blocks.layers)} layers) contain NaN or infinity at step "
+            f"{search.count}: the training diverged; lower the learning rate or clip gradients, and restart from the last good "
+            "checkpoint"
+        )
+
+
+def _raise_diverged(search: SearchState, what: str) -> NoReturn:
+    raise SmartpruneError(
+        f"pruner.step(): {what} became NaN or infinite at step {search.count}, probably because the loss is not finite; lower the "
+        "learning rate, or clip gradients (those of the scores: Smart(clip=1.0))"
+    )
+
+
+def _is_finite(tensors: Sequence[Tensor]) -> bool:
     return all(math.isfinite(float(tensor.detach().float().sum())) for tensor in tensors)
-
-
-def differing(theirs: Any, ours: Any) -> tuple[Any, Any]:
-    """Two values for a message; of two lists the first entries that are not the same."""
-    if not isinstance(theirs, list) or not isinstance(ours, list):
-        return theirs, ours
-    return next(pair for pair in zip_longest(theirs, ours) if pair[0] != pair[1])

@@ -1,4 +1,4 @@
-"""What the ranks of a user's own training say to each other about scores and masks."""
+"""How the ranks of a distributed training keep the same scores and the same mask."""
 
 from __future__ import annotations
 
@@ -6,32 +6,33 @@ import torch
 from torch import Tensor
 
 
-def grouped() -> bool:
+def has_process_group() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
-def distributed() -> bool:
-    return grouped() and torch.distributed.get_world_size() > 1
+def is_distributed() -> bool:
+    """Whether there is more than one rank."""
+    return has_process_group() and torch.distributed.get_world_size() > 1
 
 
-def average(parameter: Tensor) -> None:
-    """Every rank gets the mean of all ranks' gradients."""
-    if distributed() and parameter.grad is not None:
+def average_gradient(parameter: Tensor) -> None:
+    """Replaces the gradient by its mean over all ranks."""
+    if is_distributed() and parameter.grad is not None:
         torch.distributed.all_reduce(parameter.grad)
         parameter.grad /= torch.distributed.get_world_size()
 
 
-def same_everywhere(mine: Tensor) -> bool:
-    """Whether every rank has these numbers, or the same that are none; all ranks must ask together."""
-    ends = torch.stack([mine, -mine]).nan_to_num_()
-    torch.distributed.all_reduce(ends, torch.distributed.ReduceOp.MAX)
-    return torch.equal(ends[0], -ends[1])
+def same_on_all_ranks(values: Tensor) -> bool:
+    """Whether every rank has equal values; NaNs are equal to each other. All ranks must call it."""
+    extremes = torch.stack([values, -values]).nan_to_num_()
+    torch.distributed.all_reduce(extremes, torch.distributed.ReduceOp.MAX)
+    return torch.equal(extremes[0], -extremes[1])
 
 
-def agree(hard: Tensor) -> Tensor:
-    """Every rank takes the first rank's mask."""
-    if distributed():
-        shared = hard.to(torch.uint8)
+def mask_of_first_rank(mask: Tensor) -> Tensor:
+    """The hard mask of rank 0, on every rank."""
+    if is_distributed():
+        shared = mask.to(torch.uint8)
         torch.distributed.broadcast(shared, 0)
-        hard = shared.to(torch.bool)
-    return hard
+        mask = shared.to(torch.bool)
+    return mask

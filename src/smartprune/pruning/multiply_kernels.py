@@ -1,7 +1,7 @@
-"""Kernels of the masked multiply; masking_triton.py launches them, masking_tables.py makes their work lists.
+"""Kernels of the masked multiplication. ``multiply_triton.py`` launches them, ``multiply_tables.py`` makes their work lists.
 
-Addresses of weights and gradients arrive as tuples of integers, plus one: on an odd number Triton does not specialise,
-hence an unaligned tensor compiles nothing anew, and the kernel itself chooses wide or narrow accesses.
+Addresses of weights and gradients arrive as tuples of integers, plus one. Triton does not specialize on an odd number, so an
+unaligned tensor causes no new compilation, and the kernel itself selects wide or narrow accesses.
 """
 
 import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
@@ -9,13 +9,13 @@ import triton.language as tl  # type: ignore[import-not-found,import-untyped,unu
 
 from .multiply_tables import EVEN, FIELDS, PITCH
 
-NOTHING = 1 << 62  # stands for the address of a gradient that is not there
+NOTHING = 1 << 62  # the address of a gradient that does not exist
 
 _EVEN = tl.constexpr(EVEN)
 _FIELDS = tl.constexpr(FIELDS)
 _PITCH = tl.constexpr(PITCH)
 _NOTHING = tl.constexpr(NOTHING)
-_FEW = tl.constexpr(1)  # rows at once where accesses are narrow: an address per element takes many registers
+_FEW = tl.constexpr(1)  # rows at once if accesses are narrow, since an address per element needs many registers
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
@@ -28,7 +28,7 @@ def _address(addresses, number):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _stretch(line, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """First row, begin, end and width of a program; where WIDE, the compiler learns what they are multiples of."""
+    """First row, begin, end and width of a program. If WIDE, the compiler learns what they are multiples of."""
     row = tl.load(line + 1)
     begin = tl.load(line + 3).to(tl.int32)
     end = tl.load(line + 4).to(tl.int32)
@@ -75,7 +75,7 @@ def _product(  # type: ignore[no-untyped-def]
             offsets = tl.arange(0, ROWS)[:, None] * width + columns[None, :]
             w = tl.load(w_ptr + base + offsets, mask=here, other=0.0)
             product = w.to(tl.float32) * m[None, :]
-            if IN_PLACE:  # a weight that is kept, or zero already, is not written
+            if IN_PLACE:  # weights that do not change are not written
                 product = product.to(W)
                 tl.store(w_ptr + base + offsets, product, mask=here & (product != w))
             else:
@@ -101,7 +101,7 @@ def _gradient(  # type: ignore[no-untyped-def]
     WRITE: tl.constexpr, THROUGH: tl.constexpr, SUMS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Writes grad * mask, and sums of grad * weight: of every column, or (returned) of a stretch that is one block."""
+    """Writes grad * mask, and sums of grad * weight: per column, or as the return value if the stretch is one block."""
     row, begin, end, width = _stretch(line, WIDE)
     rows = tl.load(line + 2).to(tl.int32)
     rows = tl.where(g_address == _NOTHING, 0, rows)

@@ -1,8 +1,8 @@
-"""Work lists of the fused masked multiply: how weights are cut into programs, where each finds its blocks.
+"""Work lists of the fused multiplication: how weights are divided into programs, and where each program finds its blocks.
 
-A weight is seen as rows by columns in the order in which it lies in memory (``masking.Rows``). One program takes one
-row of blocks and a stretch of columns that holds whole blocks only, so that no block is summed by two programs. All of
-this depends on shapes, strides and blocks alone: it is made once and stays on the device.
+A weight is seen as rows by columns in the order of memory (``multiply.Rows``). One program handles one row of blocks and a stretch
+of columns that holds whole blocks only, so that no block is summed by two programs. The tables depend on shapes, strides and blocks
+alone, so they are made once and stay on the device.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torch import Tensor
 from ..core.block import Grid, spread
 
 TILE = 4096  # elements that a program holds at once
-ROWS = 8  # of them along the rows of a block, at most
-SUMMED = 512  # column sums that a program folds into blocks at once
-PITCH = 256  # outputs of a run start at multiples of this many elements: 512 bytes or more
+ROWS = 8  # the most rows among them
+SUMMED = 512  # column sums that a program adds up to block sums at once
+PITCH = 256  # outputs of a run start at multiples of this number of elements: 512 bytes or more
 EVEN = 8  # stretches that start and end at multiples of this are read and written 16 bytes at a time
 FIELDS = 14  # entries per program, in the order of Work._programs
 
@@ -30,7 +30,7 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Place:
-    """One layer of a run: its grid, the order of its axes in memory, where its blocks start in the mask."""
+    """One layer of a run: its grid, the order of its axes in memory, and where its blocks start in the mask."""
 
     grid: Grid
     order: tuple[int, ...]
@@ -66,12 +66,12 @@ class Work:
         self.index: Tensor = torch.from_numpy(np.concatenate(index).astype(np.int32)).to(device)
 
     def _programs(self, number: int, place: Place, at: int) -> tuple[Ints, Ints, int]:
-        """One line per program, the layer's lists of columns (they start at ``at``), the most columns of a block."""
+        """One row per program, the layer's lists of columns (they start at ``at``), and the most columns of a block."""
         first = place.grid.axes[0]
-        block = _columns(place)  # of every column: the number of its block within its row of blocks
+        block = _columns(place)  # for every column: the index of its block within the row of blocks
         width = len(block)
         counts = np.bincount(block)
-        head = np.full(len(counts), width)  # of every block: its first and last column
+        head = np.full(len(counts), width)  # for every block: its first and last column
         np.minimum.at(head, block, np.arange(width))
         last = np.zeros(len(counts), np.int64)
         np.maximum.at(last, block, np.arange(width))
@@ -101,9 +101,9 @@ class Work:
             end,
             width,
             base[:, None],
-            at,  # the block of every column
-            at + 2 * width + slot,  # for each of the stretch's blocks: where its list of columns starts
-            at + 2 * width + len(slot_block) + 1 + slot,  # and its number
+            at,  # list: the block of every column
+            at + 2 * width + slot,  # list: where the columns of each block of the stretch start
+            at + 2 * width + len(slot_block) + 1 + slot,  # list: the index of each block
             slots,
             self.size // PITCH,
             scratch,
@@ -123,7 +123,7 @@ def _columns(place: Place) -> Ints:
 
 
 def _stretches(block: Ints, last: Ints, most: int) -> Ints:
-    """Where to cut the columns, [0, ..., width]: between blocks only, at most ``most`` apart where blocks allow it.
+    """Where to cut the columns, [0, ..., width]: between blocks only, and at most ``most`` apart if the blocks allow it.
 
     ``last`` is the last column of every block.
     """
@@ -131,7 +131,7 @@ def _stretches(block: Ints, last: Ints, most: int) -> Ints:
     allowed = np.flatnonzero(np.maximum.accumulate(last[block]) == np.arange(width)) + 1
     out = _greedy(allowed, most)
     low, high = 1, most
-    while low < high:  # the smallest stretches of the same number: even ones
+    while low < high:  # the shortest limit that needs no more stretches, which makes them even
         middle = (low + high) // 2
         fewer = _greedy(allowed, middle)
         if len(fewer) <= len(out):

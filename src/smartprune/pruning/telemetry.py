@@ -1,4 +1,4 @@
-"""Telemetry: what a search is doing, measured on the device at every step and read only when somebody asks."""
+"""Telemetry: what a search is doing, measured on the device in every step and copied to the host only when it is read."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from . import multiply as masking
+from .multiply import kernels
 
 UNDECIDED = 0.01  # a mask between this and one minus this is undecided
 
 
 class Telemetry:
-    """The last step's measurements, kept on the device; ``read`` is the only function that waits for it."""
+    """The measurements of the last step, kept on the device. Only ``read`` waits for the device."""
 
     def __init__(self, starts: list[int], keep: float) -> None:
         self.starts = starts
@@ -26,29 +26,29 @@ class Telemetry:
         self.side = None if self.side is None else self.side.to(device)
 
     def load(self, side: Tensor | None, values: Tensor | None, device: torch.device) -> None:
-        """Takes over what another one measured last."""
+        """Continues from the last measurements of another search."""
         self.side = None if side is None else side.to(device, copy=True)
         self.values = None if values is None else values.to(device, copy=True)
 
     def measure(self, mask: Tensor) -> None:
-        """Undecided blocks, blocks that changed sides since the last step, distance to the hard mask, kept by layer."""
+        """Counts undecided blocks and blocks that changed sides since the last step, and measures the distance to the hard mask."""
         mask = mask.detach()
         before = None if self.side is None else self.side.to(mask.device)
-        kernels = masking.kernels(mask)
-        if kernels is not None and mask.dtype == torch.float32:
-            self.values, self.side = kernels.measure(mask, before, UNDECIDED, 2 * self.keep)
+        module = kernels(mask)
+        if module is not None and mask.dtype == torch.float32:
+            self.values, self.side = module.measure(mask, before, UNDECIDED, 2 * self.keep)
             return
         self.side = mask > 0.5
-        away = torch.minimum(mask, 1 - mask)  # distance to the side the block is on
-        undecided = (away > UNDECIDED).sum()
+        distance = torch.minimum(mask, 1 - mask)  # to the side that the block is on
+        undecided = (distance > UNDECIDED).sum()
         changed = torch.zeros_like(undecided) if before is None else (self.side ^ before).sum()
-        self.values = torch.stack([undecided.to(away.dtype), changed.to(away.dtype), away.sum() / (2 * self.keep)])
+        self.values = torch.stack([undecided.to(distance.dtype), changed.to(distance.dtype), distance.sum() / (2 * self.keep)])
 
     def read(self) -> dict[str, object]:
         """The last measurement as plain numbers."""
         if self.values is None or self.side is None:
             return {"undecided": 0, "changed": 0, "gap": 0.0, "kept": []}
-        values = self.values if self.values.dim() == 1 else self.values.double().sum(0)  # a kernel leaves partial sums
+        values = self.values if self.values.dim() == 1 else self.values.double().sum(0)  # kernels write partial sums
         undecided, changed, gap = values.tolist()
         total = [0, *self.side.to("cpu", torch.int64).cumsum(0).tolist()]
         kept = [total[stop] - total[start] for start, stop in pairwise(self.starts)]
@@ -58,8 +58,8 @@ class Telemetry:
 def theorem_3_7(scores: Tensor, theta: float, tau: float, step: int) -> dict[str, float | bool]:
     """The paper's condition for convergence, ``tau(s) <= min((m_i - theta)^2, |m_i - theta| / s)`` for every block i.
 
-    Paper: it bounds the trajectory and not just the schedule, and is out of reach in practice (a block at the threshold would
-    need tau = 0); so this is a diagnostic: the largest temperature that would satisfy it now, and whether tau does.
+    Paper: the condition bounds the trajectory and not only the schedule, and cannot be met in practice (a block at the threshold
+    would need tau = 0). So this is a diagnostic: the largest temperature that satisfies it now, and whether tau does.
     """
     nearest = float((scores.detach().double() - theta).abs().min())
     bound = min(nearest**2, nearest / max(step, 1))

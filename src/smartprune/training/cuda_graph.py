@@ -1,4 +1,4 @@
-"""A training step as one CUDA graph: recorded once per stage, then replayed without Python launching its kernels."""
+"""A training step as one CUDA graph: recorded once per stage, then replayed, so that Python does not launch its kernels."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from torch import Tensor
 
 from ..errors import SmartpruneError
 from ..pruning.pruner import Pruner
+from ..pruning.weights import MaskedWeights
 
-Batches = tuple[tuple[Tensor, ...], ...]  # of one step
+Batches = tuple[tuple[Tensor, ...], ...]  # those of one step
 
-WARM = 3  # steps launched from Python first: kernels are compiled and chosen, optimizer state comes into being
+WARM = 3  # steps that Python launches first: kernels are compiled and selected, and the optimizer creates its state
 
 
 class Graph:
-    """Calls ``work(batch)`` for the first steps, then records it and replays the recording.
+    """Calls ``work(batches)`` in the first steps, then records it and replays the recording.
 
-    Every call is one step of the training, the first ones included. Learning rates become tensors on the device, which
-    the recording reads; batches are tuples of tensors of one shape, copied to where the recording reads them. A step with
-    fewer batches than the recorded one, as an epoch may end with, is launched from Python.
+    Every call is one step of the training, the first ones included. Learning rates become tensors on the device, which the
+    recording reads. Batches are tuples of tensors of one shape, which are copied to where the recording reads them. A step with
+    fewer batches than the recorded one, such as the last of an epoch, is launched from Python.
     """
 
     def __init__(
@@ -33,8 +34,8 @@ class Graph:
         self.graph: torch.cuda.CUDAGraph | None = None
         self.failed: str | None = None
         self.inputs: Batches = ()
-        self.live: Any = None
-        self.stream = torch.cuda.Stream()  # of the first steps and of the recording
+        self.masked: MaskedWeights | None = None  # those of the recorded step
+        self.stream = torch.cuda.Stream()  # for the first steps and the recording
 
     def __call__(self, batches: Batches) -> None:
         if self.graph is None and self.calls >= WARM and self.failed is None and len(batches) == self.most:
@@ -43,14 +44,14 @@ class Graph:
         if self.graph is None or len(batches) != len(self.inputs):
             self._launch(batches)
             return
-        for mine, given in zip(chain(*self.inputs), chain(*batches), strict=True):
-            mine.copy_(given, non_blocking=True)
+        for recorded, tensor in zip(chain(*self.inputs), chain(*batches), strict=True):
+            recorded.copy_(tensor, non_blocking=True)
         self.graph.replay()
-        if self.pruner is not None and self.live is not None:
-            self.pruner._live = self.live  # the mask of this step, for the pruner to measure
+        if self.pruner is not None and self.masked is not None:
+            self.pruner.restore_forward(self.masked)
 
     def _launch(self, batches: Batches) -> None:
-        """From Python; on the stream of the recording, as that asks of what comes before it."""
+        """Launches a step from Python, on the stream of the recording, as CUDA requires for the steps before it."""
         self.optimizer.zero_grad()
         if self.failed is not None:
             self.work(batches)
@@ -77,12 +78,11 @@ class Graph:
             return
         self.graph = graph
         if self.pruner is not None:
-            self.live = self.pruner._live if self.pruner.phase == "search" else None
-            self.pruner._live = None
+            self.masked = self.pruner.take_forward()
 
 
 def place_rates(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Learning rates as tensors on the device."""
+    """Makes learning rates tensors on the device."""
     for group in optimizer.param_groups:
         if not isinstance(group["lr"], Tensor) or group["lr"].device != device:
             group["lr"] = torch.tensor(float(group["lr"]), device=device)

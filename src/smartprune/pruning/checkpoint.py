@@ -1,0 +1,153 @@
+"""Checkpoints: the state dict of a pruner, and the copies of a model that follow it."""
+
+from __future__ import annotations
+
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..core.budget import scope
+from ..core.layers import plain_name
+from ..errors import SmartpruneError
+from ..methods.method import settings
+from . import optimizers
+from .state import Observations, SearchState
+
+DAMAGED = "pruner.load_state_dict(): the state is damaged; give what pruner.state_dict() returned"
+
+
+ENTRIES = (
+    *("method", "blocks", "limit", "steps", "block", "settings", "layers", "floor", "budget"),
+    *("seed", "count", "phase", "tensors", "floats", "mask", "side", "measured", "forgets"),
+)
+
+
+def state_dict(search: SearchState) -> dict[str, Any]:
+    """Everything but the weights, as tensors and plain values."""
+    values = {name: value for name, value in search.values().items() if isinstance(value, Tensor) and name != "watched"}
+    telemetry = search.telemetry
+    return {
+        "format": 1,
+        **_identity(search),
+        "seed": search.seed,
+        "count": search.count,
+        "phase": search.phase,
+        "tensors": {name: value.detach().clone() for name, value in values.items()},
+        "floats": {name: value for name, value in search.tensors.items() if not isinstance(value, Tensor)},
+        "mask": None if search.hard is None else search.hard.clone(),
+        "side": None if telemetry.side is None else telemetry.side.clone(),
+        "measured": None if telemetry.values is None else telemetry.values.clone(),
+        "forgets": search.momentum_resets(),
+    }
+
+
+def _identity(search: SearchState) -> dict[str, Any]:
+    """What must be equal to continue a search. The number of blocks alone could belong to a different one."""
+    plan, blocks = search.plan, search.blocks
+    kind, of = ("", "") if plan.budget is None else (plan.budget.kind, scope(plan.budget))
+    return {
+        "method": search.method.name,
+        "blocks": blocks.n,
+        "limit": blocks.limit,
+        "steps": search.steps,
+        "block": str(plan.block),
+        "settings": settings(search.method),
+        "layers": [f"{plain_name(layer.weight)}: {layer.n} blocks" for layer in plan.layers],
+        "floor": 0.0 if plan.floor is None else float(plan.floor),
+        "budget": f"{kind} of {of}",
+    }
+
+
+def load_state_dict(search: SearchState, state: dict[str, Any], adopt_steps: bool = False) -> None:
+    """Continues from a state. With ``adopt_steps`` the search takes over the length of the saved one."""
+    _require_loadable(search, state, adopt_steps)
+    search.reshard()
+    search.to_device()
+    _require_same_tensors(search, state)
+    values = search.values()
+    with torch.no_grad():
+        for name, value in state["tensors"].items():
+            values[name].copy_(value)
+    search.tensors |= state["floats"]
+    search.steps, search.seed, search.count = int(state["steps"]), int(state["seed"]), int(state["count"])
+    device = search.blocks.device
+    search.hard = None if state["mask"] is None else state["mask"].to(device, torch.bool).clone()
+    search.telemetry.load(state["side"], state["measured"], device)
+    search.seen = Observations()
+    search.advance()
+    if search.hard is not None:
+        search.harden(search.hard)
+    else:
+        optimizers.release_zeros(search.blocks.weights)  # a frozen pruner may go back into its search
+    optimizers.cancel_momentum_resets(search.model.parameters())
+    search.pending_resets = list(state["forgets"])
+    search.activate()
+
+
+def _require_loadable(search: SearchState, state: dict[str, Any], adopt_steps: bool) -> None:
+    if not isinstance(state, dict) or state.get("format") != 1:
+        raise SmartpruneError("pruner.load_state_dict(): this is not the state of a pruner; give what pruner.state_dict() returned")
+    if not _is_complete(state, search.blocks.n):
+        raise SmartpruneError(DAMAGED)
+    expected = _identity(search)
+    if adopt_steps:
+        expected["steps"] = state["steps"]
+    for name, value in expected.items():
+        if state[name] != value:
+            saved, present = _first_difference(state[name], value)
+            raise SmartpruneError(
+                f"pruner.load_state_dict(): the saved pruner has {name}={saved!r}, this one {present!r}; attach with the arguments "
+                "of the saved run"
+            )
+    if search.baked:
+        raise SmartpruneError("pruner.load_state_dict(): this model is baked; load into a freshly attached one")
+
+
+def _is_complete(state: dict[str, Any], n: int) -> bool:
+    """Whether a state has all its entries, of the right types and shapes."""
+    if not all(name in state for name in ENTRIES):
+        return False
+    if not isinstance(state["tensors"], dict) or not all(isinstance(value, Tensor) for value in state["tensors"].values()):
+        return False
+    if not all(isinstance(state.get(name), int) for name in ("seed", "count", "steps")) or state["count"] < 0 or state["steps"] < 1:
+        return False
+    if not isinstance(state["floats"], dict) or not isinstance(state["forgets"], list):
+        return False
+    vectors = [value for value in (state["mask"], state["side"]) if value is not None]
+    if not all(isinstance(value, Tensor) and tuple(value.shape) == (n,) for value in vectors):
+        return False
+    measured = state["measured"]
+    return measured is None or (isinstance(measured, Tensor) and measured.dim() in (1, 2) and measured.shape[-1] == 3)
+
+
+def _require_same_tensors(search: SearchState, state: dict[str, Any]) -> None:
+    missing = [name for name in search.trained if name not in state["tensors"]]
+    if missing:
+        raise SmartpruneError(f"pruner.load_state_dict(): the state has no {missing[0]!r}; give what pruner.state_dict() returned")
+    values = search.values()
+    for name, value in state["tensors"].items():
+        if name not in values or tuple(values[name].shape) != tuple(value.shape):
+            raise SmartpruneError(f"pruner.load_state_dict(): unexpected state {name!r} of shape {tuple(value.shape)}")
+
+
+def _first_difference(saved: Any, present: Any) -> tuple[Any, Any]:
+    """Two different values for a message; of two lists their first entries that differ."""
+    if not isinstance(saved, list) or not isinstance(present, list):
+        return saved, present
+    return next(pair for pair in zip_longest(saved, present) if pair[0] != pair[1])
+
+
+def unwrap_copy(search: SearchState, copy: nn.Module) -> nn.Module:
+    """The copy of the model inside a wrapper such as AveragedModel."""
+    module: Any = copy
+    while module is not None:
+        names = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+        if all(layer.weight in names for layer in search.plan.layers):
+            return module  # type: ignore[no-any-return]
+        module = module._modules.get("module", module._modules.get("_orig_mod"))
+    raise SmartpruneError(
+        f"pruner.apply_to(): this {type(copy).__name__} is not a copy of the model: {search.plan.layers[0].weight!r} or another "
+        "pruned weight is missing; give a copy of the model"
+    )

@@ -1,0 +1,325 @@
+"""Everything that the pruner needs from PyTorch's optimizers: one registry, one step pre-hook and one step post-hook.
+
+For all optimizers of this process the registry
+
+- counts the steps that were really taken,
+- keeps paused parameters, and their momentum, unchanged,
+- resets the momentum of parameters before their next step,
+- keeps removed blocks of frozen and baked models at zero, whatever momentum and weight decay do,
+- lets a listener place parameters into groups when an optimizer is built. PyTorch has no hook for this, so
+  ``Optimizer.add_param_group`` is replaced while somebody listens. This is the only patch of PyTorch in the package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary, finalize, ref
+
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ..core.sharding import is_sharded
+from .multiply import BlockMultiplier
+
+_steps = 0
+_last_steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # the number of each optimizer's last step
+_paused = WeakTensorKeyDictionary()
+_resets = WeakTensorKeyDictionary()  # parameters whose momentum is reset before their next step
+_installed = False
+
+
+def install() -> None:
+    """Registers the two hooks. PyTorch allows no new hooks while it calls them, so this happens before the first step."""
+    global _installed
+    if not _installed:
+        register_optimizer_step_pre_hook(_before_step)
+        register_optimizer_step_post_hook(_after_step)
+        _installed = True
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    _prepare_parameters(optimizer)
+    return _wrap_closure(optimizer, args, kwargs)
+
+
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    _count_step(optimizer)
+    _restore_zeros(optimizer)
+
+
+# -- steps ----------------------------------------------------------------------------------------------------------------
+
+
+def step_count() -> int:
+    """The number of optimizer steps in this process so far. (Fused optimizers do not raise a tensor's version counter.)"""
+    install()
+    return _steps
+
+
+def stepped_since(count: int) -> list[Optimizer]:
+    """The optimizers that stepped after :func:`step_count` was ``count``."""
+    return [optimizer for optimizer, last in _last_steps.items() if last > count]
+
+
+def have_stepped(parameters: Iterable[Tensor]) -> bool:
+    """Whether all parameters belong to optimizers that exist and have stepped before."""
+    ids = {id(p) for optimizer in _last_steps for group in optimizer.param_groups for p in group["params"]}
+    return ids.issuperset(map(id, parameters))
+
+
+def _count_step(optimizer: Optimizer) -> None:
+    global _steps
+    skipped = getattr(optimizer, "found_inf", None)  # set by a gradient scaler to make a fused optimizer skip the step
+    if isinstance(skipped, Tensor) and skipped.is_cpu and bool(skipped):
+        return
+    _steps += 1
+    _last_steps[optimizer] = _steps
+
+
+# -- paused parameters and momentum ---------------------------------------------------------------------------------------
+
+
+def pause(parameters: Iterable[Tensor]) -> None:
+    """Optimizers leave these parameters and their momentum unchanged until :func:`resume`."""
+    install()
+    for parameter in parameters:
+        _paused[parameter] = True
+
+
+def resume(parameters: Iterable[Tensor]) -> None:
+    for parameter in parameters:
+        _paused.pop(parameter, None)
+
+
+def reset_momentum(parameters: Iterable[Tensor]) -> None:
+    """Optimizers reset the momentum of these parameters before their next step."""
+    install()
+    for parameter in parameters:
+        _resets[parameter] = True
+
+
+def cancel_momentum_resets(parameters: Iterable[Tensor]) -> None:
+    for parameter in parameters:
+        _resets.pop(parameter, None)
+
+
+def pending_momentum_resets(parameters: Iterable[tuple[str, Tensor]]) -> list[str]:
+    """The names of the parameters whose momentum has not been reset yet."""
+    return [name for name, parameter in parameters if parameter in _resets]
+
+
+def _prepare_parameters(optimizer: Optimizer) -> None:
+    """Resets momentum, and removes the gradients of paused parameters."""
+    if not _paused and not _resets:
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if _resets.pop(parameter, None):
+                _reset_state(optimizer.state.get(parameter, {}), parameter)
+            if parameter in _paused:
+                parameter.grad = None
+
+
+def _reset_state(state: dict[str, Any], parameter: Tensor) -> None:
+    for name, value in state.items():
+        if isinstance(value, Tensor) and (value.shape == parameter.shape or name == "step"):
+            value.zero_()  # with "step", since Adam corrects its averages by the number of steps that they contain
+
+
+def _wrap_closure(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+    """The arguments of ``optimizer.step``, with a closure that prepares the parameters again. The closure runs inside the step and
+    makes gradients, and the first forward pass of a copied model may pause parameters."""
+    is_positional = len(args) > 1 and callable(args[1])
+    closure = args[1] if is_positional else kwargs.get("closure")
+    if closure is None:
+        return None
+
+    def prepared() -> Any:
+        loss = closure()
+        _prepare_parameters(optimizer)
+        return loss
+
+    return ((args[0], prepared, *args[2:]), kwargs) if is_positional else (args, {**kwargs, "closure": prepared})
+
+
+# -- zeros ----------------------------------------------------------------------------------------------------------------
+
+
+class _ZeroMask:
+    """The hard mask of one multiplier, and the weights whose removed blocks stay zero."""
+
+    def __init__(self, multiplier: BlockMultiplier, mask: Tensor) -> None:
+        self.multiplier, self.mask = multiplier, mask
+        self.weights: list[Callable[[], Tensor | None]] = [_no_weight] * len(multiplier.grids)
+
+    def apply(self, layers: Sequence[int], weights: Sequence[Tensor], bypass_autograd: bool = False) -> None:
+        """Zeroes removed blocks. With ``bypass_autograd`` the version counters of the weights do not change: usually the blocks
+        are zero already."""
+        if self.mask.device != weights[0].device:
+            self.mask = self.mask.to(weights[0].device)
+        self.multiplier.multiply_(self.mask, [weight.data for weight in weights] if bypass_autograd else weights, layers)
+
+
+class _Cleanup:
+    """What is zeroed after a step of one optimizer: weights, grouped by mask."""
+
+    def __init__(self, parameters: list[Tensor]) -> None:
+        self.parameters, self.version = parameters, _held_version
+        self.groups: dict[int, tuple[_ZeroMask, list[int], list[Tensor]]] = {}
+        for weight in parameters:
+            mask, layer = _held.get(weight, (None, 0))
+            if mask is not None:
+                _, layers, weights = self.groups.setdefault(id(mask), (mask, [], []))
+                layers.append(layer)
+                weights.append(weight)
+
+    def is_current(self, parameters: list[Tensor]) -> bool:
+        return (
+            self.version == _held_version
+            and len(parameters) == len(self.parameters)
+            and all(a is b for a, b in zip(parameters, self.parameters, strict=True))
+        )
+
+    def equals(self, other: _Cleanup) -> bool:
+        """Whether both zero the same weights with the same masks."""
+        return self._key() == other._key()
+
+    def _key(self) -> list[tuple[int, list[int], list[int]]]:
+        return [(id(mask), layers, [id(weight) for weight in weights]) for mask, layers, weights in self.groups.values()]
+
+
+def _no_weight() -> Tensor | None:
+    return None
+
+
+_held = WeakTensorKeyDictionary()  # weight -> (_ZeroMask, index of the layer)
+_masks: WeakValueDictionary[int, _ZeroMask] = WeakValueDictionary()  # by id of the multiplier, which the mask keeps alive
+_cleanups: WeakKeyDictionary[Optimizer, _Cleanup] = WeakKeyDictionary()
+_held_version = 0  # changes whenever _held does
+
+
+def hold_zeros(weights: Sequence[nn.Parameter], multiplier: BlockMultiplier, mask: Tensor) -> None:
+    """From now on the removed blocks of these weights, which are zero, are zeroed after every step of an optimizer."""
+    install()
+    zero_mask = _masks[id(multiplier)] = _ZeroMask(multiplier, mask)
+    for layer, weight in enumerate(weights):
+        _hold(zero_mask, layer, weight)
+
+
+def _hold(mask: _ZeroMask, layer: int, weight: Tensor) -> None:
+    global _held_version
+    _held_version += 1
+    mask.weights[layer] = ref(weight)
+    _held[weight] = (mask, layer)
+
+
+def release_zeros(weights: Sequence[nn.Parameter]) -> None:
+    """Removed blocks of these weights may train again."""
+    global _held_version
+    _held_version += 1
+    for weight in weights:
+        mask, layer = _held.pop(weight, (None, 0))
+        if mask is not None:
+            mask.weights[layer] = _no_weight
+
+
+def holds_zeros(weight: Tensor) -> bool:
+    return weight in _held
+
+
+def zero_removed_blocks(weights: Sequence[nn.Parameter], multiplier: BlockMultiplier, mask: Tensor) -> None:
+    """Zeroes the removed blocks of every weight now, including weights that were written through ``weight.data`` (as when averages
+    are swapped in for an evaluation), which leaves no trace in their version counters."""
+    zero_mask = _masks.get(id(multiplier))
+    if zero_mask is None:  # a copied or loaded model
+        install()
+        zero_mask = _masks[id(multiplier)] = _ZeroMask(multiplier, mask)
+    for layer, weight in enumerate(weights):
+        if zero_mask.weights[layer]() is not weight:
+            _hold(zero_mask, layer, weight)
+    zero_mask.apply(range(len(weights)), weights, bypass_autograd=not is_sharded(weights[0]))
+
+
+def _restore_zeros(optimizer: Optimizer) -> None:
+    if not _held:
+        return
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    cleanup, is_first = _cleanups.get(optimizer), False
+    if cleanup is None or not cleanup.is_current(parameters):
+        before, cleanup = cleanup, _Cleanup(parameters)
+        is_first = before is None or not cleanup.equals(before)  # else only weights of other models were held or released
+        _cleanups[optimizer] = cleanup
+    for mask, layers, weights in cleanup.groups.values():
+        mask.apply(layers, weights)
+        if not is_first:
+            continue
+        # momentum from before the freeze; from now on the gradients of removed blocks are zero
+        for layer, weight in zip(layers, weights, strict=True):
+            for value in optimizer.state.get(weight, {}).values():
+                if isinstance(value, Tensor) and value.shape == weight.shape:
+                    mask.multiplier.multiply_layer_(mask.multiplier.layer_mask(mask.mask, layer), layer, value)
+
+
+# -- parameter groups -----------------------------------------------------------------------------------------------------
+
+
+class GroupListener(Protocol):
+    """Places some parameters into the groups of an optimizer while it is built."""
+
+    def takes_group(self, parameter_ids: set[int]) -> bool:
+        """Whether a new group with these parameters is for this listener."""
+
+    def place_group(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
+        """Adds the group, or parts of it, with :func:`add_param_group`."""
+
+    def group_added(self, optimizer: Optimizer) -> None:
+        """Called after every group that any optimizer gets."""
+
+
+_listeners: WeakSet[Any] = WeakSet()
+_torch_add_param_group = Optimizer.add_param_group
+
+
+def listen_to_groups(listener: GroupListener) -> None:
+    """Until :func:`stop_listening_to_groups`, every group that an optimizer gets is offered to the listener first."""
+    _listeners.add(listener)
+    finalize(listener, _restore_add_param_group)
+    Optimizer.add_param_group = _add_param_group  # type: ignore[method-assign,assignment]
+
+
+def stop_listening_to_groups(listener: GroupListener) -> None:
+    _listeners.discard(listener)
+    _restore_add_param_group()
+
+
+def add_param_group(optimizer: Optimizer, group: dict[str, Any]) -> None:
+    """PyTorch's own ``optimizer.add_param_group``, which no listener sees."""
+    _torch_add_param_group(optimizer, group)
+
+
+def _add_param_group(optimizer: Optimizer, group: dict[str, Any]) -> None:
+    """Replaces ``Optimizer.add_param_group`` while there are listeners."""
+    parameters = group.get("params") if isinstance(group, dict) else None
+    ids = set()
+    if parameters is not None and not isinstance(parameters, set):
+        group["params"] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        ids = {id(parameter_of(entry)) for entry in group["params"]}
+    listener = next((listener for listener in list(_listeners) if listener.takes_group(ids)), None)
+    if listener is None:
+        _torch_add_param_group(optimizer, group)
+    else:
+        listener.place_group(optimizer, group)
+    for other in list(_listeners):
+        other.group_added(optimizer)
+
+
+def _restore_add_param_group() -> None:
+    if not list(_listeners) and Optimizer.add_param_group is _add_param_group:  # list() drops listeners that just died
+        Optimizer.add_param_group = _torch_add_param_group  # type: ignore[method-assign]
+
+
+def parameter_of(entry: Any) -> Any:
+    """The tensor of an entry of a parameter group, which is a tensor, or a name and a tensor."""
+    return entry[1] if isinstance(entry, tuple) else entry
