@@ -11,6 +11,7 @@ from torch import nn
 import smartprune as sp
 from helpers.training_cases import Case
 from smartprune.methods.method import Method
+from smartprune.pruning.masked import MaskedModules
 
 
 def names_and_ids(model: nn.Module) -> list[tuple[str, int]]:
@@ -182,7 +183,7 @@ def test_a_baked_model_can_be_pruned_further() -> None:
     assert receipt.blocks.kept < int(first.mask.sum())
 
 
-@pytest.mark.parametrize("at", ["scalars", "_way", "register_forward_hook"])
+@pytest.mark.parametrize("at", ["scalars", "_find_edges", "register_forward_hook"])
 @pytest.mark.parametrize("method", [sp.Smart(), sp.Awg(cap="off")])
 def test_an_interrupted_attach_leaves_the_model_as_it_was(method: Method, at: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No scores stay among the parameters, and no weight stays frozen."""
@@ -198,7 +199,7 @@ def test_an_interrupted_attach_leaves_the_model_as_it_was(method: Method, at: st
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr({"scalars": type(method), "_way": sp.Pruner}.get(at, nn.Module), at, interrupt)
+        patch.setattr({"scalars": type(method), "_find_edges": MaskedModules}.get(at, nn.Module), at, interrupt)
         with pytest.raises(KeyboardInterrupt):
             case.attach(method, steps=32)
     assert [name for name, _ in case.model.named_parameters()] == names

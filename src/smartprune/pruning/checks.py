@@ -157,8 +157,8 @@ def require_agreement(search: SearchState) -> None:
     position = torch.tensor([search.count, search.steps, search.hard is not None], dtype=torch.float64, device=device)
     if not same_on_all_ranks(position):
         raise SmartpruneError(
-            f"pruner.step(): the ranks are at different steps of the search, this one at {search.count} of {search.steps}; call "
-            "pruner.load_state_dict() on every rank: DistributedDataParallel shares weights and scores, but not the step"
+            f"pruner.step(): the ranks are at different steps of the search, this one at {search.count} of {search.steps}; load "
+            "the state of the pruner on every rank: DistributedDataParallel shares weights and scores, but not the step"
         )
     if search.hard is not None:
         return
