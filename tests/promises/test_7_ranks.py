@@ -232,7 +232,7 @@ def test_sharding_after_attach_raises(tmp_path: Path) -> None:
         model = make_model()
         pruner = sp.attach(model, sp.Smart(), block=(4, 4), sparsity=0.7, steps=4)
         fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
-        with pytest.raises(sp.SmartpruneError, match=r"call fully_shard first, then attach: scores stay whole on every rank"):
+        with pytest.raises(sp.SmartpruneError, match=r"but every rank needs all scores; call fully_shard first, then attach"):
             train(model, pruner, [data(0, 0)])
     finally:
         torch.distributed.destroy_process_group()
