@@ -11,7 +11,7 @@ import numpy as np
 
 from helpers.image_folders import ByteArray, save_image
 
-COLOURS = ((250, 10, 10), (10, 250, 10), (10, 10, 250))
+COLORS = ((250, 10, 10), (10, 250, 10), (10, 10, 250))
 CATEGORIES = ((4, "red"), (7, "green"), (90, "blue"))  # the ids have gaps
 COUNTS = {"train": 6, "val": 3, "test": 4}
 
@@ -26,7 +26,7 @@ def image_and_boxes(split: str, number: int) -> tuple[ByteArray, list[tuple[int,
         left, wide = 1 + place * (width // 3), int(rng.integers(6, width // 3 - 1))
         top, high = int(rng.integers(0, height - 16)), int(rng.integers(6, 16))
         label = int(rng.integers(3))
-        image[top : top + high, left : left + wide] = COLOURS[label]
+        image[top : top + high, left : left + wide] = COLORS[label]
         objects.append((label, [float(left), float(top), float(wide), float(high)], int(place == 2)))
     return image, objects
 

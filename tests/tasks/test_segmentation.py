@@ -1,4 +1,4 @@
-"""Pictures with masks: loss and metric against slow loops, pictures and masks that move together, errors that name the file."""
+"""Segmentation: loss, metric, files, crops, scenes, and runs."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from helpers.training_jobs import assert_same_run, metric_rows
 from smartprune import SmartpruneError
 from smartprune.models import MODELS
 from smartprune.tasks.camvid import Camvid
-from smartprune.tasks.pictures import MEAN, STD, Shelf, normalised
+from smartprune.tasks.images import MEAN, STD, ImageStore, normalize
 from smartprune.tasks.scenes import SCENES, Scenes, compose
-from smartprune.tasks.segmentation import IGNORE, Moves, Segmentation, Split, confusion, hardest, loss, mean_iou, metric
+from smartprune.tasks.segmentation import IGNORE, Crops, Segmentation, Split, confusion, hard_pixel_loss, loss, mean_iou, metric
 from smartprune.training.config import configure
 from smartprune.training.train import resume, train
 
@@ -28,8 +28,8 @@ pytest.importorskip("PIL")
 CPU = torch.device("cpu")
 
 
-def task(place: Path, **changes: object) -> Segmentation:
-    return Segmentation(**{"folder": str(place), "height": 32, "width": 32, **changes})  # type: ignore[arg-type]
+def make_task(path: Path, **changes: object) -> Segmentation:
+    return Segmentation(**{"folder": str(path), "height": 32, "width": 32, **changes})  # type: ignore[arg-type]
 
 
 def slow_loss(logits: Tensor, masks: Tensor) -> float:
@@ -43,17 +43,17 @@ def slow_loss(logits: Tensor, masks: Tensor) -> float:
                     values.append(-math.log(powers[label] / sum(powers)))
     values.sort(reverse=True)
     hard = [v for v in values if v > -math.log(0.7)]
-    chosen = hard if len(hard) >= len(values) // 16 else values[: len(values) // 16]
-    return sum(chosen) / len(chosen)
+    selected = hard if len(hard) >= len(values) // 16 else values[: len(values) // 16]
+    return sum(selected) / len(selected)
 
 
-@pytest.mark.parametrize("sure", [0.0, 3.0, 8.0, 30.0])  # from all pixels hard to none
-def test_loss_against_slow_loops(sure: float) -> None:
+@pytest.mark.parametrize("margin", [0.0, 3.0, 8.0, 30.0])  # from all pixels hard to none
+def test_loss_matches_slow_loops(margin: float) -> None:
     masks = torch.randint(0, 5, (2, 12, 11))
     masks[torch.rand(masks.shape) < 0.3] = IGNORE
-    right = torch.nn.functional.one_hot(masks.clamp(max=4), 5).permute(0, 3, 1, 2)
-    logits = (torch.randn(2, 5, 12, 11) + sure * right).double().requires_grad_()
-    value = hardest(logits, masks)
+    target = torch.nn.functional.one_hot(masks.clamp(max=4), 5).permute(0, 3, 1, 2)
+    logits = (torch.randn(2, 5, 12, 11) + margin * target).double().requires_grad_()
+    value = hard_pixel_loss(logits, masks)
     assert float(value.detach()) == pytest.approx(slow_loss(logits.detach(), masks), rel=1e-9)
     value.backward()  # type: ignore[no-untyped-call]
     assert logits.grad is not None
@@ -62,12 +62,12 @@ def test_loss_against_slow_loops(sure: float) -> None:
     assert counted >= int((masks != IGNORE).sum()) // 16
 
 
-def test_loss_of_nothing_is_zero() -> None:
-    assert float(hardest(torch.randn(1, 3, 8, 8), torch.full((1, 8, 8), IGNORE))) == 0
+def test_loss_without_classes_is_zero() -> None:
+    assert float(hard_pixel_loss(torch.randn(1, 3, 8, 8), torch.full((1, 8, 8), IGNORE))) == 0
 
 
 class Heads(nn.Module):
-    """A main head, and in training another one of a quarter of the size."""
+    """A main head, and in training a second head with half the resolution."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,120 +77,120 @@ class Heads(nn.Module):
         return (self.main(x), self.other(x)) if self.training else self.main(x)  # type: ignore[no-any-return]
 
 
-def test_losses_of_all_heads_are_added() -> None:
-    model, pictures, masks = Heads(), torch.randn(2, 3, 8, 8), torch.randint(0, 4, (2, 8, 8))
-    other = torch.nn.functional.interpolate(model.other(pictures), (8, 8), mode="bilinear")
-    wanted = hardest(model.main(pictures), masks) + hardest(other, masks)
-    torch.testing.assert_close(loss(model, (pictures, masks)), wanted)
+def test_losses_of_all_heads_are_summed() -> None:
+    model, images, masks = Heads(), torch.randn(2, 3, 8, 8), torch.randint(0, 4, (2, 8, 8))
+    other = torch.nn.functional.interpolate(model.other(images), (8, 8), mode="bilinear")
+    expected = hard_pixel_loss(model.main(images), masks) + hard_pixel_loss(other, masks)
+    torch.testing.assert_close(loss(model, (images, masks)), expected)
     model.eval()
-    torch.testing.assert_close(loss(model, (pictures, masks)), hardest(model.main(pictures), masks))
+    torch.testing.assert_close(loss(model, (images, masks)), hard_pixel_loss(model.main(images), masks))
 
 
-def slow_iou(found: Tensor, masks: Tensor, classes: int) -> float:
+def slow_iou(predictions: Tensor, masks: Tensor, classes: int) -> float:
     values = []
     for c in range(classes):
-        both = either = 0
-        for f, m in zip(found.flatten().tolist(), masks.flatten().tolist(), strict=True):
+        intersection = union = 0
+        for f, m in zip(predictions.flatten().tolist(), masks.flatten().tolist(), strict=True):
             if m != IGNORE:
-                both += f == c and m == c
-                either += f == c or m == c
-        if either:
-            values.append(both / either)
+                intersection += f == c and m == c
+                union += f == c or m == c
+        if union:
+            values.append(intersection / union)
     return sum(values) / len(values)
 
 
 @pytest.mark.parametrize("classes", [2, 5, 9])
-def test_metric_against_slow_loops(classes: int) -> None:
-    masks = torch.randint(0, max(2, classes - 2), (6, 10, 9))  # some classes are neither there nor found
-    found = torch.where(torch.rand(masks.shape) < 0.6, masks, torch.randint(0, max(2, classes - 1), masks.shape))
+def test_metric_matches_slow_loops(classes: int) -> None:
+    masks = torch.randint(0, max(2, classes - 2), (6, 10, 9))  # some classes are neither true nor predicted
+    predictions = torch.where(torch.rand(masks.shape) < 0.6, masks, torch.randint(0, max(2, classes - 1), masks.shape))
     masks[torch.rand(masks.shape) < 0.2] = IGNORE
-    table = sum(confusion(f, m, classes) for f, m in zip(found.split(4), masks.split(4), strict=True))
+    table = sum(confusion(f, m, classes) for f, m in zip(predictions.split(4), masks.split(4), strict=True))
     assert isinstance(table, Tensor)
     assert int(table.sum()) == int((masks != IGNORE).sum())
-    assert mean_iou(table) == pytest.approx(slow_iou(found, masks, classes))
+    assert mean_iou(table) == pytest.approx(slow_iou(predictions, masks, classes))
     assert mean_iou(torch.zeros(3, 3)) == 0
 
 
-def test_metric_of_a_model_over_padded_pictures(tmp_path: Path) -> None:
-    place = write_pairs(tmp_path)
+def test_metric_ignores_padding(tmp_path: Path) -> None:
+    path = write_pairs(tmp_path)
     model = Heads().eval()
-    data = task(place).data("test", CPU)
-    taken = data.shelf.kept  # type: ignore[attr-defined]
+    data = make_task(path).data("test", CPU)
+    pixels = data.store.cached  # type: ignore[attr-defined]
     with torch.no_grad():
-        found = model(normalised(taken[..., :3])).argmax(1)
-        assert metric(model, data) == pytest.approx(slow_iou(found, taken[..., 3], 4))
-    pictures, masks = next(iter(data.batches(2, seed=0, epoch=0)))
-    assert (pictures.shape, masks.shape) == ((2, 3, 64, 64), (2, 64, 64))
+        predictions = model(normalize(pixels[..., :3])).argmax(1)
+        assert metric(model, data) == pytest.approx(slow_iou(predictions, pixels[..., 3], 4))
+    images, masks = next(iter(data.batches(2, seed=0, epoch=0)))
+    assert (images.shape, masks.shape) == ((2, 3, 64, 64), (2, 64, 64))
     assert bool((masks[:, HEIGHT:] == IGNORE).all() and (masks[:, :, WIDTH:] == IGNORE).all())
-    assert bool((pictures[:, :, HEIGHT:] == 0).all())
+    assert bool((images[:, :, HEIGHT:] == 0).all())
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("as_tar", [False, True])
 @pytest.mark.parametrize("city", [False, True])
-def test_layouts(city: bool, packed: bool, tmp_path: Path) -> None:
-    place = write_pairs(tmp_path / "set", city)
-    place = make_tar(place, tmp_path / "set.tar") if packed else place
-    own = task(place)
+def test_every_layout_is_read(city: bool, as_tar: bool, tmp_path: Path) -> None:
+    path = write_pairs(tmp_path / "set", city)
+    path = make_tar(path, tmp_path / "set.tar") if as_tar else path
+    task = make_task(path)
     for split, folder in (("train", "train"), ("validation", None if city else "val"), ("test", "val" if city else "test")):
-        data = own.data(split, CPU)
+        data = task.data(split, CPU)
         if folder is None:
-            assert data.steps(4) == 0  # the masks of the test set of Cityscapes are secret: val is for results
+            assert data.steps(4) == 0  # the test masks of Cityscapes are not public, so val is the test split
             assert list(data.batches(4, seed=0, epoch=0)) == []
             continue
         pairs = [image_and_mask(folder, i) for i in range(PAIRS[folder])]
-        kept = data.shelf.kept.numpy()  # type: ignore[attr-defined]
-        assert np.array_equal(kept[..., :3], np.stack([picture for picture, _ in pairs]))
-        assert np.array_equal(kept[..., 3], np.stack([mask for _, mask in pairs]))
+        cached = data.store.cached.numpy()  # type: ignore[attr-defined]
+        assert np.array_equal(cached[..., :3], np.stack([image for image, _ in pairs]))
+        assert np.array_equal(cached[..., 3], np.stack([mask for _, mask in pairs]))
 
 
-def test_classes_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-    monkeypatch.setitem(MODELS, "bisenetv2", lambda num_classes: asked.append(num_classes) or nn.Identity())
+def test_number_of_classes_comes_from_setting_file_or_masks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts: list[int] = []
+    monkeypatch.setitem(MODELS, "bisenetv2", lambda num_classes: counts.append(num_classes) or nn.Identity())
     write_pairs(tmp_path / "own", test=False)
-    task(tmp_path / "own").model("bisenetv2")
-    task(tmp_path / "own", classes=7).model("bisenetv2")
+    make_task(tmp_path / "own").model("bisenetv2")
+    make_task(tmp_path / "own", classes=7).model("bisenetv2")
     (write_pairs(tmp_path / "named") / "classes.json").write_text(json.dumps({"classes": ["a", "b", "c", "d", "e"]}))
-    task(tmp_path / "named").model("bisenetv2")
-    task(write_pairs(tmp_path / "city", city=True)).model("bisenetv2")
-    assert asked == [4, 7, 5, 19]
-    assert task(tmp_path / "own").data("validation", CPU).steps(4) == 0
-    assert task(tmp_path / "own").data("test", CPU).steps(1) == PAIRS["val"]
+    make_task(tmp_path / "named").model("bisenetv2")
+    make_task(write_pairs(tmp_path / "city", city=True)).model("bisenetv2")
+    assert counts == [4, 7, 5, 19]
+    assert make_task(tmp_path / "own").data("validation", CPU).steps(4) == 0
+    assert make_task(tmp_path / "own").data("test", CPU).steps(1) == PAIRS["val"]
     (write_pairs(tmp_path / "bad") / "classes.json").write_text("[]")
     with pytest.raises(SmartpruneError, match=r'classes\.json should hold \{"classes": \[names\]\}'):
-        task(tmp_path / "bad").model("bisenetv2")
+        make_task(tmp_path / "bad").model("bisenetv2")
 
 
-def test_pictures_and_masks_move_together(tmp_path: Path) -> None:
-    """The red of a pixel tells its class; away from borders between classes it must agree with the mask."""
-    data = task(write_pairs(tmp_path), smallest=0.5, largest=2.0).data("train", CPU)
-    beyond = 0
+def test_images_and_masks_are_cropped_together(tmp_path: Path) -> None:
+    """The red channel encodes the class, so it must match the mask except at borders between classes."""
+    data = make_task(write_pairs(tmp_path), smallest=0.5, largest=2.0).data("train", CPU)
+    padding = 0
     for epoch in range(5):
-        for pictures, masks in data.batches(3, seed=0, epoch=epoch):
-            assert (pictures.shape, masks.shape) == ((3, 3, 32, 32), (3, 32, 32))
-            red = ((pictures[:, 0] * STD[0] + MEAN[0]) * 255 / 40).round().long()
+        for images, masks in data.batches(3, seed=0, epoch=epoch):
+            assert (images.shape, masks.shape) == ((3, 3, 32, 32), (3, 32, 32))
+            red = ((images[:, 0] * STD[0] + MEAN[0]) * 255 / 40).round().long()
             counted = masks != IGNORE
             assert float((red == masks)[counted].float().mean()) > 0.75
             assert set(masks.unique().tolist()) <= {0, 1, 2, 3, IGNORE}
-            beyond += int((pictures.abs().sum(1) == 0).sum())
-            assert bool((masks[pictures.abs().sum(1) == 0] == IGNORE).all())
-    assert beyond > 0  # some were smaller than what is cut out
+            padding += int((images.abs().sum(1) == 0).sum())
+            assert bool((masks[images.abs().sum(1) == 0] == IGNORE).all())
+    assert padding > 0  # some images were smaller than the crop
 
 
-def test_without_scaling_a_cut_is_a_cut() -> None:
-    taken = torch.randint(0, 4, (5, 64, 96, 4), dtype=torch.uint8)
-    data = Split(Shelf(lambda i: taken[i], taken, CPU), 5, (64, 96), Moves(64, 96, 1.0, 1.0, flip=True))
-    order, reach, _ = data._draw(Moves(64, 96, 1.0, 1.0, flip=True), 0, 0)
-    assert 0 < int((reach[:, 0] < 0).sum()) < 5
+def test_crops_without_scaling_copy_the_mask() -> None:
+    pixels = torch.randint(0, 4, (5, 64, 96, 4), dtype=torch.uint8)
+    data = Split(ImageStore(lambda i: pixels[i], pixels, CPU), 5, (64, 96), Crops(64, 96, 1.0, 1.0, flip=True))
+    order, extent, _ = data._draw(Crops(64, 96, 1.0, 1.0, flip=True), 0, 0)
+    assert 0 < int((extent[:, 0] < 0).sum()) < 5
     ((_, masks),) = data.batches(5, seed=0, epoch=0)
     for i in range(5):
-        own = taken[order[i], :, :, 3].long()
-        assert torch.equal(masks[i], own.flip(1) if reach[i, 0] < 0 else own)
+        mask = pixels[order[i], :, :, 3].long()
+        assert torch.equal(masks[i], mask.flip(1) if extent[i, 0] < 0 else mask)
 
 
-def test_disk_and_memory_give_the_same_batches_from_any_entry_point(tmp_path: Path) -> None:
-    place = write_pairs(tmp_path)
-    memory, disk = (task(place, memory=limit).data("train", CPU) for limit in (1.0, 0.0))
-    assert disk.shelf.kept is None  # type: ignore[attr-defined]
+def test_disk_and_memory_give_the_same_batches(tmp_path: Path) -> None:
+    path = write_pairs(tmp_path)
+    memory, disk = (make_task(path, memory=limit).data("train", CPU) for limit in (1.0, 0.0))
+    assert disk.store.cached is None  # type: ignore[attr-defined]
     whole, late = list(memory.batches(2, seed=1, epoch=2)), list(disk.batches(2, seed=1, epoch=2, first=1))
     assert len(whole) == 3 == memory.steps(2)
     for a, b in zip(whole[1:], late, strict=True):
@@ -201,81 +201,83 @@ def test_disk_and_memory_give_the_same_batches_from_any_entry_point(tmp_path: Pa
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda p: (p / "labels/train/3.png").unlink(), r"images/train/3\.png has no mask; it should be .*labels/train/3\.png"),
-        (lambda p: (p / "images/train/3.png").unlink(), r"labels/train/3\.png is a mask without a picture in images/train"),
-        (lambda p: shutil.rmtree(p / "images/train"), r"images/train is missing or holds no pictures"),
-        (lambda p: (p / "images/train/2.png").write_bytes(b"no"), r"images/train/2\.png cannot be read as a picture"),
-        (lambda p: (p / "labels/train/2.png").write_bytes(b"no"), r"labels/train/2\.png cannot be read as a picture"),
+        (lambda p: (p / "labels/train/3.png").unlink(), r"images/train/3\.png has no mask; add .*labels/train/3\.png"),
+        (lambda p: (p / "images/train/3.png").unlink(), r"labels/train/3\.png is a mask without an image in images/train"),
+        (lambda p: shutil.rmtree(p / "images/train"), r"images/train is missing or holds no images"),
+        (lambda p: (p / "images/train/2.png").write_bytes(b"no"), r"images/train/2\.png cannot be read as an image"),
+        (lambda p: (p / "labels/train/2.png").write_bytes(b"no"), r"labels/train/2\.png cannot be read as an image"),
         (
             lambda p: save_image(p / "labels/train/2.png", image_and_mask("train", 2)[0]),
             r"labels/train/2\.png has the mode RGB; a mask has one",
         ),
         (
             lambda p: save_image(p / "labels/train/2.png", np.full((HEIGHT, WIDTH), 9, np.uint8)),
-            r"2\.png holds the class 9; there are 0 to 3",
+            r"2\.png holds the class 9; use 0 to 3",
         ),
         (
             lambda p: save_image(p / "labels/train/2.png", np.zeros((8, 9), np.uint8)),
-            r"train/2\.png has 9x8 pixels, its picture 48x40",
+            r"train/2\.png has 9x8 pixels, but its image has 48x40",
         ),
     ],
 )
-def test_damage_is_named(damage: object, message: str, tmp_path: Path) -> None:
+def test_errors_name_the_damaged_file(damage: object, message: str, tmp_path: Path) -> None:
     damage(write_pairs(tmp_path))  # type: ignore[operator]
     with pytest.raises(SmartpruneError, match=message):
-        task(tmp_path, classes=4).data("train", CPU)
+        make_task(tmp_path, classes=4).data("train", CPU)
 
 
-def test_pictures_of_two_sizes(tmp_path: Path) -> None:
+def test_images_of_two_sizes_need_the_setting_resize(tmp_path: Path) -> None:
     write_pairs(tmp_path)
     save_image(tmp_path / "images/train/4.png", np.zeros((80, 96, 3), np.uint8))
     save_image(tmp_path / "labels/train/4.png", np.ones((80, 96), np.uint8))
     with pytest.raises(
-        SmartpruneError, match=r"images/train/4\.png has 96x80 pixels, those before it 48x40; .*resize=WIDTHxHEIGHT"
+        SmartpruneError, match=r"images/train/4\.png has 96x80 pixels, but the first image has 48x40; .*resize=WIDTHxHEIGHT"
     ):
-        task(tmp_path).data("train", CPU)
-    kept = task(tmp_path, resize="64x32").data("train", CPU).shelf.kept  # type: ignore[attr-defined]
-    assert kept.shape == (6, 32, 64, 4)
-    assert set(kept[..., 3].unique().tolist()) <= {0, 1, 2, 3, IGNORE}
+        make_task(tmp_path).data("train", CPU)
+    cached = make_task(tmp_path, resize="64x32").data("train", CPU).store.cached  # type: ignore[attr-defined]
+    assert cached.shape == (6, 32, 64, 4)
+    assert set(cached[..., 3].unique().tolist()) <= {0, 1, 2, 3, IGNORE}
 
 
-def test_no_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_data_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SMARTPRUNE_DATA", raising=False)
-    with pytest.raises(SmartpruneError, match="camvid: no data folder was given"):
+    with pytest.raises(SmartpruneError, match="camvid: no data folder is given"):
         Camvid().data("train", CPU)
-    with pytest.raises(SmartpruneError, match=r"holds no data for camvid: none of the folders images, leftImg8bit .*camvid\.tar"):
+    with pytest.raises(
+        SmartpruneError, match=r"camvid: .* holds no data for this task; .* one of the folders images, leftImg8bit, or camvid\.tar"
+    ):
         Camvid(folder=str(tmp_path)).data("train", CPU)
-    with pytest.raises(SmartpruneError, match="split='dev'; it is train, validation or test"):
-        task(write_pairs(tmp_path)).data("dev", CPU)
-    with pytest.raises(SmartpruneError, match="split='dev'; it is train, validation, test"):
+    with pytest.raises(SmartpruneError, match="split='dev' is unknown; use train, validation or test"):
+        make_task(write_pairs(tmp_path)).data("dev", CPU)
+    with pytest.raises(SmartpruneError, match="split='dev' is unknown; use train, validation or test"):
         Scenes().data("dev", CPU)
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"height": 100}, "height=100 should be a multiple of 32"),
-        ({"width": 0}, "width=0 should be a multiple of 32"),
-        ({"smallest": 3.0}, r"smallest=3.0 and largest=2.0 should be above 0 and in this order"),
-        ({"resize": "big"}, "resize='big' should be WIDTHxHEIGHT"),
-        ({"classes": 255}, "classes=255 should be 0 to 254"),
-        ({"memory": -1.0}, "memory=-1.0 should not be negative"),
+        ({"height": 100}, "height=100 is not a positive multiple of 32"),
+        ({"width": 0}, "width=0 is not a positive multiple of 32"),
+        ({"smallest": 3.0}, r"smallest=3.0 and largest=2.0 are not a range of positive factors"),
+        ({"resize": "big"}, "resize='big' is not a size; use WIDTHxHEIGHT"),
+        ({"classes": 255}, "classes=255 is outside 0 to 254"),
+        ({"memory": -1.0}, "memory=-1.0 is negative"),
     ],
 )
-def test_wrong_settings(settings: dict[str, object], message: str, tmp_path: Path) -> None:
+def test_invalid_settings_raise(settings: dict[str, object], message: str, tmp_path: Path) -> None:
     with pytest.raises(SmartpruneError, match=message):
         Segmentation(**settings)  # type: ignore[arg-type]
-    with pytest.raises(SmartpruneError, match="width=0 should be at least 1"):
+    with pytest.raises(SmartpruneError, match="width=0 is too small; use at least 1"):
         Scenes(width=0)
 
 
-def test_scenes_are_fixed_and_every_class_is_in_every_split() -> None:
+def test_scenes_are_fixed_and_hold_every_class() -> None:
     for split, count in SCENES.items():
         scenes = compose(split, 0)
         assert scenes.shape == (count, 64, 64, 4)
         assert scenes[..., 3].unique().tolist() == list(range(11))
-        ground = float((scenes[..., 3] == 0).float().mean())
-        assert 0.6 < ground < 0.9
+        background = float((scenes[..., 3] == 0).float().mean())
+        assert 0.6 < background < 0.9
     compose.cache_clear()
     assert torch.equal(compose("test", 0), scenes)
     assert not torch.equal(compose("test", 1), scenes)
@@ -283,15 +285,15 @@ def test_scenes_are_fixed_and_every_class_is_in_every_split() -> None:
 
 
 @pytest.fixture
-def few(monkeypatch: pytest.MonkeyPatch) -> None:
+def few_scenes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SCENES, "train", 48)
     monkeypatch.setitem(SCENES, "validation", 12)
     monkeypatch.setitem(SCENES, "test", 12)
     compose.cache_clear()
 
 
-@pytest.mark.usefixtures("few")
-def test_a_run_of_scenes_and_one_that_was_stopped_end_alike(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("few_scenes")
+def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     short = {"dense_epochs": 2, "search_epochs": 1, "finetune_epochs": 1, "task_settings": {"width": 8}, "device": "cpu"}
     result = train(configure({"task": "scenes", **short, "out": str(tmp_path / "a")}))
     assert (result.measure, result.verified) == ("mIoU", True)
@@ -305,23 +307,23 @@ def test_a_run_of_scenes_and_one_that_was_stopped_end_alike(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["camvid", "segmentation"])
-def test_a_run_of_pictures_from_a_tar(name: str, tmp_path: Path) -> None:
+def test_a_run_from_a_tar_file(name: str, tmp_path: Path) -> None:
     if "bisenetv2" not in MODELS:
-        pytest.skip("there is no bisenetv2")
+        pytest.skip("bisenetv2 is not in MODELS")
     tar = make_tar(write_pairs(tmp_path / "set"), tmp_path / "set.tar")
     short = {"dense_epochs": 1, "search_epochs": 1, "finetune_epochs": 1, "batch": 3, "device": "cpu", "threads": 1}
-    own = {"folder": str(tar), "height": 32, "width": 32}
-    result = train(configure({"task": name, "task_settings": own, **short, "out": str(tmp_path / "run")}))
+    settings = {"folder": str(tar), "height": 32, "width": 32}
+    result = train(configure({"task": name, "task_settings": settings, **short, "out": str(tmp_path / "run")}))
     assert result.verified
     assert 0 <= result.pruned <= 1
 
 
-def test_the_real_data() -> None:
-    place = Path(os.environ.get("SMARTPRUNE_DATA", ""))
-    if not os.environ.get("SMARTPRUNE_DATA") or not any(place.glob("**/camvid.tar")):
+def test_camvid_is_read_where_installed() -> None:
+    path = Path(os.environ.get("SMARTPRUNE_DATA", ""))
+    if not os.environ.get("SMARTPRUNE_DATA") or not any(path.glob("**/camvid.tar")):
         pytest.skip("SMARTPRUNE_DATA does not name a folder with camvid.tar")
     data = Camvid().data("validation", CPU)
-    assert data.shelf.kept.shape == (101, 360, 480, 4)  # type: ignore[attr-defined]
-    masks = data.shelf.kept[..., 3]  # type: ignore[attr-defined]
+    assert data.store.cached.shape == (101, 360, 480, 4)  # type: ignore[attr-defined]
+    masks = data.store.cached[..., 3]  # type: ignore[attr-defined]
     assert masks.unique().tolist() == [*range(11), IGNORE]
     assert float((masks == 3).float().mean()) == pytest.approx(0.29, abs=0.01)  # road

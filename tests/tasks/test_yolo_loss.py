@@ -1,4 +1,4 @@
-"""The loss of detection against a slow loop that leaves out what does not count, its gradients, and that it waits for nothing."""
+"""The YOLOv5 loss: values and gradients against a slow loop, and no synchronization with the device."""
 
 from __future__ import annotations
 
@@ -12,36 +12,35 @@ from torch import Tensor
 
 from smartprune.models.yolov5m import ANCHORS, STRIDES
 from smartprune.tasks import yolo_loss as module
-from smartprune.tasks.boxes import corners, iou
-from smartprune.tasks.yolo_loss import assigned, ciou, yolo_distance, yolo_loss
+from smartprune.tasks.boxes import iou, to_corners
+from smartprune.tasks.yolo_loss import assign, ciou, yolo_distance, yolo_loss
 
 SIZE = 64
 anchors = torch.tensor(ANCHORS, dtype=torch.float64)
 
 
 def raw_maps(batch: int, classes: int, seed: int = 0) -> list[Tensor]:
-    draw = torch.Generator().manual_seed(seed)
+    rng = torch.Generator().manual_seed(seed)
     return [
-        torch.randn(batch, 3, SIZE // stride, SIZE // stride, 5 + classes, generator=draw, dtype=torch.float64)
-        for stride in STRIDES
+        torch.randn(batch, 3, SIZE // stride, SIZE // stride, 5 + classes, generator=rng, dtype=torch.float64) for stride in STRIDES
     ]
 
 
 def some_targets(batch: int, classes: int, seed: int = 0, count: int = 6) -> Tensor:
-    """Boxes all over the picture and up to its edge, some left out, two that fall into one cell."""
-    draw = torch.Generator().manual_seed(seed)
+    """Random boxes, some of them unused, two in one cell, and one on the corner of the image."""
+    rng = torch.Generator().manual_seed(seed)
     out = torch.zeros(batch, count, 5, dtype=torch.float64)
-    out[..., 0] = torch.randint(-1, classes, (batch, count), generator=draw)
-    out[..., 1:3] = SIZE * torch.rand(batch, count, 2, generator=draw, dtype=torch.float64)
-    out[..., 3:] = 3 + 60 * torch.rand(batch, count, 2, generator=draw, dtype=torch.float64) ** 2
+    out[..., 0] = torch.randint(-1, classes, (batch, count), generator=rng)
+    out[..., 1:3] = SIZE * torch.rand(batch, count, 2, generator=rng, dtype=torch.float64)
+    out[..., 3:] = 3 + 60 * torch.rand(batch, count, 2, generator=rng, dtype=torch.float64) ** 2
     out[0, 0] = torch.tensor([0, 20.5, 20.5, 14, 15])
     out[0, 1] = torch.tensor([classes - 1, 20.4, 20.9, 16, 12])
-    out[0, 2] = torch.tensor([0, SIZE, 0, 10, 10])  # a centre on the corner
+    out[0, 2] = torch.tensor([0, SIZE, 0, 10, 10])  # its center is a corner of the image
     return out
 
 
 def slow_pairs(shape: tuple[int, int], target: list[float], sides: list[list[float]], stride: float) -> list[tuple[int, int, int]]:
-    """(anchor, row, column) of every cell that answers for an object: its own, and those where it would be half a cell away."""
+    """(anchor, row, column) of every cell that an object is assigned to: its own, and neighbors within half a cell."""
     label, cx, cy, w, h = target
     if label < 0:
         return []
@@ -61,7 +60,7 @@ def slow_pairs(shape: tuple[int, int], target: list[float], sides: list[list[flo
 
 
 def slow_loss(maps: list[Tensor], targets: Tensor, fixed: list[Any] | None = None) -> tuple[Tensor, list[Any]]:
-    """One object, anchor and cell after another. ``fixed`` gives what has no gradient as it was at another point."""
+    """Loops over objects, anchors and cells. ``fixed`` holds the values without gradient from another point."""
     total, notes = torch.zeros((), dtype=torch.float64), []
     for level, raw in enumerate(maps):
         rows, columns, classes, stride = raw.shape[2], raw.shape[3], raw.shape[4] - 5, SIZE / raw.shape[3]
@@ -108,7 +107,7 @@ def slow_loss(maps: list[Tensor], targets: Tensor, fixed: list[Any] | None = Non
 
 
 @pytest.mark.parametrize(("classes", "seed"), [(1, 0), (4, 1), (20, 2)])
-def test_against_a_slow_loop(classes: int, seed: int) -> None:
+def test_loss_and_gradients_match_a_slow_loop(classes: int, seed: int) -> None:
     fast = [raw.requires_grad_() for raw in raw_maps(3, classes, seed)]
     slow = [raw.requires_grad_() for raw in raw_maps(3, classes, seed)]
     targets = some_targets(3, classes, seed)
@@ -122,7 +121,7 @@ def test_against_a_slow_loop(classes: int, seed: int) -> None:
         assert float(a.grad[..., :4].abs().sum()) > 0
 
 
-def test_gradients_by_finite_differences() -> None:
+def test_gradients_match_finite_differences() -> None:
     maps, targets = [raw.requires_grad_() for raw in raw_maps(2, 3, 5)], some_targets(2, 3, 5)
     yolo_loss(maps, targets, anchors, SIZE).backward()  # type: ignore[no-untyped-call]
     _, fixed = slow_loss(maps, targets)
@@ -138,7 +137,7 @@ def test_gradients_by_finite_differences() -> None:
             assert (values[0] - values[1]) / 2e-5 == pytest.approx(float(raw.grad.flatten()[place]), rel=1e-4)
 
 
-def test_pictures_without_objects_and_objects_that_no_anchor_fits() -> None:
+def test_images_without_assigned_objects_train_only_objectness() -> None:
     maps = [raw.requires_grad_() for raw in raw_maps(2, 3)]
     nothing = torch.full((2, 4, 5), -1.0, dtype=torch.float64)
     nothing[0, 0] = torch.tensor([1, 30, 30, 2000, 2000])
@@ -149,10 +148,10 @@ def test_pictures_without_objects_and_objects_that_no_anchor_fits() -> None:
         assert raw.grad is not None
         assert bool(raw.grad.isfinite().all())
         assert float(raw.grad[..., :4].abs().sum() + raw.grad[..., 5:].abs().sum()) == 0
-        assert float(raw.grad[..., 4].min()) > 0  # away from objects everywhere
+        assert float(raw.grad[..., 4].min()) > 0  # lowers the objectness everywhere
 
 
-def test_a_perfect_answer_costs_less_and_padding_costs_nothing() -> None:
+def test_training_lowers_the_loss_and_padding_does_not_count() -> None:
     targets = some_targets(2, 3, 1)
     maps = [raw.requires_grad_() for raw in raw_maps(2, 3)]
     optimizer = torch.optim.Adam(maps, 0.2)
@@ -166,23 +165,23 @@ def test_a_perfect_answer_costs_less_and_padding_costs_nothing() -> None:
     padded = torch.cat([targets, torch.full((2, 30, 5), -1.0, dtype=torch.float64)], 1)
     with torch.no_grad():
         torch.testing.assert_close(yolo_loss(maps, padded, anchors, SIZE), yolo_loss(maps, targets, anchors, SIZE))
-    cell, _, _, counts = assigned(maps[0].shape, targets, anchors[0], 8)
+    cell, _, _, counts = assign(maps[0].shape, targets, anchors[0], 8)
     assert int(cell.max()) < 3 * 8 * 8
     assert int(cell.min()) >= 0
     assert bool(counts.any())
 
 
-def test_ciou() -> None:
+def test_ciou_is_below_iou_and_scale_invariant() -> None:
     draw = torch.rand(200, 2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) + 0.2
     a, b = draw.unbind(1)
-    plain, value = iou(corners(a), corners(b)), ciou(a, b)
+    plain, value = iou(to_corners(a), to_corners(b)), ciou(a, b)
     assert bool((value <= plain + 1e-9).all())
     torch.testing.assert_close(ciou(a, a), torch.ones(200, dtype=torch.float64), rtol=0, atol=1e-5)
-    torch.testing.assert_close(ciou(a, b), ciou(3 * a, 3 * b), rtol=0, atol=1e-5)  # pixels or cells
+    torch.testing.assert_close(ciou(a, b), ciou(3 * a, 3 * b), rtol=0, atol=1e-5)  # independent of the unit
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_half_precision(dtype: torch.dtype) -> None:
+def test_loss_of_half_precision_maps_is_float32(dtype: torch.dtype) -> None:
     maps, targets = raw_maps(2, 3), some_targets(2, 3)
     wanted = float(yolo_loss(maps, targets, anchors, SIZE))
     value = yolo_loss([raw.to(dtype) for raw in maps], targets.float(), anchors.float(), SIZE)
@@ -190,8 +189,8 @@ def test_half_precision(dtype: torch.dtype) -> None:
     assert float(value) == pytest.approx(wanted, rel=1e-5 if dtype == torch.float32 else 0.02)
 
 
-def test_nothing_waits_for_the_device() -> None:
-    """On tensors without values whatever asks for one fails: a number read by the host, a shape that depends on the data."""
+def test_loss_does_not_synchronize_with_the_device() -> None:
+    """Fake tensors raise when the host reads a value or a shape depends on the data."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     module._constants.cache_clear()
@@ -208,9 +207,9 @@ def test_nothing_waits_for_the_device() -> None:
 
 
 @pytest.mark.gpu
-def test_recorded_as_a_graph() -> None:
+def test_loss_can_be_captured_in_a_cuda_graph() -> None:
     if not torch.cuda.is_available():
-        pytest.skip("there is no GPU")
+        pytest.skip("needs a GPU")
     maps = [raw.float().cuda().requires_grad_() for raw in raw_maps(3, 4)]
     targets, own = some_targets(3, 4).float().cuda(), anchors.float().cuda()
     stream = torch.cuda.Stream()
@@ -231,7 +230,7 @@ def test_recorded_as_a_graph() -> None:
 
 
 def slow_distance(maps: list[Tensor], wanted: list[Tensor], temperature: float) -> float:
-    """Cell by cell, with the logarithms of the definition."""
+    """Loops over cells, with the logarithms of the definition."""
 
     def sigmoid(x: float) -> float:
         return 1 / (1 + math.exp(-x))
@@ -260,14 +259,14 @@ def slow_distance(maps: list[Tensor], wanted: list[Tensor], temperature: float) 
 
 @pytest.mark.parametrize("temperature", [1.0, 4.0])
 @pytest.mark.parametrize("classes", [1, 5])
-def test_distance_to_a_teacher_against_a_slow_loop(classes: int, temperature: float) -> None:
+def test_distance_matches_a_slow_loop(classes: int, temperature: float) -> None:
     maps, wanted = raw_maps(2, classes), raw_maps(2, classes, seed=1)
     assert float(yolo_distance(maps, wanted, temperature)) == pytest.approx(slow_distance(maps, wanted, temperature), rel=1e-9)
     assert float(yolo_distance(maps, maps, temperature)) == pytest.approx(0, abs=1e-9)
     assert float(yolo_distance(maps, wanted, temperature)) > 1
 
 
-def test_gradients_of_the_distance_by_finite_differences() -> None:
+def test_gradients_of_the_distance_match_finite_differences() -> None:
     maps, wanted = (
         [m[:, :, :2, :2].clone().requires_grad_() for m in raw_maps(1, 3)],
         [m[:, :, :2, :2] for m in raw_maps(1, 3, seed=1)],
@@ -275,10 +274,10 @@ def test_gradients_of_the_distance_by_finite_differences() -> None:
     assert torch.autograd.gradcheck(lambda *raw: yolo_distance(raw, wanted, 2.0), maps)
 
 
-def test_what_a_teacher_says_about_empty_cells_counts_for_nothing() -> None:
+def test_distance_ignores_boxes_and_classes_of_empty_cells() -> None:
     maps, wanted = raw_maps(1, 3), raw_maps(1, 3, seed=1)
     for raw, told in zip(maps, wanted, strict=True):
-        told[..., 4] = -60  # it sees nothing
+        told[..., 4] = -60  # the teacher sees no object
         told[0, 0, 0, 0, 4] = raw[..., 4] = 2.0
     before = float(yolo_distance(maps, wanted, 1.0))
     for told in wanted:

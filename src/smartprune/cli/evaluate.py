@@ -162,13 +162,13 @@ def _score_run(folder: Path, config: Config) -> list[dict[str, Any]]:
 
 def _score_file(finds: Path, boxes: Path) -> dict[str, Any]:
     from ..files import parse_json, read_limited
+    from ..tasks.coco_eval import mean_average_precision
     from ..tasks.detection import Detection
-    from ..tasks.detection_files import checked_finds, read
-    from ..tasks.detection_score import scored
+    from ..tasks.detection_files import check_detections, parse_annotations
 
-    truth = read(read_limited(boxes, LARGEST_FILE), str(boxes))
-    found = checked_finds(parse_json(read_limited(finds, LARGEST_FILE), str(finds)), truth, str(finds))
-    return {"file": str(finds), "annotations": str(boxes), "figures": _scored(scored(truth, found), Detection)}
+    truth = parse_annotations(read_limited(boxes, LARGEST_FILE), str(boxes))
+    found = check_detections(parse_json(read_limited(finds, LARGEST_FILE), str(finds)), truth, str(finds))
+    return {"file": str(finds), "annotations": str(boxes), "figures": _scored(mean_average_precision(truth, found), Detection)}
 
 
 def _scored(figures: Figures | dict[str, float] | None, task: Any) -> Figures:

@@ -1,4 +1,4 @@
-"""Tasks: what is trained, on what, and how it is judged. A new one is one file and one line here."""
+"""Tasks: a data set with its models, loss and metric. A new task is one file and one line in this table."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import SmartpruneError
-from .pictures import sent
+from .images import to_device
 from .task import Data, every_batch
 
 CONTRAST, COLOUR, SQUARE = 0.3, 0.15, 0.25  # of the contrast, of a picture's spread, of its shorter side; at strength 1
@@ -37,7 +37,7 @@ class Augmented:
             if drawn is None:
                 draw = torch.Generator().manual_seed(APART + (seed << 24) + epoch)
                 drawn = torch.rand(self.steps(size) * size, 3 + pictures.shape[1], generator=draw)
-                drawn = sent(drawn, pictures.device)
+                drawn = to_device(drawn, pictures.device)
             yield (augment(pictures, drawn[number * size :][: len(pictures)], self.strength), *others)
 
     def _parts(self, batch: Any) -> Any:

@@ -11,11 +11,11 @@ from .segmentation import Segmentation
 
 @dataclass(frozen=True)
 class Camvid(Segmentation):
-    """Which of eleven classes does every pixel belong to? ``val`` is to choose by, results are those of ``test``."""
+    """Segmentation into eleven classes. ``val`` is the validation split and ``test`` the test split."""
 
     height: int = 352
     width: int = 480
 
     name: ClassVar[str] = "camvid"
-    known: ClassVar[str] = "camvid"
+    data_name: ClassVar[str] = "camvid"
     recipe: ClassVar[Recipe] = replace(Segmentation.recipe, dense_epochs=240, search_epochs=60, finetune_epochs=180)

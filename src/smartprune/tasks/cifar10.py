@@ -1,12 +1,10 @@
-"""CIFAR-10: 60,000 colour pictures of 32x32 in ten classes. It is not part of this package; see ``cifar10_files``."""
+"""CIFAR-10: 60,000 color images of 32x32 pixels in ten classes. The data is not part of the package; see ``cifar10_files``."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar
 
 import torch
@@ -16,30 +14,31 @@ from torch import Tensor, nn
 from ..errors import SmartpruneError
 from ..models import build
 from ..recipe import Recipe
-from .cifar10_files import CLASSES, COLOURS, SIDE, read
+from .cifar10_files import CHANNELS, CLASSES, SIDE, read
 from .distance import soft_distance
-from .task import Data, generator
+from .images import data_folder, to_device
+from .task import Data, accuracy, check_split, generator, step_count
 
-Batch = tuple[Tensor, Tensor]  # pictures [batch, 3, 32, 32] in channels_last, labels [batch]
+Batch = tuple[Tensor, Tensor]  # images [batch, 3, 32, 32] in channels_last, labels [batch]
 
-MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)  # of red, green, blue in 0 ... 1
-CHUNK = 8192  # pictures made ready at once: few launches on a GPU, little memory
-EVALUATE = 500  # pictures per step of an evaluation
+MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)  # of red, green and blue in [0, 1]
+CHUNK = 8192  # images prepared at once: few kernel launches, little memory
+EVALUATION_BATCH = 500
 
 
 @dataclass(frozen=True)
 class Cifar10:
-    """What is in the picture? Judged by accuracy.
+    """Classification of CIFAR-10. The metric is accuracy.
 
-    With ``holdout`` the last so many pictures of the training set are the validation split; without, training sees all
-    of them and there is no metric before the end, because the test split must not choose anything.
+    ``holdout`` images at the end of the training set form the validation split. Without it, all images are used for
+    training, and there is no metric before the end, because the test split must not be used to choose anything.
     """
 
-    folder: str = ""  # where the data lies; else the environment variable SMARTPRUNE_DATA says it
+    folder: str = ""  # the data folder; empty: the environment variable SMARTPRUNE_DATA
     holdout: int = 0
-    limit: int = 0  # only the first so many pictures of train and of test; 0 is all of them
-    pad: int = 4  # training pictures are cropped at random after so many pixels were added at every side
-    flip: bool = True  # half of the training pictures are mirrored
+    limit: int = 0  # number of training images and of test images to use; 0: all
+    pad: int = 4  # training images are padded by this number of pixels on each side and cropped at random
+    flip: bool = True  # flip half of the training images
 
     recipe: ClassVar[Recipe] = Recipe(
         model="resnet18",
@@ -66,69 +65,54 @@ class Cifar10:
     def __post_init__(self) -> None:
         for name in ("holdout", "limit"):
             if getattr(self, name) < 0:
-                raise SmartpruneError(f"cifar10: {name}={getattr(self, name)} should not be negative")
+                raise SmartpruneError(f"cifar10: {name}={getattr(self, name)} is negative; use 0 or more")
         if not 0 <= self.pad <= SIDE:
-            raise SmartpruneError(f"cifar10: pad={self.pad} should be 0 to {SIDE} pixels")
+            raise SmartpruneError(f"cifar10: pad={self.pad} is outside 0 to {SIDE} pixels")
 
     def model(self, name: str) -> nn.Module:
-        return build(name, num_classes=CLASSES, in_channels=COLOURS)
+        return build(name, num_classes=CLASSES, in_channels=CHANNELS)
 
     def example(self) -> Tensor:
-        return torch.zeros(1, COLOURS, SIDE, SIDE)
+        return torch.zeros(1, CHANNELS, SIDE, SIDE)
 
     def data(self, split: str, device: torch.device) -> Data:
-        if split not in ("train", "validation", "test"):
-            raise SmartpruneError(f"cifar10: split={split!r}; it is train, validation or test")
-        pictures, labels = read(self._folder(), "test" if split == "test" else "train")
+        check_split("cifar10", split)
+        images, labels = read(data_folder("cifar10", self.folder), "test" if split == "test" else "train")
         end = min(self.limit or len(labels), len(labels))
         if split == "test":
-            chosen = slice(0, end)
+            part = slice(0, end)
         else:
             if self.holdout >= end:
-                raise SmartpruneError(f"cifar10: holdout={self.holdout} leaves none of {end} pictures to train on")
-            chosen = slice(0, end - self.holdout) if split == "train" else slice(end - self.holdout, end)
+                raise SmartpruneError(f"cifar10: holdout={self.holdout} leaves none of {end} images for training; use fewer")
+            part = slice(0, end - self.holdout) if split == "train" else slice(end - self.holdout, end)
         training = split == "train"
         return Split(
-            torch.from_numpy(pictures[chosen]).to(device),
-            torch.from_numpy(labels[chosen]).to(device).long(),
+            torch.from_numpy(images[part]).to(device),
+            torch.from_numpy(labels[part]).to(device).long(),
             training,
             self.pad if training else 0,
             self.flip and training,
         )
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        pictures, labels = batch
-        return F.cross_entropy(model(pictures), labels)
+        images, labels = batch
+        return F.cross_entropy(model(images), labels)
 
     def metric(self, model: nn.Module, data: Data) -> float:
-        right = torch.zeros((), dtype=torch.int64)
-        total = 0
-        for pictures, labels in data.batches(EVALUATE, seed=0, epoch=0):
-            right = right.to(labels.device) + (model(pictures).argmax(1) == labels).sum()
-            total += len(labels)
-        return int(right) / total
-
-    def _folder(self) -> Path:
-        folder = self.folder or os.environ.get("SMARTPRUNE_DATA", "")
-        if not folder:
-            raise SmartpruneError(
-                "cifar10: no data folder was given; say where CIFAR-10 lies with --data DIR, or set the environment "
-                "variable SMARTPRUNE_DATA"
-            )
-        return Path(folder).expanduser()
+        return accuracy(model, data, EVALUATION_BATCH)
 
 
 class Split:
-    """Pictures and labels on the device. Training data is shuffled, cropped, mirrored, and drops a short last batch."""
+    """Images and labels on the device. Training data is shuffled, cropped and flipped."""
 
-    def __init__(self, pictures: Tensor, labels: Tensor, training: bool, pad: int, flip: bool) -> None:
-        self.padded = F.pad(pictures, (0, 0, pad, pad, pad, pad))  # [n, 32 + 2 pad, 32 + 2 pad, 3], bytes; black around
+    def __init__(self, images: Tensor, labels: Tensor, training: bool, pad: int, flip: bool) -> None:
+        self.padded = F.pad(images, (0, 0, pad, pad, pad, pad))  # bytes [n, 32 + 2 pad, 32 + 2 pad, 3], padded with black
         self.labels, self.training, self.pad, self.flip = labels, training, pad, flip
         self.mean = torch.tensor(MEAN, device=labels.device) * 255
         self.scale = 1 / (torch.tensor(STD, device=labels.device) * 255)
 
     def steps(self, size: int) -> int:
-        return max(1, len(self.labels) // size) if self.training else -(-len(self.labels) // size)
+        return step_count(len(self.labels), size, self.training)
 
     def batches(self, size: int, seed: int, epoch: int, first: int = 0, every: int = 1) -> Iterator[Batch]:
         draws = self._draw(seed, epoch)
@@ -138,9 +122,9 @@ class Split:
             first, end = 0, draws.shape[1]
         chunk = max(1, CHUNK // size) * size
         for start in range(first * size, end, chunk):
-            order, down, right, mirrored = draws[:, start : min(start + chunk, end)]
-            pictures, labels = self._made_ready(order, down, right, mirrored), self.labels[order]
-            yield from zip(pictures.split(size), labels.split(size), strict=True)
+            order, down, right, flipped = draws[:, start : min(start + chunk, end)]
+            images, labels = self._crop(order, down, right, flipped), self.labels[order]
+            yield from zip(images.split(size), labels.split(size), strict=True)
 
     def still(self) -> Split:
         out = copy(self)
@@ -148,23 +132,20 @@ class Split:
         return out
 
     def _draw(self, seed: int, epoch: int) -> Tensor:
-        """Which picture, how far down and right, whether mirrored: [4, n], drawn on the CPU for every device alike."""
+        """[4, n]: index of the image, offsets down and right, and 1 to flip. Drawn on the CPU, so all devices agree."""
         count = len(self.labels)
         if not self.training:
             middle = torch.tensor([self.pad, self.pad, 0], device=self.labels.device)[:, None].expand(3, count)
             return torch.cat([torch.arange(count, device=middle.device)[None], middle])
-        draw = generator(seed, epoch)
-        order = torch.randperm(count, generator=draw)
-        moves = torch.randint(0, 2 * self.pad + 1, (2, count), generator=draw)
-        mirrored = torch.randint(0, 2, (1, count), generator=draw) * self.flip
-        out = torch.cat([order[None], moves, mirrored])
-        if self.labels.is_cuda:  # pinned, so that the copy waits for nothing
-            return out.pin_memory().to(self.labels.device, non_blocking=True)
-        return out
+        rng = generator(seed, epoch)
+        order = torch.randperm(count, generator=rng)
+        offsets = torch.randint(0, 2 * self.pad + 1, (2, count), generator=rng)
+        flipped = torch.randint(0, 2, (1, count), generator=rng) * self.flip
+        return to_device(torch.cat([order[None], offsets, flipped]), self.labels.device)
 
-    def _made_ready(self, order: Tensor, down: Tensor, right: Tensor, mirrored: Tensor) -> Tensor:
+    def _crop(self, order: Tensor, down: Tensor, right: Tensor, flipped: Tensor) -> Tensor:
         line = torch.arange(SIDE, device=order.device)
         rows = down[:, None] + line  # [count, 32]
-        columns = right[:, None] + torch.where(mirrored[:, None] == 1, SIDE - 1 - line, line)
+        columns = right[:, None] + torch.where(flipped[:, None] == 1, SIDE - 1 - line, line)
         cropped = self.padded[order[:, None, None], rows[:, :, None], columns[:, None, :]]  # [count, 32, 32, 3]
         return cropped.float().sub_(self.mean).mul_(self.scale).permute(0, 3, 1, 2)

@@ -1,4 +1,4 @@
-"""What is in the picture, and where? Pictures with boxes in COCO's form, judged by mean average precision."""
+"""Object detection: images with boxes in COCO's format. The metric is mean average precision."""
 
 from __future__ import annotations
 
@@ -13,53 +13,51 @@ from torch import Tensor, nn
 from ..errors import SmartpruneError
 from ..models import build
 from ..recipe import Recipe
-from . import detection_files as on_disk
-from .boxes import Fit, centres, corners, moved, nms
-from .detection_files import Truth, checked_finds
-from .detection_moves import Moves, draw, painted, placed
-from .detection_score import MEASURE, NEEDS, evaluator, scored
-from .pictures import Files, Shelf, find, slices
-from .task import Data
+from .boxes import Letterbox, nms, to_centers, to_corners, transform_boxes
+from .coco_eval import MEASURE, NEEDS, evaluator, mean_average_precision
+from .detection_augment import AugmentSettings, augment_boxes, augment_images, draw
+from .detection_files import FOLDERS, GroundTruth, check_detections, folder_of, load_all, load_checked_truth, load_image
+from .images import ImageFiles, ImageStore, batch_slices, find_images
+from .task import Data, check_split, step_count
 from .yolo_loss import GAINS, Gains, yolo_distance, yolo_loss
 
-Batch = tuple[
-    Tensor, Tensor
-]  # pictures [batch, 3, size, size] in 0 ... 1; class, centre, width, height [batch, n, 5], see yolo_loss
+# Images [batch, 3, size, size] in [0, 1]; class, center, width and height [batch, n, 5], as yolo_loss takes them.
+Batch = tuple[Tensor, Tensor]
 
 STRIDE = 32  # pixels per cell of the coarsest map
-EVALUATE = 32  # pictures per step of an evaluation
-CANDIDATES = 8192  # boxes of a picture, at most, of which the finds are chosen
-DECIMALS = 3, 5  # of a box's pixels and of its score, as they are written and scored
+EVALUATION_BATCH = 32
+MAX_CANDIDATES = 8192  # boxes per image before non-maximum suppression
+BOX_DECIMALS, SCORE_DECIMALS = 3, 5  # of detections as they are saved and scored
 
 
 @dataclass(frozen=True)
 class Detection:
-    """Pictures and boxes of your own or of COCO; see ``detection_files`` for the layouts.
+    """Your own images and boxes, or COCO; see ``detection_files`` for the layouts.
 
-    A set with a name of its own is a class like this one with other defaults: ``bccd``, ``voc07sub``.
+    A named data set is a subclass with other defaults, such as ``bccd`` and ``voc07sub``.
     """
 
-    folder: str = ""  # a folder or a tar; else the environment variable SMARTPRUNE_DATA says it
-    size: int = 640  # pixels a side that the network sees
-    mosaic: float = 1.0  # share of the training pictures that are put together from four
-    scale: float = 0.5  # training pictures are scaled by up to this share, up or down ...
-    shift: float = 0.1  # ... and moved by up to this share of a side
-    flip: bool = True  # half of the training pictures are mirrored
-    hue: float = 0.015  # how far colours change, as shares of a full turn ...
-    saturation: float = 0.7  # ... of the saturation ...
-    brightness: float = 0.4  # ... and of the brightness
-    confidence: float = 0.001  # finds less sure than this are dropped
-    overlap: float = 0.6  # of two finds of one class that overlap more, the less sure one is dropped
-    most: int = 300  # finds in a picture
-    lenient: bool = False  # leave out boxes of no size or beyond their picture in place of refusing them
-    memory: float = 8.0  # GB; a split that needs more is read from disk in every epoch
+    folder: str = ""  # a folder or a tar file; empty: the environment variable SMARTPRUNE_DATA
+    size: int = 640  # side of the network's input in pixels
+    mosaic: float = 1.0  # share of training images that are mosaics of four images
+    scale: float = 0.5  # training images are scaled up or down by up to this share
+    shift: float = 0.1  # training images are shifted by up to this share of a side
+    flip: bool = True  # flip half of the training images
+    hue: float = 0.015  # largest change of the hue, as a share of a full turn
+    saturation: float = 0.7  # largest change of the saturation, as a share
+    brightness: float = 0.4  # largest change of the brightness, as a share
+    confidence: float = 0.001  # detections with a lower score are dropped
+    overlap: float = 0.6  # of two detections of one class that overlap more, the one with the lower score is dropped
+    most: int = 300  # largest number of detections per image
+    lenient: bool = False  # drop boxes without area or outside of their image instead of raising an error
+    memory: float = 8.0  # GB; a larger split is read from disk in every epoch
 
     name: ClassVar[str] = "detection"
-    known: ClassVar[str] = "coco"  # folder or tar that is looked for in the data folder
-    # The paper: SGD with momentum 0.937 and weight decay 5e-4, 1e-4 linearly to 0 over 100 epochs of pruning, of which
-    # the search takes 35,000 batches of 16 pictures (about 5 epochs of COCO). It began with a model that was trained
-    # already (give yours with --dense); the dense stage here, warm-up and averaged weights are
-    # after YOLOv5's recipe (one rate for all parameters in the warm-up), and so is gathering gradients up to 64 pictures.
+    data_name: ClassVar[str] = "coco"  # folder or tar file in the data folder
+    # Paper: SGD with momentum 0.937 and weight decay 5e-4; the rate falls linearly from 1e-4 to 0 over 100 epochs of pruning,
+    # and the search takes 35,000 batches of 16 images (about 5 epochs of COCO). It starts from a trained model (pass yours with
+    # --dense). The dense stage, the warm-up and EMA follow the recipe of YOLOv5, except that all parameters share one rate in
+    # the warm-up. Gradients are accumulated over 64 images, as YOLOv5 does.
     recipe: ClassVar[Recipe] = Recipe(
         model="yolov5m",
         block="16x8",
@@ -88,7 +86,18 @@ class Detection:
     distance = staticmethod(yolo_distance)
 
     def __post_init__(self) -> None:
-        check(self)
+        if self.size < STRIDE or self.size % STRIDE:
+            raise SmartpruneError(f"{self.name}: size={self.size} is not a positive multiple of {STRIDE} pixels")
+        for name in ("mosaic", "shift", "saturation", "brightness", "confidence", "overlap"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise SmartpruneError(f"{self.name}: {name}={getattr(self, name)} is outside 0 to 1")
+        for name, limit in (("scale", 1.0), ("hue", 0.5)):
+            if not 0 <= getattr(self, name) < limit:
+                raise SmartpruneError(f"{self.name}: {name}={getattr(self, name)} is outside [0, {limit:g})")
+        if self.most < 1:
+            raise SmartpruneError(f"{self.name}: most={self.most} is too small; use at least 1")
+        if self.memory < 0:
+            raise SmartpruneError(f"{self.name}: memory={self.memory} is negative; use 0 or more")
 
     def model(self, name: str) -> nn.Module:
         return build(name, num_classes=len(self._truth("train").categories))
@@ -97,16 +106,17 @@ class Detection:
         return torch.zeros(1, 3, self.size, self.size)
 
     def data(self, split: str, device: torch.device) -> Data:
-        files, name = self._files(), self._name(split)
-        if name is None:
-            return Split(Shelf(lambda number: torch.empty(0), None, device), Truth("", (), ()), self.size, None)
+        files, folder = self._files(), self._folder_of(split)
+        if folder is None:
+            return Split(ImageStore(lambda number: torch.empty(0), None, device), GroundTruth("", (), ()), self.size, None)
         truth = self._truth(split)
-        truth.require_boxes("learn from" if split == "train" else "measure by")
-        kept = None
-        if len(truth.pictures) * self.size**2 * 3 <= self.memory * 1e9:
-            kept = on_disk.everything(files.place, name, self.size, self.lenient)
-        shelf = Shelf(lambda number: on_disk.load(files, truth.pictures[number], self.size), kept, device)
-        return Split(shelf, truth, self.size, moves(self) if split == "train" else None)
+        truth.require_boxes("train on" if split == "train" else "evaluate")
+        cached = None
+        if len(truth.images) * self.size**2 * 3 <= self.memory * 1e9:
+            cached = load_all(files.path, folder, self.size, self.lenient)
+        store = ImageStore(lambda number: load_image(files, truth.images[number], self.size), cached, device)
+        augment = AugmentSettings(self.mosaic, self.scale, self.shift, self.flip, self.hue, self.saturation, self.brightness)
+        return Split(store, truth, self.size, augment if split == "train" else None)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         return loss(model, batch)
@@ -115,163 +125,142 @@ class Detection:
         return metric(self, model, data)
 
     def predictions(self, model: nn.Module, data: Data) -> list[dict[str, Any]]:
-        return predictions(model, data, self.confidence, self.overlap, self.most)
+        return predict(model, data, self.confidence, self.overlap, self.most)
 
-    def score(self, found: object, split: str) -> dict[str, float] | None:
-        boxes = self._truth(split)
-        return scored(boxes, checked_finds(found, boxes, "what was found"))
+    def score(self, predictions: object, split: str) -> dict[str, float] | None:
+        truth = self._truth(split)
+        return mean_average_precision(truth, check_detections(predictions, truth, "the predictions"))
 
-    def _files(self) -> Files:
-        return find(self.name, self.folder, self.known, on_disk.WITHIN)
+    def _files(self) -> ImageFiles:
+        return find_images(self.name, self.folder, self.data_name, FOLDERS)
 
-    def _name(self, split: str) -> str | None:
-        if split not in ("train", "validation", "test"):
-            raise SmartpruneError(f"{self.name}: split={split!r}; it is train, validation or test")
-        return on_disk.part(self._files(), split)
+    def _folder_of(self, split: str) -> str | None:
+        check_split(self.name, split)
+        return folder_of(self._files(), split)
 
-    def _truth(self, split: str) -> Truth:
-        name = self._name(split)
-        if name is None:
-            raise SmartpruneError(f"{self._files().place} holds no boxes for the split {split}")
-        return on_disk.checked(self._files(), name, self.lenient)
+    def _truth(self, split: str) -> GroundTruth:
+        folder = self._folder_of(split)
+        if folder is None:
+            raise SmartpruneError(f"{self.name}: {self._files().path} holds no boxes for the split {split}")
+        return load_checked_truth(self._files(), folder, self.lenient)
 
 
 class Split:
-    """Pictures fitted into squares, with their boxes. Training data is shuffled and moved, and drops a short last batch."""
+    """Letterboxed images with their boxes. Training data, with ``augment``, is shuffled and augmented."""
 
-    def __init__(self, shelf: Shelf, truth: Truth, size: int, moves: Moves | None) -> None:
-        self.shelf, self.truth, self.size, self.moves = shelf, truth, size, moves
-        fits = [Fit(picture.width, picture.height, size) for picture in truth.pictures]
-        self.start = torch.tensor([fit.start for fit in fits], dtype=torch.float32).reshape(-1, 2)
-        self.scale = torch.tensor([fit.scale for fit in fits], dtype=torch.float32).reshape(-1, 2)
-        inner = torch.tensor([fit.inner for fit in fits], dtype=torch.float32).reshape(-1, 2)
-        self.frames = torch.cat([self.start, self.start + inner], 1).to(shelf.device)  # [n, 4] what is not border
-        self.labels = self._labels().to(shelf.device)  # [n, most of a picture, 5] class and corners, class -1 for none
+    def __init__(self, store: ImageStore, truth: GroundTruth, size: int, augment: AugmentSettings | None) -> None:
+        self.store, self.truth, self.size, self.augment = store, truth, size, augment
+        boxes = [Letterbox(image.width, image.height, size) for image in truth.images]
+        self.start = torch.tensor([box.start for box in boxes], dtype=torch.float32).reshape(-1, 2)
+        self.scale = torch.tensor([box.scale for box in boxes], dtype=torch.float32).reshape(-1, 2)
+        inner = torch.tensor([box.inner for box in boxes], dtype=torch.float32).reshape(-1, 2)
+        self.frames = torch.cat([self.start, self.start + inner], 1).to(store.device)  # [n, 4] corners of the image
+        self.labels = self._labels().to(store.device)  # [n, most boxes of an image, 5] class and corners, class -1 for none
 
     def _labels(self) -> Tensor:
-        learned = [
-            [(label, *box) for box, label, crowd in zip(p.boxes, p.classes, p.crowd, strict=True) if not crowd]
-            for p in self.truth.pictures
+        objects = [
+            [(label, *box) for box, label, crowd in zip(image.boxes, image.classes, image.crowd, strict=True) if not crowd]
+            for image in self.truth.images
         ]
-        out = torch.full((len(learned), max(map(len, learned), default=0) or 1, 5), -1.0)
-        for own, objects, scale, start in zip(out, learned, self.scale, self.start, strict=True):
-            if objects:
-                own[: len(objects)] = torch.tensor(objects)
-                own[: len(objects), 1:] = moved(own[: len(objects), 1:], scale, start)
+        out = torch.full((len(objects), max(map(len, objects), default=0) or 1, 5), -1.0)
+        for labels, rows, scale, start in zip(out, objects, self.scale, self.start, strict=True):
+            if rows:
+                labels[: len(rows)] = torch.tensor(rows)
+                labels[: len(rows), 1:] = transform_boxes(labels[: len(rows), 1:], scale, start)
         return out
 
     def steps(self, size: int) -> int:
-        count = len(self.truth.pictures)
-        return max(1, count // size) if self.moves else -(-count // size)
+        return step_count(len(self.truth.images), size, self.augment is not None)
 
     def batches(self, size: int, seed: int, epoch: int, first: int = 0, every: int = 1) -> Iterator[Batch]:
-        parts, count = slices(size, first, self.steps(size), every), len(self.truth.pictures)
-        if self.moves is None:
-            for part, taken in zip(parts, self.shelf.stream(torch.arange(count), parts), strict=True):
-                pictures = (taken.float() / 255).permute(0, 3, 1, 2)
-                yield pictures, as_targets(self.labels[part])
+        parts, count = batch_slices(size, first, self.steps(size), every), len(self.truth.images)
+        if self.augment is None:
+            for part, squares in zip(parts, self.store.stream(torch.arange(count), parts), strict=True):
+                images = (squares.float() / 255).permute(0, 3, 1, 2)
+                yield images, to_targets(self.labels[part])
             return
-        drawn, tiles = draw(self.moves, count, seed, epoch), self.moves.tiles
-        order = drawn.order.flatten()
-        drawn = drawn.to(self.shelf.device)
-        wide = [slice(part.start * tiles, part.stop * tiles) for part in parts]
-        for part, taken in zip(parts, self.shelf.stream(order, wide), strict=True):
-            own = drawn[part]
-            frames, labels = self.frames[own.order], self.labels[own.order]
-            pictures = painted(taken.unflatten(0, (-1, tiles)), frames, own)
-            yield pictures, as_targets(placed(labels, frames, own, self.size))
+        draws, tiles = draw(self.augment, count, seed, epoch), self.augment.tiles
+        order = draws.order.flatten()
+        draws = draws.to(self.store.device)
+        tile_parts = [slice(part.start * tiles, part.stop * tiles) for part in parts]
+        for part, squares in zip(parts, self.store.stream(order, tile_parts), strict=True):
+            batch = draws[part]
+            frames, labels = self.frames[batch.order], self.labels[batch.order]
+            images = augment_images(squares.unflatten(0, (-1, tiles)), frames, batch)
+            yield images, to_targets(augment_boxes(labels, frames, batch, self.size))
 
     def still(self) -> Split:
         out = copy(self)
-        out.moves = None
+        out.augment = None
         return out
 
 
-def as_targets(labels: Tensor) -> Tensor:
-    """Class and corners [..., 5] as the loss takes them: class, centre, width and height."""
-    return torch.cat([labels[..., :1], centres(labels[..., 1:])], -1)
-
-
-def moves(task: Detection) -> Moves:
-    return Moves(task.mosaic, task.scale, task.shift, task.flip, task.hue, task.saturation, task.brightness)
-
-
-def check(task: Detection) -> None:
-    if task.size < STRIDE or task.size % STRIDE:
-        raise SmartpruneError(f"{task.name}: size={task.size} should be a multiple of {STRIDE} pixels")
-    for name in ("mosaic", "shift", "saturation", "brightness", "confidence", "overlap"):
-        if not 0 <= getattr(task, name) <= 1:
-            raise SmartpruneError(f"{task.name}: {name}={getattr(task, name)} should be 0 to 1")
-    for name, limit in (("scale", 1.0), ("hue", 0.5)):
-        if not 0 <= getattr(task, name) < limit:
-            raise SmartpruneError(f"{task.name}: {name}={getattr(task, name)} should be at least 0 and below {limit:g}")
-    if task.most < 1:
-        raise SmartpruneError(f"{task.name}: most={task.most} should be at least 1")
-    if task.memory < 0:
-        raise SmartpruneError(f"{task.name}: memory={task.memory} should not be negative")
+def to_targets(labels: Tensor) -> Tensor:
+    """Class and corners [..., 5] to class, center, width and height, as the loss takes them."""
+    return torch.cat([labels[..., :1], to_centers(labels[..., 1:])], -1)
 
 
 def loss(model: nn.Module, batch: Batch, gains: Gains = GAINS) -> Tensor:
-    """``model`` gives raw maps and keeps the anchors as ``detect.anchors``, as ``models.yolov5m`` does."""
-    pictures, targets = batch
-    bare: Any = getattr(model, "module", model)  # within a data-parallel wrapper
-    return yolo_loss(model(pictures), targets, bare.detect.anchors, pictures.shape[-1], gains)
+    """The loss of a model that returns raw maps and holds its anchors as ``detect.anchors``, like ``models.yolov5m``."""
+    images, targets = batch
+    unwrapped: Any = getattr(model, "module", model)  # of a data-parallel wrapper
+    return yolo_loss(model(images), targets, unwrapped.detect.anchors, images.shape[-1], gains)
 
 
 def metric(task: Any, model: nn.Module, data: Data) -> float | None:
-    """mAP; None without the work of looking for objects where no evaluator is installed."""
+    """mAP, or ``None`` if no evaluator is installed; the model does not run then."""
     if evaluator() is None:
         return None
     assert isinstance(data, Split)
-    figures = scored(data.truth, task.predictions(model, data))
+    figures = mean_average_precision(data.truth, task.predictions(model, data))
     return None if figures is None else figures[MEASURE]
 
 
-def predictions(model: nn.Module, data: Data, confidence: float, overlap: float, most: int) -> list[dict[str, Any]]:
-    """What a model finds on a split, in COCO's form: ids of the file, pixels of the original picture, best first."""
+def predict(model: nn.Module, data: Data, confidence: float, overlap: float, limit: int) -> list[dict[str, Any]]:
+    """The detections of a split in COCO's format: ids of the annotation file, pixels of the original image, best first."""
     assert isinstance(data, Split)
-    bare: Any = model
+    detector: Any = model
     out: list[dict[str, Any]] = []
     done = 0
-    for pictures, _ in data.batches(EVALUATE, seed=0, epoch=0):
-        finds = chosen(bare.decode(bare(pictures)), confidence, overlap, most).cpu()
-        for place, own in enumerate(finds, start=done):
-            out += as_coco(own[own[:, 4] > 0], data, place)
-        done += len(pictures)
+    for images, _ in data.batches(EVALUATION_BATCH, seed=0, epoch=0):
+        batch = select(detector.decode(detector(images)), confidence, overlap, limit).cpu()
+        for number, detections in enumerate(batch, start=done):
+            out += to_coco(detections[detections[:, 4] > 0], data, number)
+        done += len(images)
     return out
 
 
-def chosen(boxes: Tensor, confidence: float, overlap: float, most: int) -> Tensor:
-    """Finds [batch, most, 6] of decoded boxes [batch, n, 5 + classes]: corners, score (0: no find) and class.
+def select(boxes: Tensor, confidence: float, overlap: float, limit: int) -> Tensor:
+    """Detections [batch, limit, 6] from decoded boxes [batch, n, 5 + classes]: corners, score (0: none) and class.
 
-    A box counts for every class of which it is sure enough; its score is that of the class times the objectness.
+    The score is the probability of the class times the objectness. A box is a detection of every class with enough score.
     """
     scores = (boxes[..., 4:5] * boxes[..., 5:]).flatten(1)  # [batch, n * classes]
     enough = scores > confidence
-    count = min(CANDIDATES, int(enough.sum(1).max()))
-    best, place = torch.where(enough, scores, 0).topk(count, 1)
-    number, label = place // (boxes.shape[-1] - 5), place % (boxes.shape[-1] - 5)
-    four = corners(boxes[..., :4]).gather(1, number[..., None].expand(-1, -1, 4))
-    taken = nms(four, best, label, overlap, most)
-    at = taken.clamp(min=0)
+    count = min(MAX_CANDIDATES, int(enough.sum(1).max()))
     if not count:
-        return boxes.new_zeros(len(boxes), most, 6)
-    out = torch.cat([four, best[..., None], label[..., None].to(four.dtype)], -1).gather(1, at[..., None].expand(-1, -1, 6))
-    return torch.where((taken >= 0)[..., None], out, 0)
+        return boxes.new_zeros(len(boxes), limit, 6)
+    best, index = torch.where(enough, scores, 0).topk(count, 1)
+    number, label = index // (boxes.shape[-1] - 5), index % (boxes.shape[-1] - 5)
+    corners = to_corners(boxes[..., :4]).gather(1, number[..., None].expand(-1, -1, 4))
+    kept = nms(corners, best, label, overlap, limit)
+    columns = torch.cat([corners, best[..., None], label[..., None].to(corners.dtype)], -1)
+    out = columns.gather(1, kept.clamp(min=0)[..., None].expand(-1, -1, 6))
+    return torch.where((kept >= 0)[..., None], out, 0)
 
 
-def as_coco(finds: Tensor, data: Split, place: int) -> list[dict[str, Any]]:
-    """Finds [n, 6] in the square of picture number ``place``, in the pixels of its file."""
-    picture, pixels, places = data.truth.pictures[place], *DECIMALS
-    four = moved(finds[:, :4].double() - data.start[place].repeat(2), 1 / data.scale[place], torch.zeros(2)).clamp(min=0)
-    four = four.minimum(torch.tensor([picture.width, picture.height] * 2))
-    rows = torch.cat([four[:, :2], four[:, 2:] - four[:, :2], finds[:, 4:]], 1).tolist()
+def to_coco(detections: Tensor, data: Split, number: int) -> list[dict[str, Any]]:
+    """Detections [n, 6] in the letterboxed image ``number``, as COCO entries in pixels of the original image."""
+    image = data.truth.images[number]
+    corners = transform_boxes(detections[:, :4].double() - data.start[number].repeat(2), 1 / data.scale[number], torch.zeros(2))
+    corners = corners.clamp(min=0).minimum(torch.tensor([image.width, image.height] * 2))
+    rows = torch.cat([corners[:, :2], corners[:, 2:] - corners[:, :2], detections[:, 4:]], 1).tolist()
     return [
         {
-            "image_id": picture.number,
+            "image_id": image.id,
             "category_id": data.truth.categories[int(label)][0],
-            "bbox": [round(value, pixels) for value in box],
-            "score": round(score, places),
+            "bbox": [round(value, BOX_DECIMALS) for value in box],
+            "score": round(score, SCORE_DECIMALS),
         }
         for *box, score, label in rows
     ]

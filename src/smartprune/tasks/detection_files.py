@@ -1,9 +1,9 @@
-"""Reads boxes as COCO writes them, and the pictures they belong to; what does not fit is named, file and entry.
+"""Reads boxes in COCO's format, and their images, in two layouts. Errors name the file and the entry.
 
-- ``images/SPLIT/NAME.jpg`` and ``annotations/instances_SPLIT.json`` for train, val and perhaps test;
-- that of COCO 2017: ``train2017/NAME.jpg`` and ``annotations/instances_train2017.json``.
+- ``images/SPLIT/NAME.jpg`` and ``annotations/instances_SPLIT.json`` for train, val and optionally test;
+- COCO 2017: ``train2017/NAME.jpg`` and ``annotations/instances_train2017.json``.
 
-Boxes are x, y, width and height in pixels. Category numbers may be any; classes are 0, 1, ... in their order.
+Boxes are x, y, width and height in pixels. Category ids may be any integers; classes are 0, 1, ... in the order of the ids.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from torch import Tensor
 from ..errors import SmartpruneError
 from ..fields import Fields
 from ..files import parse_json
-from .boxes import Fit
-from .pictures import SUFFIXES, Files, decoded, opened
+from .boxes import Letterbox
+from .images import SUFFIXES, ImageFiles, decode_all, open_images
 
-WITHIN = ("annotations",)
-YEARS = ("", "2017")  # what may follow the name of a split
-MOST = 100_000_000  # entries of a list
-SLACK = 1.0  # pixels that a box may reach beyond its picture, as rounding makes them; it is cut off there
-GREY = 114  # around a picture that is not square
+FOLDERS = ("annotations",)
+YEARS = ("", "2017")  # suffixes of split names
+MAX_ENTRIES = 100_000_000  # of a list
+TOLERANCE = 1.0  # pixels that a box may extend beyond its image because of rounding; they are clipped
+GRAY = 114  # padding of images that are not square
 Corners = tuple[float, float, float, float]
 
 
 @dataclass(frozen=True)
-class Picture:
-    """A picture and its objects; those of a crowd are not learned and count neither as found nor as missed."""
+class AnnotatedImage:
+    """An image and its objects. Crowd boxes are not used for training, and the metric ignores them."""
 
-    number: int  # its id
-    name: str  # of its file
+    id: int
+    name: str
     width: int
     height: int
     boxes: tuple[Corners, ...]
@@ -48,213 +48,213 @@ class Picture:
 
 
 @dataclass(frozen=True)
-class Truth:
-    """The pictures of a split, and the ids and names of the classes."""
+class GroundTruth:
+    """The images of a split, and the ids and names of the categories."""
 
     where: str
-    pictures: tuple[Picture, ...]
+    images: tuple[AnnotatedImage, ...]
     categories: tuple[tuple[int, str], ...]
 
-    def require_boxes(self, why: str) -> None:
-        if all(crowd for picture in self.pictures for crowd in picture.crowd):
-            raise SmartpruneError(f"{self.where} holds no box that counts; there is nothing to {why}")
+    def require_boxes(self, purpose: str) -> None:
+        if all(crowd for image in self.images for crowd in image.crowd):
+            raise SmartpruneError(f"{self.where} holds no boxes except crowds; nothing to {purpose}")
 
     def to_coco(self) -> dict[str, Any]:
-        """As an evaluator takes it: checked, and nothing else in it."""
-        objects = [(p, *each) for p in self.pictures for each in zip(p.boxes, p.classes, p.areas, p.crowd, strict=True)]
+        """The checked data in COCO's format, for an evaluator."""
+        objects = [(i, *columns) for i in self.images for columns in zip(i.boxes, i.classes, i.areas, i.crowd, strict=True)]
         return {
             "info": {},
-            "images": [{"id": p.number, "file_name": p.name, "width": p.width, "height": p.height} for p in self.pictures],
+            "images": [{"id": i.id, "file_name": i.name, "width": i.width, "height": i.height} for i in self.images],
             "categories": [{"id": number, "name": name} for number, name in self.categories],
             "annotations": [
                 {
-                    "id": place,
-                    "image_id": picture.number,
+                    "id": number,
+                    "image_id": image.id,
                     "category_id": self.categories[label][0],
                     "bbox": [x1, y1, x2 - x1, y2 - y1],
                     "area": area,
                     "iscrowd": int(crowd),
                 }
-                for place, (picture, (x1, y1, x2, y2), label, area, crowd) in enumerate(objects, start=1)
+                for number, (image, (x1, y1, x2, y2), label, area, crowd) in enumerate(objects, start=1)
             ],
         }
 
 
-def part(files: Files, split: str) -> str | None:
-    """The name in the files that stands for a split; None for a validation split that there is not.
+def folder_of(files: ImageFiles, split: str) -> str | None:
+    """The name of a split in the files, or ``None`` if there is no validation split.
 
-    Results are those of ``test`` where its boxes are there, and ``val`` is to choose by; else results are those of ``val``.
+    If ``test`` has boxes, it is the test split and ``val`` the validation split. Otherwise ``val`` is the test split.
     """
-    named = {name: _year(files, name) for name in ("train", "val", "test")}
+    names = {name: _with_year(files, name) for name in ("train", "val", "test")}
     if split == "train":
-        return named["train"] or "train"
+        return names["train"] or "train"
     if split == "test":
-        return named["test"] or named["val"] or "val"
-    return named["val"] if named["test"] else None
+        return names["test"] or names["val"] or "val"
+    return names["val"] if names["test"] else None
 
 
-def _year(files: Files, name: str) -> str | None:
-    return next((name + year for year in YEARS if _listing(name + year) in files.found), None)
+def _with_year(files: ImageFiles, name: str) -> str | None:
+    return next((name + year for year in YEARS if _annotations_of(name + year) in files), None)
 
 
-def _listing(name: str) -> str:
+def _annotations_of(name: str) -> str:
     return f"annotations/instances_{name}.json"
 
 
 @lru_cache(maxsize=4)
-def truth(files: Files, name: str, lenient: bool = False) -> Truth:
-    """The boxes of ``train``, ``val`` or ``test``, with the file of every picture found."""
-    listing = _listing(name)
-    if listing not in files.found:
-        raise SmartpruneError(f"{files.where(listing)} is missing; it holds the boxes of the split in COCO's form")
-    out = read(files.read(listing), files.where(listing), lenient)
+def load_truth(files: ImageFiles, name: str, lenient: bool = False) -> GroundTruth:
+    """The boxes of ``train``, ``val`` or ``test``. Every image must have a file, and every file an entry."""
+    annotations = _annotations_of(name)
+    if annotations not in files:
+        raise SmartpruneError(f"{files.where(annotations)} is missing; it holds the boxes of the split in COCO's format")
+    truth = parse_annotations(files.read(annotations), files.where(annotations), lenient)
     folder = next((top for top in (f"images/{name}", name) if files.names(top)), f"images/{name}")
-    pictures, listed = [], set()
-    for entry in out.pictures:
-        path = f"{folder}/{entry.name}"
-        if path not in files.found:
-            raise SmartpruneError(f"{out.where} lists {entry.name} (id {entry.number}), but there is no {files.where(path)}")
+    images, listed = [], set()
+    for image in truth.images:
+        path = f"{folder}/{image.name}"
+        if path not in files:
+            raise SmartpruneError(f"{truth.where} lists {image.name} (id {image.id}), but {files.where(path)} is missing")
         if path in listed:
-            raise SmartpruneError(f"{out.where}: {entry.name} is listed twice, the second time with id {entry.number}")
+            raise SmartpruneError(f"{truth.where}: {image.name} is listed twice, the second time with id {image.id}")
         listed.add(path)
-        pictures.append(Picture(**{**vars(entry), "name": path}))
-    lone = [path for path in files.names(folder) if path.lower().endswith(SUFFIXES) and path not in listed]
-    if lone:
-        raise SmartpruneError(f"{files.where(lone[0])} has no entry in {listing}; add one (without boxes if there are none)")
-    return Truth(out.where, tuple(pictures), out.categories)
+        images.append(AnnotatedImage(**{**vars(image), "name": path}))
+    unlisted = [path for path in files.names(folder) if path.lower().endswith(SUFFIXES) and path not in listed]
+    if unlisted:
+        raise SmartpruneError(f"{files.where(unlisted[0])} has no entry in {annotations}; add one, even if it has no boxes")
+    return GroundTruth(truth.where, tuple(images), truth.categories)
 
 
-def checked(files: Files, name: str, lenient: bool = False) -> Truth:
-    """As ``truth``, with the classes of the training split."""
-    out, training = truth(files, name, lenient), truth(files, part(files, "train") or "train", lenient)
-    if out.categories != training.categories:
+def load_checked_truth(files: ImageFiles, name: str, lenient: bool = False) -> GroundTruth:
+    """Like ``load_truth``, but checks that the categories are those of the training split."""
+    truth, training = load_truth(files, name, lenient), load_truth(files, folder_of(files, "train") or "train", lenient)
+    if truth.categories != training.categories:
         raise SmartpruneError(
-            f"{out.where} has the categories {_some(out.categories)}, but {training.where} has {_some(training.categories)}"
+            f"{truth.where} has the categories {_shorten(truth.categories)}, "
+            f"but {training.where} has {_shorten(training.categories)}"
         )
-    return out
+    return truth
 
 
-def read(content: bytes, where: str, lenient: bool = False) -> Truth:
-    """COCO's JSON, every entry checked. ``lenient`` leaves out boxes of no size or beyond their picture."""
+def parse_annotations(content: bytes, where: str, lenient: bool = False) -> GroundTruth:
+    """COCO's JSON with every entry checked. ``lenient`` drops boxes without area or outside of their image."""
     data = Fields(parse_json(content, where), where)
     categories = _categories(data)
-    classes = {number: place for place, (number, _) in enumerate(categories)}
-    pictures: dict[int, Fields] = {}
-    for entry in data.items("images", MOST):
+    classes = {number: label for label, (number, _) in enumerate(categories)}
+    images: dict[int, Fields] = {}
+    for entry in data.items("images", MAX_ENTRIES):
         number = entry.integer("id")
-        if number in pictures:
-            raise SmartpruneError(f"{entry.where}: id {number} comes twice among the images")
+        if number in images:
+            raise SmartpruneError(f"{entry.where}: id {number} is used twice in images; ids must be unique")
         entry.text("file_name"), entry.integer("width", 1, 1 << 20), entry.integer("height", 1, 1 << 20)
-        pictures[number] = entry
-    if not pictures:
+        images[number] = entry
+    if not images:
         raise SmartpruneError(f"{where} lists no images")
-    objects: dict[int, list[tuple[Corners, int, float, bool]]] = {number: [] for number in pictures}
-    seen: set[int] = set()
-    for entry in data.items("annotations", MOST):
-        number, owner, category = entry.integer("id"), entry.integer("image_id"), entry.integer("category_id")
-        if number in seen:
-            raise SmartpruneError(f"{entry.where}: id {number} comes twice among the annotations")
-        seen.add(number)
-        named = f"{entry.where} (id {number})"
-        if owner not in pictures:
-            raise SmartpruneError(f"{named}: image_id {owner} is the id of none of the images")
+    objects: dict[int, list[tuple[Corners, int, float, bool]]] = {number: [] for number in images}
+    ids: set[int] = set()
+    for entry in data.items("annotations", MAX_ENTRIES):
+        number, image_id, category = entry.integer("id"), entry.integer("image_id"), entry.integer("category_id")
+        if number in ids:
+            raise SmartpruneError(f"{entry.where}: id {number} is used twice in annotations; ids must be unique")
+        ids.add(number)
+        where_entry = f"{entry.where} (id {number})"
+        if image_id not in images:
+            raise SmartpruneError(f"{where_entry}: image_id {image_id} is not the id of an image")
         if category not in classes:
-            raise SmartpruneError(f"{named}: category_id {category} is unknown; there are {_some(categories)}")
+            raise SmartpruneError(f"{where_entry}: category_id {category} is unknown; the categories are {_shorten(categories)}")
         crowd = bool(entry.integer("iscrowd", 0, 1)) if "iscrowd" in entry.data else False
-        image = pictures[owner]
-        box = _box(entry, named, image.integer("width"), image.integer("height"), image.text("file_name"), lenient)
+        box = _box(entry, where_entry, images[image_id], lenient)
         if box is not None:
-            sides = (box[2] - box[0]) * (box[3] - box[1])
-            area = _numbers([entry.raw("area")], f"{named}: area", 1)[0] if "area" in entry.data else sides
-            objects[owner].append((box, classes[category], area, crowd))
-    found = [_picture(entry, objects[number]) for number, entry in pictures.items()]
-    return Truth(where, tuple(found), categories)
+            product = (box[2] - box[0]) * (box[3] - box[1])
+            area = _numbers([entry.raw("area")], f"{where_entry}: area", 1)[0] if "area" in entry.data else product
+            objects[image_id].append((box, classes[category], area, crowd))
+    return GroundTruth(where, tuple(_image(entry, objects[number]) for number, entry in images.items()), categories)
 
 
 def _categories(data: Fields) -> tuple[tuple[int, str], ...]:
     out: dict[int, str] = {}
-    for entry in data.items("categories", MOST):
+    for entry in data.items("categories", MAX_ENTRIES):
         number = entry.integer("id")
         if number in out:
-            raise SmartpruneError(f"{entry.where}: id {number} comes twice among the categories")
+            raise SmartpruneError(f"{entry.where}: id {number} is used twice in categories; ids must be unique")
         out[number] = entry.text("name")
     if not out:
         raise SmartpruneError(f"{data.where} lists no categories")
     return tuple(sorted(out.items()))
 
 
-def _picture(entry: Fields, objects: Sequence[tuple[Corners, int, float, bool]]) -> Picture:
+def _image(entry: Fields, objects: Sequence[tuple[Corners, int, float, bool]]) -> AnnotatedImage:
     columns = tuple(zip(*objects, strict=True)) if objects else ((), (), (), ())
     size = entry.integer("width"), entry.integer("height")
-    return Picture(entry.integer("id"), entry.text("file_name"), *size, *columns)
+    return AnnotatedImage(entry.integer("id"), entry.text("file_name"), *size, *columns)
 
 
-def _box(entry: Fields, named: str, width: int, height: int, name: str, lenient: bool) -> Corners | None:
-    """The corners, cut off at the picture's edge."""
-    x, y, w, h = _numbers(entry.raw("bbox"), f"{named}: bbox", 4)
-    wrong = ""
+def _box(entry: Fields, where: str, image: Fields, lenient: bool) -> Corners | None:
+    """The corners, clipped to the image; ``None`` for an invalid box if ``lenient``."""
+    width, height, name = image.integer("width"), image.integer("height"), image.text("file_name")
+    x, y, w, h = _numbers(entry.raw("bbox"), f"{where}: bbox", 4)
+    problem = ""
     if w <= 0 or h <= 0:
-        wrong = f"has no size ({w:g} x {h:g})"
-    elif min(x, y) < -SLACK or x + w > width + SLACK or y + h > height + SLACK:
-        wrong = f"{[x, y, w, h]} reaches beyond {name}, which has {width}x{height} pixels"
+        problem = f"has no area ({w:g} x {h:g})"
+    elif min(x, y) < -TOLERANCE or x + w > width + TOLERANCE or y + h > height + TOLERANCE:
+        problem = f"{[x, y, w, h]} extends beyond {name}, which has {width}x{height} pixels"
     corners = max(x, 0.0), max(y, 0.0), min(x + w, float(width)), min(y + h, float(height))
-    if not wrong and (corners[0] >= corners[2] or corners[1] >= corners[3]):
-        wrong = f"{[x, y, w, h]} lies outside of {name}, which has {width}x{height} pixels"
-    if wrong and not lenient:
-        raise SmartpruneError(f"{named}: the box {wrong}; correct or delete the entry")
-    return None if wrong else corners
+    if not problem and (corners[0] >= corners[2] or corners[1] >= corners[3]):
+        problem = f"{[x, y, w, h]} lies outside of {name}, which has {width}x{height} pixels"
+    if problem and not lenient:
+        raise SmartpruneError(f"{where}: the box {problem}; correct or delete the entry")
+    return None if problem else corners
 
 
 def _numbers(value: object, where: str, count: int) -> tuple[float, ...]:
-    ok = isinstance(value, list) and len(value) == count
-    if not ok or not all(type(v) in (int, float) and math.isfinite(v) and abs(v) < 1e9 for v in value):  # type: ignore[attr-defined]
+    valid = isinstance(value, list) and len(value) == count
+    if not valid or not all(type(v) in (int, float) and math.isfinite(v) and abs(v) < 1e9 for v in value):  # type: ignore[attr-defined]
         raise SmartpruneError(f"{where} is {str(value)[:60]}; it must be {count} finite number{'s' * (count > 1)}")
     return tuple(float(v) for v in value)  # type: ignore[attr-defined]
 
 
-def checked_finds(data: object, truth: Truth, where: str) -> list[dict[str, Any]]:
-    """COCO's form of results: a list of finds with ``image_id``, ``category_id``, ``bbox`` and ``score``."""
+def check_detections(data: object, truth: GroundTruth, where: str) -> list[dict[str, Any]]:
+    """Checks results in COCO's format: a list of dictionaries with ``image_id``, ``category_id``, ``bbox`` and ``score``."""
     if not isinstance(data, list):
-        raise SmartpruneError(f"{where} holds a {type(data).__name__}; results are a list of finds")
-    images, categories = {p.number for p in truth.pictures}, {number for number, _ in truth.categories}
+        raise SmartpruneError(f"{where} holds a {type(data).__name__}; it must be a list of detections")
+    images, categories = {image.id for image in truth.images}, {number for number, _ in truth.categories}
     out = []
-    for place, item in enumerate(data):
-        entry = Fields(item, f"{where}: [{place}]")
+    for number, item in enumerate(data):
+        entry = Fields(item, f"{where}: [{number}]")
         image, category = entry.integer("image_id"), entry.integer("category_id")
         if image not in images:
-            raise SmartpruneError(f"{entry.where}: image_id {image} is none of the images of {truth.where}")
+            raise SmartpruneError(f"{entry.where}: image_id {image} is not the id of an image in {truth.where}")
         if category not in categories:
-            raise SmartpruneError(f"{entry.where}: category_id {category} is none of the categories of {truth.where}")
+            raise SmartpruneError(f"{entry.where}: category_id {category} is not the id of a category in {truth.where}")
         box = _numbers(entry.raw("bbox"), f"{entry.where}: bbox", 4)
         (score,) = _numbers([entry.raw("score")], f"{entry.where}: score", 1)
         out.append({"image_id": image, "category_id": category, "bbox": list(box), "score": score})
     return out
 
 
-def load(files: Files, picture: Picture, size: int) -> Tensor:
-    """One picture as bytes [size, size, 3]: its longer side brought to ``size``, grey around the shorter."""
-    image = files.colours(picture.name)
-    if image.size != (picture.width, picture.height):
+def load_image(files: ImageFiles, image: AnnotatedImage, size: int) -> Tensor:
+    """One image as bytes [size, size, 3]: its longer side is resized to ``size``, and the rest is gray."""
+    pixels = files.rgb(image.name)
+    if pixels.size != (image.width, image.height):
         raise SmartpruneError(
-            f"{files.where(picture.name)} has {image.size[0]}x{image.size[1]} pixels, but its entry "
-            f"(id {picture.number}) says {picture.width}x{picture.height}"
+            f"{files.where(image.name)} has {pixels.size[0]}x{pixels.size[1]} pixels, but its entry "
+            f"(id {image.id}) says {image.width}x{image.height}"
         )
-    fit = Fit(picture.width, picture.height, size)
-    if image.size != fit.inner:
-        image = image.resize(fit.inner, resample=2)  # bilinear over all pixels that fall together
-    out = np.full((size, size, 3), GREY, np.uint8)
-    (left, top), (wide, high) = fit.start, fit.inner
-    out[top : top + high, left : left + wide] = np.asarray(image)
+    box = Letterbox(image.width, image.height, size)
+    if pixels.size != box.inner:
+        pixels = pixels.resize(box.inner, resample=2)  # bilinear with antialiasing
+    out = np.full((size, size, 3), GRAY, np.uint8)
+    (left, top), (width, height) = box.start, box.inner
+    out[top : top + height, left : left + width] = np.asarray(pixels)
     return torch.from_numpy(out)
 
 
 @lru_cache(maxsize=3)
-def everything(place: Path, name: str, size: int, lenient: bool) -> Tensor:
-    files = opened(place, WITHIN)
-    listed = truth(files, name, lenient).pictures
-    return decoded(lambda number: load(files, listed[number], size), len(listed))
+def load_all(path: Path, name: str, size: int, lenient: bool) -> Tensor:
+    files = open_images(path, FOLDERS)
+    images = load_truth(files, name, lenient).images
+    return decode_all(lambda number: load_image(files, images[number], size), len(images))
 
 
-def _some(categories: Sequence[tuple[int, str]]) -> str:
-    shown = ", ".join(f"{number} ({name})" for number, name in categories[:10])
-    return shown + (f" and {len(categories) - 10} more" if len(categories) > 10 else "")
+def _shorten(categories: Sequence[tuple[int, str]]) -> str:
+    listed = ", ".join(f"{number} ({name})" for number, name in categories[:10])
+    return listed + (f" and {len(categories) - 10} more" if len(categories) > 10 else "")

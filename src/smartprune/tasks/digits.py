@@ -1,4 +1,4 @@
-"""1,797 handwritten digits of 8x8 pixels, which come with scikit-learn: the whole job in about a minute on a CPU."""
+"""The 1,797 handwritten digits of scikit-learn, 8x8 pixels each. A whole training job takes about a minute on a CPU."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from ..errors import SmartpruneError
 from ..models import build
 from ..recipe import Recipe
 from .distance import soft_distance
-from .task import Data, generator
+from .task import Data, accuracy, check_split, generator, step_count
 
 Batch = tuple[Tensor, Tensor]  # images [batch, 1, 8, 8], labels [batch]
 
-SHARES = {"test": 0.3, "validation": 0.2}  # of every class, rounded; the rest is for training
-MEAN, STD = 4.88, 6.02  # of all pixels, which are 0 to 16
+SHARES = {"test": 0.3, "validation": 0.2}  # share of each class, rounded; the rest is for training
+MEAN, STD = 4.88, 6.02  # of all pixels, whose values are 0 to 16
 
 
 @dataclass(frozen=True)
 class Digits:
-    """Which digit is it? A small residual network, judged by accuracy."""
+    """Classification of digits with a small residual network. The metric is accuracy."""
 
-    width: int = 12  # channels of resnet8's first stage
-    shift: int = 1  # training images move by up to so many pixels each way
+    width: int = 12  # channels of the first stage of resnet8
+    shift: int = 1  # largest shift of a training image in pixels, in each direction
 
     recipe: ClassVar[Recipe] = Recipe(
         model="resnet8",
@@ -52,9 +52,9 @@ class Digits:
 
     def __post_init__(self) -> None:
         if self.width < 1:
-            raise SmartpruneError(f"digits: width={self.width} should be at least 1")
+            raise SmartpruneError(f"digits: width={self.width} is too small; use at least 1")
         if not 0 <= self.shift <= 3:
-            raise SmartpruneError(f"digits: shift={self.shift} should be 0 to 3 pixels; the images have 8")
+            raise SmartpruneError(f"digits: shift={self.shift} is outside 0 to 3; the images are 8 pixels wide")
 
     def model(self, name: str) -> nn.Module:
         if name == "resnet8":
@@ -73,16 +73,12 @@ class Digits:
         return F.cross_entropy(model(images), labels)
 
     def metric(self, model: nn.Module, data: Data) -> float:
-        right = total = 0
-        for images, labels in data.batches(512, seed=0, epoch=0):
-            right += int((model(images).argmax(1) == labels).sum())
-            total += len(labels)
-        return right / total
+        return accuracy(model, data, 512)
 
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """Images and labels in memory. Training data is shuffled, moved about, and drops a short last batch."""
+    """Images and labels in memory. Training data is shuffled and shifted."""
 
     images: Tensor
     labels: Tensor
@@ -90,15 +86,15 @@ class Split:
     shift: int
 
     def steps(self, size: int) -> int:
-        return max(1, len(self.labels) // size) if self.training else -(-len(self.labels) // size)
+        return step_count(len(self.labels), size, self.training)
 
     def batches(self, size: int, seed: int, epoch: int, first: int = 0, every: int = 1) -> Iterator[Batch]:
         images, labels = self.images, self.labels
         if self.training:
-            draw = generator(seed, epoch)
-            order = torch.randperm(len(labels), generator=draw).to(labels.device)
-            moves = torch.randint(0, 2 * self.shift + 1, (2, len(labels)), generator=draw).to(labels.device)
-            images, labels = shifted(images[order], moves, self.shift), labels[order]
+            rng = generator(seed, epoch)
+            order = torch.randperm(len(labels), generator=rng).to(labels.device)
+            shifts = torch.randint(0, 2 * self.shift + 1, (2, len(labels)), generator=rng).to(labels.device)
+            images, labels = shift_images(images[order], shifts, self.shift), labels[order]
         for step in range(first, self.steps(size), every):
             yield images[step * size : (step + 1) * size], labels[step * size : (step + 1) * size]
 
@@ -106,36 +102,35 @@ class Split:
         return replace(self, training=False)
 
 
-def shifted(images: Tensor, moves: Tensor, reach: int) -> Tensor:
-    """Every image moved by its own (down, right) in 0 ... 2 * reach, less ``reach``; background enters at the edges."""
+def shift_images(images: Tensor, shifts: Tensor, largest: int) -> Tensor:
+    """Shifts each image by its own ``shifts - largest`` (down, right), and fills the edges with background."""
     count, _, height, width = images.shape
-    padded = F.pad(images, (reach,) * 4, value=-MEAN / STD)
-    rows = (2 * reach - moves[0])[:, None] + torch.arange(height, device=images.device)  # [count, height]
-    columns = (2 * reach - moves[1])[:, None] + torch.arange(width, device=images.device)
-    each = torch.arange(count, device=images.device)[:, None, None]
-    return padded[each, 0, rows[:, :, None], columns[:, None, :]].unsqueeze(1)
+    padded = F.pad(images, (largest,) * 4, value=-MEAN / STD)
+    rows = (2 * largest - shifts[0])[:, None] + torch.arange(height, device=images.device)  # [count, height]
+    columns = (2 * largest - shifts[1])[:, None] + torch.arange(width, device=images.device)
+    index = torch.arange(count, device=images.device)[:, None, None]
+    return padded[index, 0, rows[:, :, None], columns[:, None, :]].unsqueeze(1)
 
 
 @lru_cache(maxsize=3)
 def load(split: str) -> Batch:
-    """Normalised images [n, 1, 8, 8] and labels [n] of a split, which is fixed and holds every class alike."""
-    if split not in ("train", *SHARES):
-        raise SmartpruneError(f"digits: split={split!r}; it is train, validation or test")
+    """Normalized images [n, 1, 8, 8] and labels [n] of a split. The splits are fixed and stratified by class."""
+    check_split("digits", split)
     try:
         from sklearn.datasets import load_digits  # type: ignore[import-untyped,unused-ignore]
     except ImportError:
         raise SmartpruneError(
-            "the digits come with scikit-learn, which is not installed; run: pip install 'smartprune[digits]'"
+            "digits: the data needs scikit-learn, which is not installed; run: pip install 'smartprune[digits]'"
         ) from None
     bunch = load_digits()
     labels = torch.from_numpy(bunch.target).long()
     images = torch.from_numpy(bunch.images).float().unsqueeze(1).sub(MEAN).div(STD)
-    chosen = []
+    indices = []
     for digit in range(10):
         of_class = (labels == digit).nonzero().flatten()
         of_class = of_class[torch.randperm(len(of_class), generator=torch.Generator().manual_seed(digit))]
         test = round(SHARES["test"] * len(of_class))
-        held = test + round(SHARES["validation"] * len(of_class))
-        chosen.append({"test": of_class[:test], "validation": of_class[test:held], "train": of_class[held:]}[split])
-    index = torch.cat(chosen).sort().values
+        heldout = test + round(SHARES["validation"] * len(of_class))
+        indices.append({"test": of_class[:test], "validation": of_class[test:heldout], "train": of_class[heldout:]}[split])
+    index = torch.cat(indices).sort().values
     return images[index], labels[index]

@@ -1,4 +1,4 @@
-"""The scenes of handwritten digits with boxes: detection that needs no download and is done in about a minute on a CPU."""
+"""Scenes of handwritten digits with boxes: detection without a download, in about a minute on a CPU."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from ..errors import SmartpruneError
 from ..models import build
 from ..models.yolov5m import Detect, Maps, YOLOv5
 from ..recipe import Recipe
-from .detection import Batch, Split, loss, metric, predictions
-from .detection_files import Corners, Picture, Truth, checked_finds
-from .detection_moves import Moves
-from .detection_score import MEASURE, NEEDS, scored
-from .pictures import Shelf
-from .scenes import SIDE, compose, layer
+from .coco_eval import MEASURE, NEEDS, mean_average_precision
+from .detection import Batch, Split, loss, metric, predict
+from .detection_augment import AugmentSettings
+from .detection_files import AnnotatedImage, Corners, GroundTruth, check_detections
+from .images import ImageStore
+from .scenes import SIDE, compose, conv_bn_relu
 from .task import Data
 from .yolo_loss import yolo_distance
 
-GAINS = (0.1, 4.0, 4.0)  # those of YOLOv5 are for pictures ten times as large and eight times as many classes
+GAINS = (0.1, 4.0, 4.0)  # those of YOLOv5 are for images ten times as large and eight times as many classes
 DIGITS = tuple((digit, str(digit)) for digit in range(10))
 
 
 @dataclass(frozen=True)
 class SceneBoxes:
-    """Where are the digits, and which? The pictures are those of the task ``scenes``."""
+    """Detection of digits in the images of the task ``scenes``."""
 
-    data_seed: int = 0  # of the scenes themselves
-    width: int = 12  # channels of boxnet's first layer
+    data_seed: int = 0  # seed of the scenes
+    width: int = 12  # channels of the first layer of boxnet
 
     recipe: ClassVar[Recipe] = Recipe(
         model="boxnet",
@@ -56,8 +56,9 @@ class SceneBoxes:
     distance = staticmethod(yolo_distance)
 
     def __post_init__(self) -> None:
-        if self.width < 1 or self.data_seed < 0:
-            raise SmartpruneError(f"sceneboxes: width={self.width} should be at least 1 and data_seed={self.data_seed} at least 0")
+        for name, least in (("width", 1), ("data_seed", 0)):
+            if getattr(self, name) < least:
+                raise SmartpruneError(f"sceneboxes: {name}={getattr(self, name)} is too small; use at least {least}")
 
     def model(self, name: str) -> nn.Module:
         return BoxNet(self.width) if name == "boxnet" else build(name, num_classes=len(DIGITS))
@@ -66,9 +67,10 @@ class SceneBoxes:
         return torch.zeros(1, 3, SIDE, SIDE)
 
     def data(self, split: str, device: torch.device) -> Data:
-        pictures = compose(split, self.data_seed)[..., :3]
-        moves = Moves(mosaic=0.0, scale=0.1, shift=0.1, flip=False) if split == "train" else None
-        return Split(Shelf(lambda number: pictures[number], pictures, device), truth(split, self.data_seed), SIDE, moves)
+        images = compose(split, self.data_seed)[..., :3]
+        augment = AugmentSettings(mosaic=0.0, scale=0.1, shift=0.1, flip=False) if split == "train" else None
+        store = ImageStore(lambda number: images[number], images, device)
+        return Split(store, ground_truth(split, self.data_seed), SIDE, augment)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         return loss(model, batch, GAINS)
@@ -77,17 +79,17 @@ class SceneBoxes:
         return metric(self, model, data)
 
     def predictions(self, model: nn.Module, data: Data) -> list[dict[str, Any]]:
-        return predictions(model, data, confidence=0.01, overlap=0.6, most=20)
+        return predict(model, data, confidence=0.01, overlap=0.6, limit=20)
 
-    def score(self, found: object, split: str) -> dict[str, float] | None:
-        boxes = truth(split, self.data_seed)
-        return scored(boxes, checked_finds(found, boxes, "what was found"))
+    def score(self, predictions: object, split: str) -> dict[str, float] | None:
+        truth = ground_truth(split, self.data_seed)
+        return mean_average_precision(truth, check_detections(predictions, truth, "the predictions"))
 
 
 @lru_cache(maxsize=3)
-def truth(split: str, seed: int) -> Truth:
-    """A box around the ink in every quarter of a scene that holds a digit."""
-    pictures = []
+def ground_truth(split: str, seed: int) -> GroundTruth:
+    """One box around the digit of every quarter that holds one."""
+    images = []
     for number, mask in enumerate(compose(split, seed)[..., 3]):
         boxes: list[Corners] = []
         classes = []
@@ -101,21 +103,21 @@ def truth(split: str, seed: int) -> Truth:
                     classes.append(int(quarter[y[0], x[0]]) - 1)
         areas = tuple((x2 - x1) * (y2 - y1) for x1, y1, x2, y2 in boxes)
         name = f"{split}/{number}"
-        pictures.append(Picture(number, name, SIDE, SIDE, tuple(boxes), tuple(classes), areas, (False,) * len(boxes)))
-    return Truth(f"sceneboxes: {split}", tuple(pictures), DIGITS)
+        images.append(AnnotatedImage(number, name, SIDE, SIDE, tuple(boxes), tuple(classes), areas, (False,) * len(boxes)))
+    return GroundTruth(f"sceneboxes: {split}", tuple(images), DIGITS)
 
 
 class BoxNet(nn.Module):
-    """Seven convolutions down to an eighth, a sixteenth and a thirty-second of the side, with the box head of YOLOv5 on these."""
+    """Seven convolutions with outputs at 1/8, 1/16 and 1/32 of the resolution, and the detection head of YOLOv5."""
 
     smartprune_skip: ClassVar[tuple[str, ...]] = ("detect.*",)
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        quarter = (layer(3, width, 2), layer(width, 2 * width, 2), layer(2 * width, 2 * width))
-        self.fine = nn.Sequential(*quarter, layer(2 * width, 3 * width, 2), layer(3 * width, 3 * width))
-        self.middle = layer(3 * width, 4 * width, 2)
-        self.coarse = layer(4 * width, 4 * width, 2)
+        quarter = (conv_bn_relu(3, width, 2), conv_bn_relu(width, 2 * width, 2), conv_bn_relu(2 * width, 2 * width))
+        self.fine = nn.Sequential(*quarter, conv_bn_relu(2 * width, 3 * width, 2), conv_bn_relu(3 * width, 3 * width))
+        self.middle = conv_bn_relu(3 * width, 4 * width, 2)
+        self.coarse = conv_bn_relu(4 * width, 4 * width, 2)
         self.detect = Detect((3 * width, 4 * width, 4 * width), len(DIGITS))
 
     def forward(self, x: Tensor) -> Maps:
@@ -124,4 +126,4 @@ class BoxNet(nn.Module):
         return self.detect(fine, middle, self.coarse(middle))  # type: ignore[no-any-return]
 
     def decode(self, maps: Sequence[Tensor]) -> Tensor:
-        return YOLOv5.decode(self, maps)  # type: ignore[arg-type]  # it asks for the head alone
+        return YOLOv5.decode(self, maps)  # type: ignore[arg-type]  # decode uses only the head

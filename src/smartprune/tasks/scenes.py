@@ -1,4 +1,4 @@
-"""Scenes of handwritten digits with masks: segmentation that needs no download and is done in about a minute on a CPU."""
+"""Scenes of handwritten digits with masks: segmentation without a download, in about a minute on a CPU."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from ..models import build
 from ..recipe import Recipe
 from .digits import MEAN, STD, load
 from .distance import soft_distance
-from .pictures import Shelf
-from .segmentation import Batch, Moves, Split, loss, metric
-from .task import Data
+from .images import ImageStore
+from .segmentation import Batch, Crops, Split, loss, metric
+from .task import Data, check_split
 
-SIDE, CLASSES = 64, 11  # class 0 is the background, class d + 1 the ink of digit d
+SIDE, CLASSES = 64, 11  # class 0 is the background, class d + 1 is digit d
 SCENES = {"train": 480, "validation": 120, "test": 240}
-INK = 0.35  # a pixel belongs to a digit if so much of it is ink
+INK = 0.35  # a pixel belongs to a digit if its share of ink is larger
 
 
 @dataclass(frozen=True)
 class Scenes:
-    """Where are the digits, and which? The digits of the splits are those of the task ``digits``, so none is in two."""
+    """Segmentation of digits. The splits use the digits of the same splits of the task ``digits``, so they share none."""
 
-    data_seed: int = 0  # of the scenes themselves
-    width: int = 16  # channels of segnet's first layer
+    data_seed: int = 0  # seed of the scenes
+    width: int = 16  # channels of the first layer of segnet
 
     recipe: ClassVar[Recipe] = Recipe(
         model="segnet",
@@ -53,8 +53,9 @@ class Scenes:
     distance = staticmethod(soft_distance)
 
     def __post_init__(self) -> None:
-        if self.width < 1 or self.data_seed < 0:
-            raise SmartpruneError(f"scenes: width={self.width} should be at least 1 and data_seed={self.data_seed} at least 0")
+        for name, least in (("width", 1), ("data_seed", 0)):
+            if getattr(self, name) < least:
+                raise SmartpruneError(f"scenes: {name}={getattr(self, name)} is too small; use at least {least}")
 
     def model(self, name: str) -> nn.Module:
         return SegNet(self.width) if name == "segnet" else build(name, num_classes=CLASSES)
@@ -64,8 +65,8 @@ class Scenes:
 
     def data(self, split: str, device: torch.device) -> Data:
         scenes = compose(split, self.data_seed)
-        moves = Moves(SIDE, SIDE, smallest=0.9, largest=1.2, flip=False) if split == "train" else None
-        return Split(Shelf(lambda number: scenes[number], scenes, device), len(scenes), (SIDE, SIDE), moves)
+        crops = Crops(SIDE, SIDE, smallest=0.9, largest=1.2, flip=False) if split == "train" else None
+        return Split(ImageStore(lambda number: scenes[number], scenes, device), len(scenes), (SIDE, SIDE), crops)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         return loss(model, batch)
@@ -76,50 +77,48 @@ class Scenes:
 
 @lru_cache(maxsize=3)
 def compose(split: str, seed: int) -> Tensor:
-    """Scenes and masks of a split as bytes [n, 64, 64, 4]; every scene depends on the seed and its number alone."""
-    if split not in SCENES:
-        raise SmartpruneError(f"scenes: split={split!r}; it is {', '.join(SCENES)}")
+    """Scenes and masks of a split as bytes [n, 64, 64, 4]. A scene depends only on the seed and its index."""
+    check_split("scenes", split)
     images, labels = load(split)
     ink = (images * STD + MEAN).clamp_(0, 16) / 16
     return torch.stack([scene(ink, labels, (seed, list(SCENES).index(split), number)) for number in range(SCENES[split])])
 
 
 def scene(ink: Tensor, labels: Tensor, seed: tuple[int, ...]) -> Tensor:
-    """Two to four digits of 20 to 32 pixels, each in a quarter and a colour of its own, on a background that changes slowly."""
-    draw = np.random.default_rng(seed)
-    corners = torch.from_numpy(draw.uniform(0, 110, (1, 3, 3, 3))).float()
-    picture = (
-        F.interpolate(corners, (SIDE, SIDE), mode="bilinear")[0] + torch.from_numpy(draw.normal(0, 8, (3, SIDE, SIDE))).float()
-    )
+    """Two to four digits of 20 to 32 pixels with random colors, each in its own quarter, on a smooth background."""
+    rng = np.random.default_rng(seed)
+    corners = torch.from_numpy(rng.uniform(0, 110, (1, 3, 3, 3))).float()
+    image = F.interpolate(corners, (SIDE, SIDE), mode="bilinear")[0] + torch.from_numpy(rng.normal(0, 8, (3, SIDE, SIDE))).float()
     mask = torch.zeros(SIDE, SIDE)
-    for quarter in draw.permutation(4)[: draw.integers(2, 5)].tolist():
-        chosen, size = int(draw.integers(len(ink))), int(draw.integers(20, 33))
-        top, left = (cell * SIDE // 2 + int(draw.integers(SIDE // 2 - size + 1)) for cell in divmod(quarter, 2))
-        colour = torch.from_numpy(draw.uniform(140, 255, (3, 1, 1))).float()
-        digit = F.interpolate(ink[chosen][None], (size, size), mode="bilinear")[0]
+    for quarter in rng.permutation(4)[: rng.integers(2, 5)].tolist():
+        index, size = int(rng.integers(len(ink))), int(rng.integers(20, 33))
+        top, left = (cell * SIDE // 2 + int(rng.integers(SIDE // 2 - size + 1)) for cell in divmod(quarter, 2))
+        color = torch.from_numpy(rng.uniform(140, 255, (3, 1, 1))).float()
+        digit = F.interpolate(ink[index][None], (size, size), mode="bilinear")[0]
         at = (slice(top, top + size), slice(left, left + size))
-        picture[:, *at] = picture[:, *at] * (1 - digit) + colour * digit
-        mask[at] = torch.where(digit[0] > INK, labels[chosen] + 1.0, mask[at])
-    return torch.cat([picture, mask[None]]).clamp_(0, 255).round_().to(torch.uint8).permute(1, 2, 0).contiguous()
+        image[:, *at] = image[:, *at] * (1 - digit) + color * digit
+        mask[at] = torch.where(digit[0] > INK, labels[index] + 1.0, mask[at])
+    return torch.cat([image, mask[None]]).clamp_(0, 255).round_().to(torch.uint8).permute(1, 2, 0).contiguous()
 
 
-def layer(inputs: int, outputs: int, stride: int = 1) -> nn.Sequential:
-    """Convolution of 3x3, batch norm, ReLU."""
+def conv_bn_relu(inputs: int, outputs: int, stride: int = 1) -> nn.Sequential:
+    """3x3 convolution, batch norm and ReLU."""
     return nn.Sequential(
         nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU(inplace=True)
     )
 
 
 class SegNet(nn.Module):
-    """Down to an eighth of the side and half of the way up again, with what was seen on the way down."""
+    """A small U-Net: down to an eighth of the resolution, then up to half of it, with skip connections."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.stage1 = layer(3, width, 2)
-        self.stage2 = nn.Sequential(layer(width, 2 * width, 2), layer(2 * width, 2 * width))
-        self.stage3 = nn.Sequential(layer(2 * width, 4 * width, 2), layer(4 * width, 4 * width), layer(4 * width, 2 * width))
-        self.up = layer(4 * width, width)
-        self.join = layer(2 * width, width)
+        self.stage1 = conv_bn_relu(3, width, 2)
+        self.stage2 = nn.Sequential(conv_bn_relu(width, 2 * width, 2), conv_bn_relu(2 * width, 2 * width))
+        stage3 = conv_bn_relu(2 * width, 4 * width, 2), conv_bn_relu(4 * width, 4 * width), conv_bn_relu(4 * width, 2 * width)
+        self.stage3 = nn.Sequential(*stage3)
+        self.up = conv_bn_relu(4 * width, width)
+        self.join = conv_bn_relu(2 * width, width)
         self.head = nn.Conv2d(width, CLASSES, 1)
 
     def forward(self, x: Tensor) -> Tensor:

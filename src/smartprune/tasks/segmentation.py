@@ -1,4 +1,4 @@
-"""Which class does every pixel belong to? Pictures with masks of class numbers, judged by mean intersection over union."""
+"""Semantic segmentation: images with masks of class indices. The metric is mean intersection over union."""
 
 from __future__ import annotations
 
@@ -15,35 +15,44 @@ from torch import Tensor, nn
 from ..errors import SmartpruneError
 from ..models import build
 from ..recipe import Recipe
-from . import segmentation_files as on_disk
 from .distance import soft_distance
-from .pictures import Files, Shelf, cut, find, normalised, slices
-from .segmentation_files import IGNORE
-from .task import Data, generator
+from .images import ImageFiles, ImageStore, batch_slices, crop_and_resize, find_images, normalize
+from .segmentation_files import (
+    FOLDERS,
+    IGNORE,
+    count_classes,
+    folder_of,
+    list_pairs,
+    load_all,
+    load_equal,
+    load_pair,
+    parse_size,
+)
+from .task import Data, check_split, generator, step_count
 
-Batch = tuple[Tensor, Tensor]  # pictures [batch, 3, height, width], classes [batch, height, width] with IGNORE
+Batch = tuple[Tensor, Tensor]  # images [batch, 3, height, width], classes [batch, height, width] with IGNORE
 
-HARD, LEAST = 0.7, 16  # a pixel counts if its class has less than this probability; at least one of so many counts
-MULTIPLE = 32  # what networks halve five times: sides are filled up to a multiple of it in an evaluation
-EVALUATE = 4  # pictures per step of an evaluation
+HARD_BELOW, MIN_HARD = 0.7, 16  # pixels count if their class has a lower probability; at least one in 16 counts
+MULTIPLE = 32  # networks halve the image five times, so evaluation pads the sides to a multiple of this
+EVALUATION_BATCH = 4
 
 
 @dataclass(frozen=True)
 class Segmentation:
-    """Pictures and masks of your own or of Cityscapes; see ``segmentation_files`` for the layouts."""
+    """Your own images and masks, or Cityscapes; see ``segmentation_files`` for the layouts."""
 
-    folder: str = ""  # a folder or a tar; else the environment variable SMARTPRUNE_DATA says it
-    classes: int = 0  # 0: found from the data
-    height: int = 512  # of what is cut out for training
+    folder: str = ""  # a folder or a tar file; empty: the environment variable SMARTPRUNE_DATA
+    classes: int = 0  # number of classes; 0: read from the data
+    height: int = 512  # size of a training crop
     width: int = 1024
-    smallest: float = 0.5  # training pictures are scaled at random by this ...
-    largest: float = 2.0  # ... to this
-    flip: bool = True  # half of the training pictures are mirrored
-    resize: str = ""  # WIDTHxHEIGHT that pictures and masks are brought to when they are read; empty: as they are
-    memory: float = 8.0  # GB; a split that needs more is read from disk in every epoch
+    smallest: float = 0.5  # training images are scaled by a random factor from ``smallest``
+    largest: float = 2.0  # to ``largest``
+    flip: bool = True  # flip half of the training images
+    resize: str = ""  # WIDTHxHEIGHT to resize images and masks to when they are read; empty: original size
+    memory: float = 8.0  # GB; a larger split is read from disk in every epoch
 
     name: ClassVar[str] = "segmentation"
-    known: ClassVar[str] = "cityscapes"  # what a data folder calls it
+    data_name: ClassVar[str] = "cityscapes"  # folder or tar file in the data folder
     recipe: ClassVar[Recipe] = Recipe(
         model="bisenetv2",
         block="16x8",
@@ -67,22 +76,39 @@ class Segmentation:
     distance = staticmethod(soft_distance)
 
     def __post_init__(self) -> None:
-        check(self.name, self.height, self.width, self.smallest, self.largest)
+        for name, value in (("height", self.height), ("width", self.width)):
+            if value < MULTIPLE or value % MULTIPLE:
+                raise SmartpruneError(f"{self.name}: {name}={value} is not a positive multiple of {MULTIPLE} pixels")
+        if not 0 < self.smallest <= self.largest:
+            raise SmartpruneError(
+                f"{self.name}: smallest={self.smallest} and largest={self.largest} are not a range of positive factors; "
+                "use 0 < smallest <= largest"
+            )
         if self.memory < 0:
-            raise SmartpruneError(f"{self.name}: memory={self.memory} should not be negative")
+            raise SmartpruneError(f"{self.name}: memory={self.memory} is negative; use 0 or more")
         if not 0 <= self.classes < IGNORE:
-            raise SmartpruneError(f"{self.name}: classes={self.classes} should be 0 to {IGNORE - 1}")
-        on_disk.side(self.resize)
+            raise SmartpruneError(f"{self.name}: classes={self.classes} is outside 0 to {IGNORE - 1}")
+        parse_size(self.resize)
 
     def model(self, name: str) -> nn.Module:
-        return build(name, num_classes=on_disk.classes(self._files(), self.classes))
+        return build(name, num_classes=count_classes(self._files(), self.classes))
 
     def example(self) -> Tensor:
         return torch.zeros(1, 3, self.height, self.width)
 
     def data(self, split: str, device: torch.device) -> Data:
-        moves = Moves(self.height, self.width, self.smallest, self.largest, self.flip)
-        return from_disk(self._files(), self.classes, split, device, moves, on_disk.side(self.resize), self.memory)
+        check_split(self.name, split)
+        files, resize = self._files(), parse_size(self.resize)
+        folder, classes = folder_of(files, split), count_classes(files, self.classes)
+        if folder is None:
+            return Split(ImageStore(lambda number: torch.empty(0), None, device), 0, (0, 0), None)
+        pairs = list_pairs(files, folder)
+        shape = tuple(load_pair(files, pairs[0], classes, resize).shape)
+        fits = len(pairs) * math.prod(shape) <= self.memory * 1e9
+        cached = load_all(files.path, folder, classes, resize) if fits else None
+        store = ImageStore(lambda number: load_equal(files, pairs[number], classes, resize, shape), cached, device)
+        crops = Crops(self.height, self.width, self.smallest, self.largest, self.flip)
+        return Split(store, len(pairs), (shape[0], shape[1]), crops if split == "train" else None)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         return loss(model, batch)
@@ -90,13 +116,13 @@ class Segmentation:
     def metric(self, model: nn.Module, data: Data) -> float:
         return metric(model, data)
 
-    def _files(self) -> Files:
-        return find(self.name, self.folder, self.known, on_disk.WITHIN)
+    def _files(self) -> ImageFiles:
+        return find_images(self.name, self.folder, self.data_name, FOLDERS)
 
 
 @dataclass(frozen=True)
-class Moves:
-    """How a training picture is changed: scaled by ``smallest`` to ``largest``, cut to height x width, mirrored."""
+class Crops:
+    """Random crops of training images: scaled by ``smallest`` to ``largest``, cropped to height x width, and flipped."""
 
     height: int
     width: int
@@ -106,130 +132,105 @@ class Moves:
 
 
 class Split:
-    """Pictures with their masks as a fourth channel. Training data is shuffled and moved, and drops a short last batch."""
+    """Images with their masks as a fourth channel. Training data, with ``crops``, is shuffled and cropped."""
 
-    def __init__(self, shelf: Shelf, count: int, size: tuple[int, int], moves: Moves | None) -> None:
-        self.shelf, self.count, self.size, self.moves = shelf, count, size, moves  # size: height, width
+    def __init__(self, store: ImageStore, count: int, size: tuple[int, int], crops: Crops | None) -> None:
+        self.store, self.count, self.size, self.crops = store, count, size, crops  # size: height, width
 
     def steps(self, size: int) -> int:
-        return max(1, self.count // size) if self.moves else -(-self.count // size)
+        return step_count(self.count, size, self.crops is not None)
 
     def batches(self, size: int, seed: int, epoch: int, first: int = 0, every: int = 1) -> Iterator[Batch]:
-        parts, device = slices(size, first, self.steps(size), every), self.shelf.device
-        if self.moves is None:
-            for taken in self.shelf.stream(torch.arange(self.count), parts):
-                yield filled_up(normalised(taken[..., :3]), taken[..., 3].long())
+        parts, device = batch_slices(size, first, self.steps(size), every), self.store.device
+        if self.crops is None:
+            for pixels in self.store.stream(torch.arange(self.count), parts):
+                yield pad_to_multiple(normalize(pixels[..., :3]), pixels[..., 3].long())
             return
-        order, reach, centre = self._draw(self.moves, seed, epoch)
-        reach, centre = reach.to(device), centre.to(device)
-        for part, taken in zip(parts, self.shelf.stream(order, parts), strict=True):
-            yield moved(taken, reach[part], centre[part], (self.moves.height, self.moves.width))
+        order, extent, center = self._draw(self.crops, seed, epoch)
+        extent, center = extent.to(device), center.to(device)
+        for part, pixels in zip(parts, self.store.stream(order, parts), strict=True):
+            yield crop(pixels, extent[part], center[part], (self.crops.height, self.crops.width))
 
     def still(self) -> Split:
         out = copy(self)
-        out.moves = None
+        out.crops = None
         return out
 
-    def _draw(self, moves: Moves, seed: int, epoch: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Which picture [n], and the rectangle to take of it (see ``cut``): drawn on the CPU for every device alike."""
-        draw = generator(seed, epoch)
-        order = torch.randperm(self.count, generator=draw)
-        scale = moves.smallest + (moves.largest - moves.smallest) * torch.rand(self.count, 1, generator=draw)
-        share = torch.tensor([moves.width / self.size[1], moves.height / self.size[0]])  # of the picture as it is
-        reach = share / scale
-        centre = (1 - reach) * (2 * torch.rand(self.count, 2, generator=draw) - 1)  # beyond 1: the picture lies within
-        mirrored = torch.randint(0, 2, (self.count,), generator=draw) * moves.flip
-        reach[:, 0] *= 1 - 2 * mirrored
-        return order, reach, centre
+    def _draw(self, crops: Crops, seed: int, epoch: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Index of the image [n], and the extent and center of the crop. Drawn on the CPU, so all devices agree."""
+        rng = generator(seed, epoch)
+        order = torch.randperm(self.count, generator=rng)
+        scale = crops.smallest + (crops.largest - crops.smallest) * torch.rand(self.count, 1, generator=rng)
+        share = torch.tensor([crops.width / self.size[1], crops.height / self.size[0]])  # of the unscaled image
+        extent = share / scale
+        center = (1 - extent) * (2 * torch.rand(self.count, 2, generator=rng) - 1)  # for extent > 1 the crop holds the image
+        flipped = torch.randint(0, 2, (self.count,), generator=rng) * crops.flip
+        extent[:, 0] *= 1 - 2 * flipped
+        return order, extent, center
 
 
-def moved(taken: Tensor, reach: Tensor, centre: Tensor, size: tuple[int, int]) -> Batch:
-    """Pictures are interpolated and masks are not; beyond the picture is the mean colour, and no class."""
-    pictures = cut(normalised(taken[..., :3]), reach, centre, size)
-    masks = cut(taken[..., 3].float().sub_(IGNORE)[:, None], reach, centre, size, "nearest") + IGNORE
-    return pictures.contiguous(memory_format=torch.channels_last), masks[:, 0].long()
+def crop(pixels: Tensor, extent: Tensor, center: Tensor, size: tuple[int, int]) -> Batch:
+    """Crops of images (bilinear) and masks (nearest). Outside of the image are the mean color and IGNORE."""
+    images = crop_and_resize(normalize(pixels[..., :3]), extent, center, size)
+    masks = crop_and_resize(pixels[..., 3].float().sub_(IGNORE)[:, None], extent, center, size, "nearest") + IGNORE
+    return images.contiguous(memory_format=torch.channels_last), masks[:, 0].long()
 
 
-def filled_up(pictures: Tensor, masks: Tensor) -> Batch:
-    """Right and below with the mean colour and no class, to a multiple of 32 pixels."""
+def pad_to_multiple(images: Tensor, masks: Tensor) -> Batch:
+    """Pads the right and bottom with the mean color and IGNORE to a multiple of 32 pixels."""
     height, width = masks.shape[1:]
-    more = (0, -width % MULTIPLE, 0, -height % MULTIPLE)
-    return F.pad(pictures, more), F.pad(masks, more, value=IGNORE)
-
-
-def from_disk(
-    files: Files, classes: int, split: str, device: torch.device, moves: Moves, resize: tuple[int, int] | None, memory: float
-) -> Split:
-    """A split of the pictures in ``files``; one that is not there is empty."""
-    if split not in ("train", "validation", "test"):
-        raise SmartpruneError(f"segmentation: split={split!r}; it is train, validation or test")
-    folder, count = on_disk.part(files, split), on_disk.classes(files, classes)
-    if folder is None:
-        return Split(Shelf(lambda number: torch.empty(0), None, device), 0, (0, 0), None)
-    listed = on_disk.pairs(files, folder)
-    shape = tuple(on_disk.load(files, listed[0], count, resize).shape)
-    fits = len(listed) * math.prod(shape) <= memory * 1e9
-    kept = on_disk.everything(files.place, folder, count, resize) if fits else None
-    shelf = Shelf(lambda number: on_disk.alike(files, listed[number], count, resize, shape), kept, device)
-    return Split(shelf, len(listed), (shape[0], shape[1]), moves if split == "train" else None)
-
-
-def check(task: str, height: int, width: int, smallest: float, largest: float) -> None:
-    for name, value in (("height", height), ("width", width)):
-        if value < MULTIPLE or value % MULTIPLE:
-            raise SmartpruneError(f"{task}: {name}={value} should be a multiple of {MULTIPLE} pixels")
-    if not 0 < smallest <= largest:
-        raise SmartpruneError(f"{task}: smallest={smallest} and largest={largest} should be above 0 and in this order")
+    padding = (0, -width % MULTIPLE, 0, -height % MULTIPLE)
+    return F.pad(images, padding), F.pad(masks, padding, value=IGNORE)
 
 
 def loss(model: nn.Module, batch: Batch) -> Tensor:
-    """The loss of the hardest pixels, summed over the heads of a model that has more than one in training."""
-    pictures, masks = batch
-    out = model(pictures)
-    heads = out if isinstance(out, (tuple, list)) else (out,)
-    return torch.stack([hardest(fitted(head, masks), masks) for head in heads]).sum()
+    """The loss of the hardest pixels, summed over all heads of the model."""
+    images, masks = batch
+    output = model(images)
+    heads = output if isinstance(output, (tuple, list)) else (output,)
+    return torch.stack([hard_pixel_loss(upsample(head, masks), masks) for head in heads]).sum()
 
 
-def hardest(logits: Tensor, masks: Tensor) -> Tensor:
-    """Mean cross-entropy of the pixels whose class has a probability below 0.7, and at least of the worst sixteenth.
+def hard_pixel_loss(logits: Tensor, masks: Tensor) -> Tensor:
+    """Mean cross-entropy of pixels whose class has a probability below 0.7, and at least of the hardest sixteenth.
 
-    Nothing here waits for the device, so the step can be recorded.
+    Nothing here synchronizes with the device, so the step can be captured in a CUDA graph.
     """
-    each = F.cross_entropy(logits, masks, ignore_index=IGNORE, reduction="none").flatten()
+    losses = F.cross_entropy(logits, masks, ignore_index=IGNORE, reduction="none").flatten()
     counted = (masks != IGNORE).flatten()
     with torch.no_grad():
-        worst = torch.where(counted, each, -1).topk(max(1, len(each) // LEAST)).values
-        last = (counted.sum() // LEAST - 1).clamp_(min=0, max=len(worst) - 1)
-        bound = worst.gather(0, last[None])[0].clamp(max=-math.log(HARD))
-        chosen = counted & (each >= bound)
-    return torch.where(chosen, each, 0).sum() / chosen.sum().clamp(min=1)
+        worst = torch.where(counted, losses, -1).topk(max(1, len(losses) // MIN_HARD)).values
+        last = (counted.sum() // MIN_HARD - 1).clamp_(min=0, max=len(worst) - 1)
+        bound = worst.gather(0, last[None])[0].clamp(max=-math.log(HARD_BELOW))
+        hard = counted & (losses >= bound)
+    return torch.where(hard, losses, 0).sum() / hard.sum().clamp(min=1)
 
 
-def fitted(logits: Tensor, masks: Tensor) -> Tensor:
-    """Brought to the size of the masks."""
+def upsample(logits: Tensor, masks: Tensor) -> Tensor:
+    """Logits at the size of the masks."""
     if logits.shape[2:] == masks.shape[1:]:
         return logits
     return F.interpolate(logits, masks.shape[1:], mode="bilinear")
 
 
 def metric(model: nn.Module, data: Data) -> float:
-    """Mean over the classes of intersection over union, all pictures together."""
+    """Mean intersection over union over all images together."""
     table: Any = 0
-    for pictures, masks in data.batches(EVALUATE, seed=0, epoch=0):
-        out = model(pictures)
-        logits = fitted(out[0] if isinstance(out, (tuple, list)) else out, masks)
+    for images, masks in data.batches(EVALUATION_BATCH, seed=0, epoch=0):
+        output = model(images)
+        logits = upsample(output[0] if isinstance(output, (tuple, list)) else output, masks)
         table = table + confusion(logits.argmax(1), masks, logits.shape[1])
     return mean_iou(table)
 
 
-def confusion(found: Tensor, masks: Tensor, classes: int) -> Tensor:
-    """Number of pixels [classes, classes] by their class (rows) and the class found (columns)."""
-    cells = torch.where(masks == IGNORE, classes * classes, masks * classes + found)
+def confusion(predictions: Tensor, masks: Tensor, classes: int) -> Tensor:
+    """Number of pixels [classes, classes] by true class (rows) and predicted class (columns)."""
+    cells = torch.where(masks == IGNORE, classes * classes, masks * classes + predictions)
     return torch.bincount(cells.flatten(), minlength=classes * classes + 1)[:-1].reshape(classes, classes)
 
 
 def mean_iou(table: Tensor) -> float:
-    """Over the classes that are there or were found; the others have no value."""
-    both = table.diagonal().double()
-    either = table.sum(0) + table.sum(1) - both
-    return float((both / either)[either > 0].mean()) if bool((either > 0).any()) else 0.0
+    """Mean over the classes that occur in the masks or the predictions."""
+    intersection = table.diagonal().double()
+    union = table.sum(0) + table.sum(1) - intersection
+    return float((intersection / union)[union > 0].mean()) if bool((union > 0).any()) else 0.0

@@ -1,4 +1,4 @@
-"""2,215 photographs of PASCAL VOC2007 with boxes of 14 classes, 320 pixels a side, from a folder or ``voc07sub.tar``."""
+"""A subset of PASCAL VOC2007: 2,215 images of 320 pixels with boxes of 14 classes, from a folder or ``voc07sub.tar``."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from .detection import Detection
 
 @dataclass(frozen=True)
 class Voc07sub(Detection):
-    """Where are animals, vehicles and persons? Results are those of ``val``; there is no other split to choose by.
+    """Detection of animals, vehicles and persons. ``val`` is the test split, and there is no validation split.
 
-    They are not results of VOC2007: pictures, classes and split are others.
+    Results cannot be compared with VOC2007, because images, classes and splits differ.
     """
 
     size: int = 320
 
     name: ClassVar[str] = "voc07sub"
-    known: ClassVar[str] = "voc07sub"
-    # As for ``bccd``; sparsity is the middle one of the paper's, since this set is the harder one.
+    data_name: ClassVar[str] = "voc07sub"
+    # Paper: as for ``bccd``, but with 50 % sparsity, because this data set is harder.
     recipe: ClassVar[Recipe] = replace(
         Detection.recipe,
         sparsity=0.5,
