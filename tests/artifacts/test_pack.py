@@ -22,7 +22,8 @@ from helpers import zoo
 from helpers.packed_files import FORMAT_PAGE, documented_example, documented_reader, raw_bytes, zero_random_blocks
 from helpers.pruned_models import model_and_receipt
 from helpers.training_jobs import run_cli
-from smartprune.artifacts.packfile import VALUES, read_packed
+from smartprune.artifacts.packfile import VALUES
+from smartprune.artifacts.packfile_read import read_packed
 from smartprune.cli import main
 from smartprune.core.block import Block
 from smartprune.pruning.receipt import make_receipt
@@ -184,7 +185,7 @@ def test_what_saves_nothing_is_stored_as_it_is(tmp_path: Path) -> None:
     check(state, tmp_path / "p")
     file = read_packed(tmp_path / "p")
     assert file.layouts["dense"].kind == "matrix"  # said for it too
-    assert "as it is" in str(done)
+    assert "unchanged" in str(done)
 
 
 def test_weights_of_many_axes_come_back(tmp_path: Path) -> None:
@@ -313,7 +314,7 @@ def test_the_packed_block_is_what_is_counted(tmp_path: Path) -> None:
 def test_a_receipt_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     _, receipt = model_and_receipt()
     dense, _ = zoo.plain_cnn()
-    with pytest.raises(sp.SmartpruneError, match=r"is not what its receipt says: 3\.weight"):
+    with pytest.raises(sp.SmartpruneError, match=r"does not match its receipt: 3\.weight"):
         sp.pack(dense, tmp_path / "p", receipt=receipt)
     assert not (tmp_path / "p").exists()
 
@@ -327,7 +328,7 @@ def test_misuse(tmp_path: Path) -> None:
         sp.pack(model, tmp_path / "p")
     with pytest.raises(sp.SmartpruneError, match="cannot be written"):
         sp.pack(model, tmp_path / "none" / "p", (4, 4))
-    with pytest.raises(sp.SmartpruneError, match="there is no such file"):
+    with pytest.raises(sp.SmartpruneError, match="no such file"):
         sp.unpack(tmp_path / "p")
     sp.attach(model, sp.Smart(), block=(4, 4), sparsity=0.5, steps=3)
     with pytest.raises(sp.SmartpruneError, match=r"still being pruned; call smartprune\.bake"):
@@ -338,7 +339,7 @@ def test_misuse(tmp_path: Path) -> None:
         sp.pack(empty, tmp_path / "p", (4, 4))
     with pytest.raises(sp.SmartpruneError, match="sparse_coo"):
         sp.pack({"w": torch.eye(4).to_sparse()}, tmp_path / "p", (4, 4))
-    with pytest.raises(sp.SmartpruneError, match=r"w#rows is the name of a tensor"):
+    with pytest.raises(sp.SmartpruneError, match=r"w#rows is reserved for the blocks of w; rename"):
         sp.pack({"w": torch.zeros(64, 64), "w#rows": torch.zeros(1)}, tmp_path / "p", (4, 4))
     for kind in (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz):
         with pytest.raises(sp.SmartpruneError, match=f"w: {kind} cannot be stored"):
@@ -358,13 +359,16 @@ def test_a_model_that_does_not_fit_is_left_alone(tmp_path: Path) -> None:
     model = zero_random_blocks(zoo.plain_cnn()[0], (4, 4))
     sp.pack(model, tmp_path / "p", (4, 4))
     wrong: list[tuple[nn.Module, str]] = [
-        (zoo.plain_cnn()[0].double(), r"0\.bias is torch\.float32 16 there and torch\.float64 16|0\.weight is torch\.float32"),
-        (nn.Sequential(*zoo.plain_cnn()[0][:5]), "10.bias: the model lacks it"),
-        (nn.Sequential(*zoo.plain_cnn()[0], nn.Linear(10, 3)), "11.bias: the file lacks it"),
+        (
+            zoo.plain_cnn()[0].double(),
+            r"0\.bias is torch\.float32 16 in the file and torch\.float64 16|0\.weight is torch\.float32",
+        ),
+        (nn.Sequential(*zoo.plain_cnn()[0][:5]), "10.bias: the model has no such tensor"),
+        (nn.Sequential(*zoo.plain_cnn()[0], nn.Linear(10, 3)), "11.bias: the file has no such tensor"),
     ]
     wider = zoo.plain_cnn()[0]
     wider[10] = nn.Linear(12, 11)
-    wrong.append((wider, r"10\.weight is torch\.float32 10x12 there and torch\.float32 11x12 in the model"))
+    wrong.append((wider, r"10\.weight is torch\.float32 10x12 in the file and torch\.float32 11x12 in the model"))
     for other, message in wrong:
         before = {name: tensor.clone() for name, tensor in other.state_dict().items()}
         with pytest.raises(sp.SmartpruneError, match=message):
@@ -420,7 +424,7 @@ def test_a_run_folder_is_packed_and_unpacked(folder: Path, capsys: pytest.Captur
     assert max(map(len, text.splitlines()[:-1])) <= 80
     packed = folder / "model.packed.safetensors"
     assert run_cli("verify", packed) == 0
-    assert "ok: as the receipt says" in capsys.readouterr().out
+    assert "ok: matches the receipt" in capsys.readouterr().out
     assert run_cli("report", packed) == 0
     assert "blocks of 4x4x1x1" in capsys.readouterr().out
     assert run_cli("unpack", packed, "--out", folder / "again.safetensors") == 0
@@ -467,7 +471,7 @@ def test_models_without_tensors_are_refused(tmp_path: Path) -> None:
         sp.pack(nn.ReLU(), path, (4, 4))
     with pytest.raises(sp.SmartpruneError, match=r"pack: 0\.weight of the model has no shape yet"):
         sp.pack(nn.Sequential(nn.LazyLinear(4)), path, (4, 4))
-    with pytest.raises(sp.SmartpruneError, match=r"made by smartprune\.accelerate.*give the model that it was made from"):
+    with pytest.raises(sp.SmartpruneError, match=r"made by smartprune\.accelerate.*give the original model"):
         sp.pack(sp.accelerate(model, backend="reference"), path, (4, 4))
 
     class Odd(nn.Module):  # cannot be traced, so that its layers are accelerated one by one
@@ -486,7 +490,7 @@ def test_models_without_tensors_are_refused(tmp_path: Path) -> None:
 def test_where_nothing_can_be_cut_it_is_said(tmp_path: Path) -> None:
     done = sp.pack(nn.BatchNorm2d(3), tmp_path / "p", (4, 4))
     assert done.layers == ()
-    assert str(done).startswith("no weight can be cut into blocks of 4x4x1x1: every tensor is stored as it is\n")
+    assert str(done).startswith("no weight can be cut into blocks of 4x4x1x1: every tensor is stored unchanged\n")
     assert sp.unpack(tmp_path / "p").keys() == nn.BatchNorm2d(3).state_dict().keys()
 
 
@@ -495,7 +499,7 @@ def test_axes_that_were_assumed_are_named(tmp_path: Path) -> None:
     done = sp.pack(model.state_dict(), tmp_path / "p", (4, 2))
     assert done.assumed == ("0.weight",)
     assert done.to_json()["axes_assumed"] == ["0.weight"]
-    assert "axes of 1 weight taken as (out, in, ...), without groups" in str(done)
+    assert "the axes of 1 weight are assumed to be (out, in, ...), without groups" in " ".join(str(done).split())
     assert "To be sure, pack the model itself" in " ".join(str(done).split())
     assert sp.pack(model, tmp_path / "p", (4, 2)).assumed == ()
     assert sp.pack(tmp_path / "p", tmp_path / "q").assumed == ()  # the file says them
@@ -520,7 +524,7 @@ def test_misuse_is_named(tmp_path: Path) -> None:
     for wrong in (None, 3, "a\0b"):
         with pytest.raises(sp.SmartpruneError, match=r"pack: path: .* is not a path"):
             sp.pack(model, wrong, (4, 4))  # type: ignore[arg-type]
-    with pytest.raises(sp.SmartpruneError, match="'__metadata__' is a name that safetensors files keep for themselves"):
+    with pytest.raises(sp.SmartpruneError, match="the name '__metadata__' is reserved in safetensors files"):
         sp.pack({"__metadata__": torch.zeros(8, 8)}, path, (4, 4))
     with pytest.raises(sp.SmartpruneError, match=r"pack: receipt is a str; give a Receipt"):
         sp.pack(model, path, (4, 4), receipt="receipt.json")  # type: ignore[arg-type]

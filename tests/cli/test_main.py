@@ -192,7 +192,7 @@ def test_bad_arguments_exit_2(arguments: list[str], message: str, capsys: pytest
     [
         (["train", *SMALL_FLAGS, "--out", "runs/a"], "runs/a already holds a run; continue it with"),
         (["train", "--resume", "--out", "runs/none"], "runs/none holds no run to resume; start one without --resume"),
-        (["report", "nowhere.safetensors"], "nowhere.safetensors: there is no such file"),
+        (["report", "nowhere.safetensors"], "nowhere.safetensors: no such file"),
         (["verify", "runs"], "runs: a run folder holds model.safetensors"),
     ],
 )
@@ -247,7 +247,7 @@ def test_report(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_verify(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_cli("verify", "runs/a") == 0
-    assert "ok: as the receipt says" in capsys.readouterr().out
+    assert "ok: matches the receipt" in capsys.readouterr().out
     assert run_cli("verify", "runs/a/model.safetensors", "--receipt", "runs/a/receipt.json", "--json") == 0
     assert json.loads(capsys.readouterr().out)["ok"] is True
     assert run_cli("verify", "runs/a", "--block", "8x4") == 1

@@ -570,6 +570,6 @@ def test_report_and_verify_with_the_network_of_a_file(tmp_path: Path, capsys: py
         assert "unknown model 'nothing'" in capsys.readouterr().err
     page = tmp_path / "page.html"
     assert run_cli("report", path, "--block", "16x8", "--html", str(page)) == 0
-    assert "taken as (out, in, ...)" in page.read_text()
+    assert "are assumed to be (out, in, ...)" in page.read_text()
     assert run_cli("report", path, "--block", "16x8", "--html", str(page), "--model", "mobilenetv2") == 0
-    assert "taken as (out, in, ...)" not in page.read_text()
+    assert "are assumed to be (out, in, ...)" not in page.read_text()

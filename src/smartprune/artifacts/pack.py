@@ -1,4 +1,4 @@
-"""Packing: a model with zero blocks as a file without them, and back."""
+"""Packing: stores a model without its zero blocks, and restores it."""
 
 from __future__ import annotations
 
@@ -15,19 +15,21 @@ from ..core.kinds import is_masked
 from ..errors import SmartpruneError
 from ..files import as_path, check_no_overwrite, check_writable, write_atomic
 from .counts import Count
-from .packfile import MOST_AXES, PackedFile, PackedWeight, read_packed, safetensors_size
+from .packfile import MAX_AXES, PackedFile, PackedWeight
+from .packfile_read import read_packed
 from .receipt import Receipt
-from .source import Model, Source, about_axes, check_not_masked, files_of, place, read_source
+from .safetensors_file import safetensors_size
+from .source import Model, Source, assumed_axes_lines, check_not_masked, files_of, read_source, storage_key
 from .verify import verify
 
 WIDTH = 80
 SUFFIX = ".packed.safetensors"
-RUNTIME = f"{__package__}.runtime"
+RUNTIME = "smartprune.runtime"
 
 
 @dataclass(frozen=True)
 class PackedRow:
-    """One weight that can be cut. ``size`` are its bytes in the file; ``packed`` is false where blocks would not save any."""
+    """One weight that can be cut. ``dense`` and ``size`` are bytes; ``packed`` is false where blocks would save none."""
 
     name: str
     shape: tuple[int, ...]
@@ -39,7 +41,7 @@ class PackedRow:
 
 @dataclass(frozen=True)
 class Packed:
-    """What :func:`pack` wrote. ``dense`` are the bytes of a plain safetensors file of the same tensors."""
+    """The result of :func:`pack`. ``dense`` is the size of a plain safetensors file of the same tensors."""
 
     path: str
     block: Block
@@ -47,11 +49,11 @@ class Packed:
     size: int
     mask_hash: str
     layers: tuple[PackedRow, ...]
-    assumed: tuple[str, ...] = ()  # weights whose axes are taken as (out, in, ...), without groups, for nothing says it
+    assumed: tuple[str, ...] = ()  # weights whose axes are assumed to be (out, in, ...), without groups
 
     @property
     def share(self) -> float:
-        """Size of the file as a share of the dense one."""
+        """The size of the file as a share of the dense one."""
         return self.size / self.dense
 
     def to_json(self) -> dict[str, object]:
@@ -67,16 +69,16 @@ class Packed:
                 text.format_shape(row.shape),
                 f"{row.blocks.kept:,}/{row.blocks.total:,}",
                 f"{row.dense:,}",
-                f"{row.size:,}" if row.packed else "as it is",
+                f"{row.size:,}" if row.packed else "unchanged",
             )
             for row in self.layers
         ]
         header = ("layer", "weight", "kept/blocks", "dense bytes", "packed bytes")
-        nothing = f"no weight can be cut into blocks of {self.block}: every tensor is stored as it is"
+        nothing = f"no weight can be cut into blocks of {self.block}: every tensor is stored unchanged"
         return "\n".join(
             [
                 *(text.table(header, rows, "<<>>>", WIDTH, (0, 1)) if rows else [nothing]),
-                *about_axes(self.assumed, WIDTH, "pack the model itself"),
+                *assumed_axes_lines(self.assumed, WIDTH, "pack the model itself"),
                 "",
                 f"dense    {self.dense:,} bytes",
                 f"packed   {self.size:,} bytes, {100 * self.share:.2f}% of it, in blocks of {self.block}",
@@ -92,57 +94,59 @@ def pack(
     block: Block | str | Sequence[int | None] | None = None,
     receipt: Receipt | None = None,
 ) -> Packed:
-    """Writes a model without its zero blocks; :func:`unpack` gives it back bit for bit (a ``-0.0`` in a block of zeros
-    becomes ``0.0``).
+    """Writes a model without its zero blocks. :func:`unpack` restores it bit for bit, except that ``-0.0`` in a block of zeros
+    becomes ``0.0``.
 
-    ``model`` is a baked or any other plain model, a state dict, a file or a run folder; it stays as it is. ``receipt`` (a run
-    folder's own is found) goes into the file, if the weights agree with it, and says which block to use; a packed file says it
-    too. A weight whose blocks would not save anything is stored as it is. A state dict or a plain file does not say which layers
-    are transposed or grouped: those that no receipt lists are cut as (out, in, ...), and the result names them (``assumed``).
+    ``model`` is a baked or any other plain model, a state dict, a file or a run folder; it is not changed. ``receipt`` is stored
+    in the file after it was checked against the weights; the receipt of a run folder is found. It also says which block to use,
+    as does a packed file. A weight whose blocks would save no bytes is stored unchanged.
+
+    A state dict or a plain file does not say which layers are transposed or grouped. Weights that no receipt lists are cut as
+    (out, in, ...), and the result names them (``assumed``).
     """
     target = as_path(path, "pack: path")
     source = _source(model)
     if receipt is not None and not isinstance(receipt, Receipt):
         raise SmartpruneError(f"pack: receipt is a {type(receipt).__name__}; give a Receipt, such as Receipt.load(path)")
     receipt = source.receipt if receipt is None else receipt
-    source = replace(source, receipt=receipt)  # which says how the layers that it lists are cut
+    source = replace(source, receipt=receipt)  # the receipt says how its layers are cut
     own = source.block if receipt is None else receipt.block
     if block is None and own is None:
-        raise SmartpruneError("pack: there is no receipt that says which block to use; give block=, such as (16, 8)")
-    wanted = Block.of(own if block is None else block)  # type: ignore[arg-type]
+        raise SmartpruneError("pack: no block was given and there is no receipt; give block=, such as (16, 8)")
+    block = Block.of(own if block is None else block)  # type: ignore[arg-type]
     if receipt is not None:
-        found = verify(model, receipt=receipt)
-        if not found.ok:
-            raise SmartpruneError(f"pack: {source.where} is not what its receipt says: {found.problems[0]}")
+        verification = verify(model, receipt=receipt)
+        if not verification.ok:
+            raise SmartpruneError(f"pack: {source.where} does not match its receipt: {verification.problems[0]}")
     check_no_overwrite(target, files_of(model), "pack:")
     check_writable(target)
-    file, rows, assumed = _packed(source, wanted, receipt)
+    file, rows, assumed = _packed(source, block, receipt)
     data = file.to_bytes()
     write_atomic(target, data)
-    return Packed(str(target), wanted, _dense_size(source, file), len(data), file.mask_hash, rows, assumed)
+    return Packed(str(target), block, _dense_size(source, file), len(data), file.mask_hash, rows, assumed)
 
 
 def packed_sizes(model: Model, block: Block, network: nn.Module | None = None) -> tuple[int, int]:
-    """Bytes of a plain and of a packed file, without writing either. ``network`` is the model that the weights belong to."""
+    """The sizes of a plain and of a packed file, without writing either. ``network`` is the model of the weights."""
     source = _source(model) if network is None else read_source(model, network)
     file = _packed(source, block, source.receipt)[0]
     return _dense_size(source, file), len(file.to_bytes())
 
 
 def unpack(path: str | os.PathLike[str], model: nn.Module | None = None, *, limit: int | None = None) -> dict[str, Tensor]:
-    """The plain state dict of a packed file, which is also loaded into ``model`` if one is given.
+    """The plain state dict of a packed file. If ``model`` is given, it is loaded into the model as well.
 
-    Names, shapes and dtypes must be the model's own; otherwise nothing is loaded. ``limit`` is the most bytes that the tensors
-    may take (default: 1 GiB, or 1000 times the size of a larger file), for a small file may claim anything.
+    Names, shapes and dtypes must match the model; otherwise nothing is loaded. ``limit`` is the most bytes that the tensors may
+    take, because a small file can claim any size. The default is 1 GiB, or 1000 times the size of a larger file.
     """
     if limit is not None and (type(limit) is not int or limit < 0):
         raise SmartpruneError(f"unpack: limit={limit!r} must be a number of bytes, such as 2**30")
     if model is not None:
         check_loadable(model, "unpack")
-    place = as_path(path, "unpack: path")
-    if not place.is_file():
-        raise SmartpruneError(f"{place}: there is no such file")
-    file = read_packed(place, limit)
+    source = as_path(path, "unpack: path")
+    if not source.is_file():
+        raise SmartpruneError(f"{source}: no such file")
+    file = read_packed(source, limit)
     state = file.dense()
     if model is not None:
         load_into(model, state, file.where)
@@ -160,16 +164,17 @@ def _source(model: Model) -> Source:
         raise SmartpruneError("pack: the model is still being pruned; call smartprune.bake(model) first")
     if any(type(module).__module__.startswith(RUNTIME) for module in model.modules()):
         raise SmartpruneError(
-            "pack: the model was made by smartprune.accelerate and holds its weights in a form of its own; give the model that "
-            "it was made from"
+            "pack: the model was made by smartprune.accelerate and stores its weights in another form; give the original model"
         )
     check_shapes(model, "pack")
-    state = model.state_dict()  # unlike all parameters and buffers: what belongs into a file
+    state = model.state_dict()  # without buffers that are not persistent
     extra = next((name for name, value in state.items() if not isinstance(value, Tensor)), None)
     if extra is not None:
-        raise SmartpruneError(f"pack: {extra} is a {type(state[extra]).__name__}; a packed file holds tensors only")
+        raise SmartpruneError(f"pack: {extra} is a {type(state[extra]).__name__}; a packed file can only store tensors")
     if not state:
-        raise SmartpruneError(f"pack: {type(model).__name__} has no tensors, so there is nothing to store; is it the model?")
+        raise SmartpruneError(
+            f"pack: {type(model).__name__} has no tensors, so there is nothing to store; is this the right model?"
+        )
     check_not_masked(state, type(model).__name__)
     return Source(type(model).__name__, state, model)
 
@@ -181,40 +186,42 @@ def _packed(source: Source, block: Block, receipt: Receipt | None) -> tuple[Pack
     for name, tensor in source.tensors.items():
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
             kind = "on the meta device" if tensor.is_meta else str(tensor.layout if not tensor.is_quantized else tensor.dtype)
-            raise SmartpruneError(f"pack: {name} is {kind}; a packed file holds plain dense tensors")
-        first = seen.setdefault(place(tensor), name)
+            raise SmartpruneError(f"pack: {name} is {kind}; a packed file can only store dense tensors on a device")
+        first = seen.setdefault(storage_key(tensor), name)
         if first == name:
             plain[name] = tensor
         else:
             tied[name] = first
     rows, layouts, weights, assumed = [], {}, {}, []
     for cut in source.cuts(block)[0]:
-        if cut.weight not in plain or cut.tensor.dim() > MOST_AXES:  # which no reader takes in blocks
+        if cut.weight not in plain or cut.tensor.dim() > MAX_AXES:  # readers refuse blocks of more axes
             continue
         assumed += [cut.weight] if cut.assumed else []
         layout = Layout(cut.name, cut.kind, cut.grid.weight_shape, cut.grid.axes[0].parts, cut.transposed)
         layouts[cut.weight] = layout
         packed = PackedWeight.of(layout, cut.grid, cut.tensor)
         dense = cut.tensor.numel() * cut.tensor.element_size()
-        worth = packed.nbytes < dense
-        if worth:
+        saves = packed.nbytes < dense
+        if saves:
             weights[cut.weight] = packed
             del plain[cut.weight]
         blocks = Count(cut.grid.n, len(packed.cols))
-        rows.append(PackedRow(cut.name, layout.shape, blocks, dense, packed.nbytes if worth else dense, worth))
+        rows.append(PackedRow(cut.name, layout.shape, blocks, dense, packed.nbytes if saves else dense, saves))
     names = tuple(source.tensors)
     return PackedFile(source.where, block, names, layouts, weights, plain, tied, receipt), tuple(rows), tuple(assumed)
 
 
 def check_loadable(model: nn.Module, where: str) -> None:
-    """Raises where values cannot be copied into the model as it is."""
+    """Raises if values cannot be copied into the model."""
     if not isinstance(model, nn.Module):
-        raise SmartpruneError(f"{where}: model is a {type(model).__name__}; give a torch.nn.Module, or none for the tensors alone")
+        raise SmartpruneError(
+            f"{where}: model is a {type(model).__name__}; give a torch.nn.Module, or leave it out to get the tensors only"
+        )
     check_shapes(model, where)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_meta:
             raise SmartpruneError(
-                f"{where}: {name} of the model is on the meta device, without values; call model.to_empty(device='cpu') first"
+                f"{where}: {name} of the model is on the meta device and has no values; call model.to_empty(device='cpu') first"
             )
 
 
@@ -225,17 +232,17 @@ def check_shapes(model: nn.Module, where: str) -> None:
 
 
 def load_into(model: nn.Module, state: Mapping[str, Tensor], where: str) -> None:
-    """Loads a state dict that must fit the model exactly; one that does not changes nothing."""
+    """Loads a state dict, which must fit the model exactly; otherwise the model is not changed."""
     check_loadable(model, where)
     own = model.state_dict()
     for name in sorted(own.keys() ^ state.keys()):
-        holder = "the model lacks it" if name in state else "the file lacks it"
-        raise SmartpruneError(f"{where} does not fit the model: {name}: {holder}; give the model that it was made from")
+        holder = "the model has no such tensor" if name in state else "the file has no such tensor"
+        raise SmartpruneError(f"{where} does not fit the model: {name}: {holder}; give the model that was packed")
     for name, tensor in state.items():
         if tensor.shape != own[name].shape or tensor.dtype != own[name].dtype:
             raise SmartpruneError(
-                f"{where} does not fit the model: {name} is {tensor.dtype} {text.format_shape(tensor.shape)} there and "
+                f"{where} does not fit the model: {name} is {tensor.dtype} {text.format_shape(tensor.shape)} in the file and "
                 f"{own[name].dtype} {text.format_shape(own[name].shape)} in the model"
             )
-    own.update(state)  # which keeps what torch notes beside the tensors and some modules ask for: the version of their format
+    own.update(state)  # keeps the metadata of state_dict, from which some modules read the version of their format
     model.load_state_dict(own)

@@ -1,4 +1,4 @@
-"""Sources: the stored weights of anybody's model, from memory or from a file that nobody vouches for."""
+"""Sources: the stored weights of a model, from memory or from a file. Files are not trusted."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ from ..files import as_path, check_readable
 from ..run_files import MODEL, RECEIPT
 from .counts import Row
 from .onnx_read import read_onnx
-from .packfile import check_header, is_packed, read_packed
+from .packfile import is_packed
+from .packfile_read import read_packed
 from .receipt import Receipt
+from .safetensors_file import check_header
 
 Model = nn.Module | Mapping[str, Tensor] | str | os.PathLike[str]
 
@@ -46,7 +48,7 @@ class Cut:
     grid: Grid
     transposed: bool
     tensor: Tensor = field(repr=False)
-    assumed: bool = False  # nothing says which axis is which and whether there are groups, and it would matter
+    assumed: bool = False  # the order of the axes and the groups are not known, and matter for this block
 
 
 @dataclass(frozen=True)
@@ -57,13 +59,13 @@ class Source:
     tensors: Mapping[str, Tensor] = field(repr=False)
     model: nn.Module | None = field(default=None, repr=False)
     receipt: Receipt | None = field(default=None, repr=False)
-    layouts: Mapping[str, Layout] = field(default_factory=dict, repr=False)  # by weight, where the file says them
-    block: Block | None = None  # where the file says that too
-    complete: bool = False  # whether no other tensor of the file is the weight of a layer
-    rounded: bool = False  # whether values were scaled or rounded on the way, so that a kept block may have become zero
+    layouts: Mapping[str, Layout] = field(default_factory=dict, repr=False)  # by weight, if the file has them
+    block: Block | None = None  # if the file has one
+    complete: bool = False  # whether ``layouts`` lists every weight of a layer
+    rounded: bool = False  # whether values were scaled or rounded, so that a kept block may have become zero
 
     def get(self, name: str) -> Tensor | None:
-        """A tensor by name, also where a wrapper put a prefix before all names."""
+        """A tensor by name, also if a wrapper has added a prefix to all names."""
         if name in self.tensors:
             return self.tensors[name]
         return self.unwrapped.get(plain_name(name))
@@ -75,29 +77,31 @@ class Source:
 
     @property
     def params(self) -> int:
-        """Numbers that the model learned: parameters, or in a file all but the running statistics."""
+        """The number of learned values: parameters, or in a file everything except running statistics."""
         return sum(tensor.numel() for tensor in self._learned().values())
 
     @property
     def zeros(self) -> int:
-        """How many of them are zero."""
+        """How many of the learned values are zero."""
         return sum(tensor.numel() - int(nonzero(tensor).sum()) for tensor in self._learned().values())
 
     def _learned(self) -> dict[str, Tensor]:
-        out, seen = {}, set()
+        learned, seen = {}, set()
         names = None if self.model is None else {name for name, _ in _parameters(self.model)}
         for name, tensor in self.tensors.items():
-            at = place(tensor)
-            if tensor.layout is torch.strided and at not in seen and (_learnable(name, tensor) if names is None else name in names):
-                seen.add(at)
-                out[name] = tensor
-        return out
+            key = storage_key(tensor)
+            if tensor.layout is not torch.strided or key in seen:
+                continue
+            if _learnable(name, tensor) if names is None else name in names:
+                seen.add(key)
+                learned[name] = tensor
+        return learned
 
     def cuts(self, block: Block) -> tuple[tuple[Cut, ...], tuple[Skipped, ...]]:
         """Every weight that can be cut into blocks, and those that cannot, with the reason.
 
-        A model says which axes are which, and so does a packed file. Other files do not: what the receipt lists is cut as it
-        says, any other weight as that of a plain convolution or linear layer, and marked as ``assumed``.
+        A model and a packed file define the order of the axes. Other files do not: weights that the receipt lists are cut as it
+        says; any other weight is cut like that of a plain convolution or linear layer, and marked as ``assumed``.
         """
         if self.model is not None:
             if next(candidates(self.model), None) is None:
@@ -108,7 +112,7 @@ class Source:
         if self.receipt is not None:
             known |= {plain_name(row.weight): row for row in self.receipt.layers}
         cuts: list[Cut] = []
-        left = [
+        skipped_tensors = [
             Skipped(key.removesuffix(".weight"), "sparse", tuple(tensor.shape), f"{tensor.layout} weights are not dense")
             for key, tensor in self.tensors.items()
             if tensor.layout is not torch.strided
@@ -119,7 +123,7 @@ class Source:
             name, shape = key.removesuffix(".weight"), tuple(tensor.shape)
             layout = known.get(plain_name(key))
             if layout is None and self.complete:
-                left.append(Skipped(name, "tensor", shape, "not the weight of a convolution or linear layer"))
+                skipped_tensors.append(Skipped(name, "tensor", shape, "not the weight of a convolution or linear layer"))
                 continue
             unknown = layout is None or layout.shape != shape
             if layout is None or unknown:
@@ -127,26 +131,26 @@ class Source:
             try:
                 if tensor.numel() == 0:
                     raise SmartpruneError("no weights")
-                several = tensor.dim() > 2 or key.endswith("in_proj_weight")  # any other matrix is that of a linear layer
-                assumed = unknown and several and block != Block(1, 1)
+                ambiguous = tensor.dim() > 2 or key.endswith("in_proj_weight")  # any other matrix belongs to a linear layer
+                assumed = unknown and ambiguous and block != Block(1, 1)
                 cuts.append(Cut(layout.name, key, layout.kind, layout.cut(block), layout.transposed, tensor, assumed))
             except SmartpruneError as error:
-                left.append(Skipped(layout.name, layout.kind, shape, str(error)))
-        return tuple(cuts), tuple(left)
+                skipped_tensors.append(Skipped(layout.name, layout.kind, shape, str(error)))
+        return tuple(cuts), tuple(skipped_tensors)
 
 
 def read_source(model: Model, network: nn.Module | None = None) -> Source:
-    """The stored weights of a model, a state dict, a file or a run folder. Nothing is unpickled but plain tensors.
+    """The stored weights of a model, a state dict, a file or a run folder. Only plain tensors are unpickled.
 
-    ``network`` is the model that they belong to: it says which layers are transposed or grouped.
+    ``network`` is the model of the weights; it defines which layers are transposed or grouped.
     """
     source = _stored_weights(model)
     check_not_masked(source.tensors, source.where)
-    return source if network is None else _belonging(source, network)
+    return source if network is None else _with_network(source, network)
 
 
-def given(stored: Model | None, model: Model | None, where: str) -> tuple[Model, nn.Module | None]:
-    """What to look at, and the network that it belongs to; a network alone is what to look at."""
+def stored_and_network(stored: Model | None, model: Model | None, where: str) -> tuple[Model, nn.Module | None]:
+    """The weights to read, and their network. A network alone is what to read."""
     if stored is None and model is None:
         raise SmartpruneError(f"{where}: give a torch.nn.Module, a state dict, or the path of a file or of a run folder")
     if stored is None or model is None:
@@ -156,17 +160,17 @@ def given(stored: Model | None, model: Model | None, where: str) -> tuple[Model,
     return stored, model
 
 
-def about_axes(assumed: Sequence[str], width: int, cure: str = "give the model, by model= or --model NAME") -> list[str]:
-    """Lines that say whose axes were taken for granted; none where nothing was."""
+def assumed_axes_lines(assumed: Sequence[str], width: int, remedy: str = "give the model, by model= or --model NAME") -> list[str]:
+    """Lines that name the weights whose axes were assumed; empty if there are none."""
     if not assumed:
         return []
     names = ", ".join(map(text.escape, assumed[:SHOWN])) + (", ..." if len(assumed) > SHOWN else "")
-    many = "1 weight" if len(assumed) == 1 else f"{len(assumed)} weights"
-    told = (
-        f"axes of {many} taken as (out, in, ...), without groups, for nothing here says which layers are transposed or "
-        f"grouped: {names}. To be sure, {cure}"
+    count = "1 weight" if len(assumed) == 1 else f"{len(assumed)} weights"
+    message = (
+        f"the axes of {count} are assumed to be (out, in, ...), without groups, because it is not known which layers are "
+        f"transposed or grouped: {names}. To be sure, {remedy}"
     )
-    return ["", *textwrap.wrap(told, width, break_on_hyphens=False)]
+    return ["", *textwrap.wrap(message, width, break_on_hyphens=False)]
 
 
 def _stored_weights(model: Model) -> Source:
@@ -184,14 +188,14 @@ def _stored_weights(model: Model) -> Source:
             raise SmartpruneError(f"{path}: a run folder holds {MODEL}, and this folder does not; give a file")
         receipt = path / RECEIPT
         if receipt.is_symlink() and not receipt.exists():
-            raise SmartpruneError(f"{receipt}: is a link to {os.readlink(receipt)}, which is not there; mend or remove it")
+            raise SmartpruneError(f"{receipt}: is a link to {os.readlink(receipt)}, which does not exist; repair or remove it")
         source = replace(_read(path / MODEL), where=str(path))
         return replace(source, receipt=Receipt.load(receipt)) if receipt.exists() else source
     return _read(path)
 
 
 def files_of(model: Model) -> dict[str, Path]:
-    """The files that are read for a path, by what they are; none for what is in memory."""
+    """The files that are read for a path, by what they hold; empty for a model in memory."""
     if not isinstance(model, (str, os.PathLike)):
         return {}
     path = Path(model)
@@ -199,15 +203,16 @@ def files_of(model: Model) -> dict[str, Path]:
 
 
 def copy_of(model: nn.Module, where: str) -> nn.Module:
-    """A copy on the CPU, in eval mode and without gradients, that shares nothing with the model; without what compiles it or
-    spreads it over devices."""
+    """An independent copy on the CPU, in eval mode and without gradients. Wrappers for compilation and data parallelism are
+    removed."""
     while isinstance(model, SPREAD) or "_orig_mod" in model._modules:
         model = model.get_submodule("module" if isinstance(model, SPREAD) else "_orig_mod")
     try:
-        held = (value for module in model.modules() for value in vars(module).values())
-        made = {id(x): x.detach().clone() for x in held if isinstance(x, Tensor) and not x.is_leaf}  # which torch does not copy
-        return copy.deepcopy(model, made).cpu().eval().requires_grad_(False)
-    except Exception as error:  # scripted and exported models, lazy ones, those on the meta device, and whoever forbids copies
+        attributes = (value for module in model.modules() for value in vars(module).values())
+        # deepcopy cannot copy tensors that are not leaves
+        copies = {id(x): x.detach().clone() for x in attributes if isinstance(x, Tensor) and not x.is_leaf}
+        return copy.deepcopy(model, copies).cpu().eval().requires_grad_(False)
+    except Exception as error:  # scripted, exported, lazy and meta models, and modules that forbid copies
         raise SmartpruneError(
             f"{where}: the model cannot be copied ({type(error).__name__}: {_first_line(error)}); give an ordinary "
             "torch.nn.Module that holds its weights"
@@ -215,7 +220,7 @@ def copy_of(model: nn.Module, where: str) -> nn.Module:
 
 
 def check_not_masked(names: Iterable[str], where: str) -> None:
-    """Refuses what torch.nn.utils.prune leaves: a weight in two parts, neither of which is the weight."""
+    """Raises for masks of torch.nn.utils.prune, which store a weight in two parts."""
     known = dict.fromkeys(names)
     for name in known:
         stem = name.removesuffix("_orig")
@@ -223,12 +228,12 @@ def check_not_masked(names: Iterable[str], where: str) -> None:
             attribute = stem.rpartition(".")[2]
             raise SmartpruneError(
                 f"{where}: {stem} is masked by torch.nn.utils.prune, which stores it as {attribute}_orig and {attribute}_mask; "
-                f"make that permanent first, in every such layer: torch.nn.utils.prune.remove(module, {attribute!r})"
+                f"make it permanent first, in every such layer: torch.nn.utils.prune.remove(module, {attribute!r})"
             )
 
 
-def _belonging(source: Source, network: nn.Module) -> Source:
-    """The source with the axes that its network says."""
+def _with_network(source: Source, network: nn.Module) -> Source:
+    """The source with the axes that its network defines."""
     check_not_masked((name for name, _ in _stored(network)), type(network).__name__)
     parameters = list(network.named_parameters(remove_duplicate=False))
     found = {id(weight): tensor for name, weight in parameters if (tensor := source.get(name)) is not None}
@@ -237,38 +242,38 @@ def _belonging(source: Source, network: nn.Module) -> Source:
         if isinstance(weight, nn.UninitializedParameter):
             raise SmartpruneError(f"model: {name} has no shape yet (a lazy layer); run one forward pass first")
         tensor = found.get(id(weight))  # a tied weight may be stored under one of its names only
-        if tensor is None and weight.dim() < 2:  # such as a normalization that was folded away
+        if tensor is None and weight.dim() < 2:  # for example a normalization that was folded
             continue
         if tensor is None or tensor.shape != weight.shape:
-            given = "nothing" if tensor is None else text.format_shape(tensor.shape)
+            shape = "missing" if tensor is None else text.format_shape(tensor.shape)
             raise SmartpruneError(
                 f"{source.where} does not belong to the model: {name} is {text.format_shape(weight.shape)} in the model and "
-                f"{given} there; give the model that it was made from"
+                f"{shape} here; give the model of these weights"
             )
         own[name] = tensor
     for name, tensor in source.unwrapped.items():
         if name not in own and tensor.dim() > 1 and _learnable(name, tensor) and not source.rounded:  # a graph has constants
             raise SmartpruneError(
                 f"{source.where} does not belong to the model: {name} ({text.format_shape(tensor.shape)}) is not in the model; "
-                "give the model that it was made from"
+                "give the model of these weights"
             )
         stem = name.rpartition("#")[0]
         if name in source.layouts and name not in own and stem in own and not torch.equal(tensor.float(), own[stem].float()):
             raise SmartpruneError(
-                f"{source.where} does not belong to the model: it has several weights of the name {stem}, in branches; "
-                "look at it without the model"
+                f"{source.where} does not belong to the model: its branches hold several weights called {stem}; "
+                "read it without the model"
             )
     return replace(source, tensors=own, model=network, layouts={})
 
 
 def _read(path: Path) -> Source:
     if not path.is_file():
-        raise SmartpruneError(f"{path}: there is no such file")
+        raise SmartpruneError(f"{path}: no such file")
     reader = READERS.get(path.suffix.lower())
     if reader is None and _looks_like_safetensors(path):  # a packed file may have any name
         reader = _read_safetensors
     if reader is None:
-        raise SmartpruneError(f"{path}: files that end in {path.suffix!r} are not known; known are: {', '.join(READERS)}")
+        raise SmartpruneError(f"{path}: unknown file type {path.suffix!r}; the types are: {', '.join(READERS)}")
     return reader(path)
 
 
@@ -308,9 +313,9 @@ def _load_checkpoint(path: Path) -> Mapping[str, object]:
         if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:
                 if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
-                    raise SmartpruneError("its entries are compressed, and torch compresses none")
+                    raise SmartpruneError("its entries are compressed; torch does not compress checkpoints")
                 if sum(entry.file_size for entry in archive.infolist()) > path.stat().st_size:
-                    raise SmartpruneError("its entries claim more bytes than the file has: several of them share a place")
+                    raise SmartpruneError("its entries claim more bytes than the file has")
         data = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
         raise SmartpruneError(
@@ -327,7 +332,7 @@ def _load_checkpoint(path: Path) -> Mapping[str, object]:
     return data
 
 
-# One line per kind of file: its ending, and a function that reads it.
+# One line per type of file: its suffix, and the function that reads it.
 READERS: dict[str, Callable[[Path], Source]] = {
     ".safetensors": _read_safetensors,
     ".pt": _read_checkpoint,
@@ -339,28 +344,28 @@ READERS: dict[str, Callable[[Path], Source]] = {
 
 
 def _tensors(data: Mapping[str, object], where: str) -> dict[str, Tensor]:
-    """The tensors among the values; a tensor that is larger than what is stored for it is refused."""
+    """The tensors among the values. A tensor that is larger than its storage raises."""
     out = {}
     for key, tensor in data.items():
         if not isinstance(key, str) or not isinstance(tensor, Tensor):
             continue
         if tensor.layout is torch.strided and not tensor.is_meta and not _is_backed(tensor):
-            raise SmartpruneError(f"{where}: {key} claims {tensor.numel():,} numbers and stores fewer; the file is not sound")
+            raise SmartpruneError(f"{where}: {key} claims {tensor.numel():,} numbers and stores fewer; the file is damaged")
         out[key] = tensor
     if not out:
-        raise SmartpruneError(f"{where}: holds no tensors by name; give a state dict or a file that holds one")
+        raise SmartpruneError(f"{where}: holds no named tensors; give a state dict or a file that holds one")
     return out
 
 
 def _is_backed(tensor: Tensor) -> bool:
     try:
         return tensor.numel() * tensor.element_size() <= tensor.untyped_storage().nbytes()
-    except (NotImplementedError, RuntimeError):  # tensor subclasses without a storage of their own
+    except (NotImplementedError, RuntimeError):  # tensor subclasses without a storage
         return True
 
 
 def _stored(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Parameters and buffers as they are stored: a masked layer's own weight, not the masked one."""
+    """Parameters and buffers as stored: the weight of a masked layer itself, not its product with the mask."""
     buffers = [(name, tensor) for name, tensor in model.named_buffers(remove_duplicate=False)]
     return _parameters(model) + [(name, tensor) for name, tensor in buffers if isinstance(tensor, Tensor)]
 
@@ -380,8 +385,8 @@ def _learnable(name: str, tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_quantized or tensor.dtype in (torch.int8, torch.uint8)
 
 
-def place(tensor: Tensor) -> tuple[object, ...]:
-    """The same for two names of one tensor."""
+def storage_key(tensor: Tensor) -> tuple[object, ...]:
+    """A key that is the same for two names of one tensor."""
     if tensor.layout is not torch.strided or tensor.is_meta or tensor.numel() == 0:
         return (id(tensor),)
     return (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)

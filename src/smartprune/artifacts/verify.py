@@ -1,4 +1,4 @@
-"""Verification: counts the zero blocks of a stored model again, and holds a receipt against them."""
+"""Verification: counts the zero blocks of a stored model again, and compares them with a receipt."""
 
 from __future__ import annotations
 
@@ -10,24 +10,28 @@ import torch
 from torch import Tensor
 
 from .. import text
+from ..budgets import budget_unit
 from ..core.block import Block
 from ..core.occupancy import is_finite, map_hash, nonzero, occupied
 from ..errors import SmartpruneError
 from .counts import Row
 from .receipt import Receipt
-from .source import Model, Source, about_axes, given, read_source
+from .source import Model, Source, assumed_axes_lines, read_source, stored_and_network
 
 WIDTH = 80
-SHOWN = 5  # wrong blocks that a message names
-USUAL = tuple(map(Block.of, ("32x32", "16x16", "16x8", "8x16", "8x8", "8x4", "4x8", "4x4", "16x1", "1x16", "channel", "1x1")))
-WORTH = 0.01  # fewer zeros than this share of the weights are no sparsity
-SAME = 0.9999  # a shape explains the zeros if it explains this share of what the best one does; at a high sparsity many
-# blocks next to each other are removed, so shapes that are too large explain a good deal as well
+MAX_SHOWN = 5  # wrong blocks in a message
+COMMON_BLOCKS = tuple(
+    map(Block.of, ("32x32", "16x16", "16x8", "8x16", "8x8", "8x4", "4x8", "4x4", "16x1", "1x16", "channel", "1x1"))
+)
+MIN_ZEROS = 0.01  # the share of weights that must lie in zero blocks
+# A shape explains the zeros if it covers this share of what the best shape covers. The threshold is high because at a high
+# sparsity many neighbouring blocks are removed, so that shapes that are too large cover much as well.
+SAME_COVER = 0.9999
 
 
 @dataclass(frozen=True)
 class LayerCheck:
-    """One weight as found. ``wrong`` are the blocks that the receipt removes and that are not zero."""
+    """The counts of one weight. ``wrong`` lists blocks that are removed in the receipt and not zero."""
 
     name: str
     weight: str
@@ -45,8 +49,8 @@ class LayerCheck:
 
 
 @dataclass(frozen=True)
-class Tried:
-    """One block shape: how many of its blocks are zero, and how many of all zero weights lie ``inside`` them."""
+class ShapeTrial:
+    """One block shape: how many of its blocks are zero, and how many of the zero weights lie ``inside`` them."""
 
     block: Block
     blocks: int
@@ -57,13 +61,13 @@ class Tried:
 
     @property
     def covered(self) -> float:
-        """Share of all zero weights that the zero blocks explain."""
+        """The share of zero weights that lie in zero blocks."""
         return self.inside / self.zeros if self.zeros else 0.0
 
     @property
-    def meant(self) -> bool:
-        """Whether the zeros lie in such blocks by intent: chance leaves far more of them outside."""
-        if self.inside == 0 or self.inside < WORTH * self.weights:
+    def intended(self) -> bool:
+        """Whether the zeros were made in such blocks. Random zeros would lie outside of zero blocks far more often."""
+        if self.inside == 0 or self.inside < MIN_ZEROS * self.weights:
             return False
         chance = (self.zeros / self.weights) ** (self.weights / self.blocks - 1)
         return self.block == Block(1, 1) or 1 - self.covered <= 0.1 * (1 - chance)
@@ -74,7 +78,7 @@ class Tried:
 
 @dataclass(frozen=True)
 class Verification:
-    """What :func:`verify` found. ``problems`` lists every difference from the receipt; ``ok`` is that there is none."""
+    """The result of :func:`verify`. ``problems`` lists every difference from the receipt; ``ok`` is true if there are none."""
 
     where: str
     block: Block | None
@@ -82,8 +86,8 @@ class Verification:
     problems: tuple[str, ...]
     receipt: Receipt | None = None
     mask_hash: str | None = None
-    tried: tuple[Tried, ...] = ()
-    assumed: tuple[str, ...] = ()  # weights whose axes are taken as (out, in, ...), without groups, for nothing says it
+    tried: tuple[ShapeTrial, ...] = ()
+    assumed: tuple[str, ...] = ()  # weights whose axes are assumed to be (out, in, ...), without groups
 
     @property
     def ok(self) -> bool:
@@ -131,7 +135,7 @@ class Verification:
                 *text.table(("block", "zero", "blocks", "sparsity", "of all zeros"), rows, "<>>>>", WIDTH),
                 "",
             ]
-            lines.append("sparse in no block shape" if self.block is None else f"sparse in blocks of {self.block}")
+            lines.append("not sparse in any block shape" if self.block is None else f"sparse in blocks of {self.block}")
         if self.layers and self.block is not None:
             checks = [
                 (x.name, text.format_shape(x.shape), f"{x.zero:,}", f"{x.blocks:,}", text.percent(x.zero, x.blocks))
@@ -140,15 +144,15 @@ class Verification:
             header = ("layer", "weight", "zero", f"blocks of {self.block}", "sparsity")
             total = ("all", "", f"{self.zero:,}", f"{self.blocks:,}", text.percent(self.zero, self.blocks))
             lines += ["", *text.table(header, [*checks, total], "<<>>>", WIDTH, (0, 1))]
-        lines += about_axes(self.assumed, WIDTH)
+        lines += assumed_axes_lines(self.assumed, WIDTH)
         lines.append("")
         if self.problems:
             count = len(self.problems)
             lines += [f"NOT ok, {count} problem{'' if count == 1 else 's'}:", *(f"- {p}" for p in self.problems)]
         elif self.receipt is not None:
-            lines.append(f"ok: as the receipt says, {self.receipt.mask_hash}")
+            lines.append(f"ok: matches the receipt, {self.receipt.mask_hash}")
         else:
-            lines.append("nothing wrong found; no receipt to compare with")
+            lines.append("no problems found; there is no receipt to compare with")
         return "\n".join(lines)
 
 
@@ -160,25 +164,25 @@ def verify(
     *,
     model: Model | None = None,
 ) -> Verification:
-    """Counts zero blocks in what is really stored, and lists every difference from the receipt, if there is one.
+    """Counts the zero blocks in the stored weights, and lists every difference from the receipt, if there is one.
 
     ``stored`` is a model, a state dict, a ``.safetensors`` file, a packed file, an ONNX file, a torch checkpoint or a run
-    folder; a receipt that comes with it is read too. Without one, ``block`` says what to count (a packed file says it
-    itself); without either, the usual shapes are tried. A model that is still masked is judged by its own weights, not by
-    the masked ones. In an ONNX file, where weights were scaled or rounded, kept blocks may have become zero.
+    folder. A receipt that belongs to it is read as well. Without a receipt, ``block`` is the shape to count (a packed file
+    contains it); without either, common shapes are tried. For a model that is still masked, the unmasked weights count. In an
+    ONNX file weights were scaled or rounded, so kept blocks may have become zero.
 
-    A state dict, a checkpoint and a plain ``.safetensors`` file do not say which layers are transposed or grouped. Where no
-    receipt does, their axes are taken as (out, in, ...), without groups, and the result names those weights (``assumed``).
-    ``model`` says it: the torch.nn.Module that they belong to. ``verify(model=...)`` alone is the same as ``verify(...)``.
+    A state dict, a checkpoint and a plain ``.safetensors`` file do not say which layers are transposed or grouped. Weights that
+    no receipt lists are assumed to be (out, in, ...), without groups, and the result names them (``assumed``). To avoid that,
+    give their torch.nn.Module as ``model``. ``verify(model=...)`` alone is the same as ``verify(...)``.
 
     >>> w = torch.zeros(4, 4)
     >>> w[:2, :2] = 1
-    >>> found = verify({"fc.weight": w}, block=(2, 2))
-    >>> found.ok, found.zero, found.blocks
+    >>> result = verify({"fc.weight": w}, block=(2, 2))
+    >>> result.ok, result.zero, result.blocks
     (True, 3, 4)
     """
     wanted = None if block is None else Block.of(block)
-    source = read_source(*given(stored, model, "verify"))
+    source = read_source(*stored_and_network(stored, model, "verify"))
     if receipt is None:
         receipt = source.receipt
     elif isinstance(receipt, (str, os.PathLike)):
@@ -188,26 +192,26 @@ def verify(
     elif not isinstance(receipt, Receipt):
         raise SmartpruneError(f"verify: receipt is a {type(receipt).__name__}; give a Receipt, its JSON data or its path")
     if receipt is not None:
-        return _against(source, receipt, wanted)
+        return _compare_with_receipt(source, receipt, wanted)
     wanted = source.block if wanted is None else wanted
     if wanted is not None:
         layers, problems, assumed = _count(source, wanted)
         return Verification(source.where, wanted, layers, problems, assumed=assumed)
-    tried = tuple(_try(source, shape) for shape in USUAL)
-    found = _best(tried)
-    layers, problems, _ = _count(source, found or Block(1, 1))
-    assumed = tuple(cut.weight for cut in source.cuts(Block(2, 2))[0] if cut.assumed)  # it mattered to the shapes that were tried
-    return Verification(source.where, found, layers, problems, tried=tried, assumed=assumed)
+    tried = tuple(_try(source, shape) for shape in COMMON_BLOCKS)
+    best = _best(tried)
+    layers, problems, _ = _count(source, best or Block(1, 1))
+    assumed = tuple(cut.weight for cut in source.cuts(Block(2, 2))[0] if cut.assumed)  # for any of the shapes that were tried
+    return Verification(source.where, best, layers, problems, tried=tried, assumed=assumed)
 
 
-def _against(source: Source, receipt: Receipt, wanted: Block | None) -> Verification:
+def _compare_with_receipt(source: Source, receipt: Receipt, wanted: Block | None) -> Verification:
     problems: list[str] = []
     if wanted is not None and wanted != receipt.block:
-        problems.append(f"block {wanted} was asked for, the receipt is about blocks of {receipt.block}")
+        problems.append(f"block {wanted} was given, and the receipt is about blocks of {receipt.block}")
     if receipt.requested is not None and not receipt.met:
         problems.append(
-            f"the receipt itself says that {receipt.requested.used:,} {receipt.requested.kind} were kept where "
-            f"{receipt.requested.limit:,} were asked for"
+            f"the receipt itself does not meet its budget: {receipt.requested.used:,} {budget_unit(receipt.requested.kind)} were "
+            f"kept, {receipt.requested.limit:,} were requested"
         )
     problems += _other_axes(source, receipt)
     checks: list[LayerCheck] = []
@@ -215,7 +219,7 @@ def _against(source: Source, receipt: Receipt, wanted: Block | None) -> Verifica
     for row in receipt.layers:
         tensor = source.get(row.weight)
         if tensor is None:
-            problems.append(f"{row.weight}: is in the receipt and not in {source.where}")
+            problems.append(f"{row.weight}: is in the receipt, but not in {source.where}")
         elif tuple(tensor.shape) != row.shape:
             problems.append(
                 f"{row.weight}: has shape {text.format_shape(tensor.shape)}, the receipt says {text.format_shape(row.shape)}"
@@ -232,7 +236,7 @@ def _against(source: Source, receipt: Receipt, wanted: Block | None) -> Verifica
 
 
 def _other_axes(source: Source, receipt: Receipt) -> list[str]:
-    """Where the receipt reads the axes of a weight in another way than the model does."""
+    """Differences between the axes of weights in the receipt and in the model."""
     if source.model is None:
         return []
     own = {cut.weight: (cut.grid.axes[0].parts, cut.transposed) for cut in source.cuts(receipt.block)[0]}
@@ -253,11 +257,14 @@ def _check(row: Row, tensor: Tensor, block: Block, problems: list[str], rounded:
     _finite(row.weight, tensor, problems)
     kept = row.mask()
     wrong = (bits & ~kept).nonzero().reshape(-1)
-    for index in wrong[:SHOWN].tolist():
+    for index in wrong[:MAX_SHOWN].tolist():
         at = tuple(int(i) for i in torch.unravel_index(torch.tensor(index, device="cpu"), grid.shape))
-        problems.append(f"{row.weight}: block {index} at {at} of the grid {text.format_shape(grid.shape)} is removed, but not zero")
-    if len(wrong) > SHOWN:
-        problems.append(f"{row.weight}: {len(wrong) - SHOWN:,} more removed blocks are not zero")
+        problems.append(
+            f"{row.weight}: block {index} at {at} of the grid {text.format_shape(grid.shape)} is removed in the receipt, "
+            "but not zero"
+        )
+    if len(wrong) > MAX_SHOWN:
+        problems.append(f"{row.weight}: {len(wrong) - MAX_SHOWN:,} more removed blocks are not zero")
     found = int((bits & kept).sum())
     if found != row.occupied and not (rounded and found < row.occupied):
         problems.append(f"{row.weight}: {found:,} kept blocks are not zero, the receipt says {row.occupied:,}")
@@ -287,7 +294,7 @@ def _finite(name: str, tensor: Tensor, problems: list[str]) -> None:
         problems.append(f"{name}: holds NaN or infinity")
 
 
-def _try(source: Source, block: Block) -> Tried:
+def _try(source: Source, block: Block) -> ShapeTrial:
     blocks = zero = zeros = inside = weights = 0
     for cut in source.cuts(block)[0]:
         used = nonzero(cut.tensor)
@@ -297,14 +304,14 @@ def _try(source: Source, block: Block) -> Tried:
         weights += used.numel()
         zeros += used.numel() - int(used.sum())
         inside += int(cut.grid.sizes()[~bits].sum())
-    return Tried(block, blocks, zero, weights, zeros, inside)
+    return ShapeTrial(block, blocks, zero, weights, zeros, inside)
 
 
-def _best(tried: Sequence[Tried]) -> Block | None:
-    """The largest of the shapes that explain the zeros; single weights only where no larger shape does."""
-    meant = [t for t in tried if t.meant]
-    larger = [t for t in meant if t.block != Block(1, 1)] or meant
+def _best(tried: Sequence[ShapeTrial]) -> Block | None:
+    """The largest of the shapes that explain the zeros. Single weights are the last resort."""
+    intended = [t for t in tried if t.intended]
+    larger = [t for t in intended if t.block != Block(1, 1)] or intended
     if not larger:
         return None
     most = max(t.inside for t in larger)
-    return min((t for t in larger if t.inside >= SAME * most), key=lambda t: t.blocks).block
+    return min((t for t in larger if t.inside >= SAME_COVER * most), key=lambda t: t.blocks).block

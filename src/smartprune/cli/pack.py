@@ -73,7 +73,7 @@ def unpack_verb(verbs: Verbs) -> None:
 
 def run_unpack(args: argparse.Namespace) -> int:
     from ..artifacts.pack import unpack
-    from ..artifacts.packfile import safetensors_bytes
+    from ..artifacts.safetensors_file import safetensors_bytes
     from ..files import write_atomic
 
     out = Path(args.out)

@@ -12,7 +12,7 @@ import numpy as np
 from torch import nn
 
 from .. import text
-from ..artifacts.source import Model, about_axes, files_of
+from ..artifacts.source import Model, assumed_axes_lines, files_of
 from ..budgets import budget_label
 from ..core.block import Block
 from ..files import check_no_overwrite, write_atomic
@@ -244,7 +244,7 @@ def _layers(view: View, numbers: Mapping[str, int]) -> str:
         if view.receipt is not None and any(not layer.pruned for layer in view.layers)
         else ""
     )
-    told = " ".join(about_axes(view.report.assumed, 1000))
+    told = " ".join(assumed_axes_lines(view.report.assumed, 1000))
     assumed = f'<p class="note">{words(told.strip())}.</p>' if told else ""
     skipped = "".join(
         f"<tr><th scope='row'>{name(s.name)}</th><td>{words(text.format_shape(s.shape))}</td><td>{words(s.reason)}</td></tr>"

@@ -12,7 +12,7 @@ from torch.nn.functional import avg_pool2d
 
 from .. import text
 from ..artifacts.counts import Count
-from ..artifacts.source import Cut, Model, Source, about_axes, given, read_source
+from ..artifacts.source import Cut, Model, Source, assumed_axes_lines, read_source, stored_and_network
 from ..core.block import Block
 from ..core.layers import Skipped
 from ..core.occupancy import nonzero
@@ -62,7 +62,7 @@ class Report:
     skipped: tuple[Skipped, ...]
     params: int  # of the whole model
     zeros: int
-    assumed: tuple[str, ...] = ()  # weights whose axes are taken as (out, in, ...), without groups, for nothing says it
+    assumed: tuple[str, ...] = ()  # weights whose axes are assumed to be (out, in, ...), without groups
 
     @property
     def pruned(self) -> tuple[ReportRow, ...]:
@@ -134,7 +134,7 @@ class Report:
         ]
         counts = [(name, f"{total:,}", f"{zero:,}", text.percent(zero, total)) for name, total, zero in totals]
         lines += ["", *text.table(("", "total", "zero", "share"), counts, "<>>>", WIDTH)]
-        return "\n".join([*lines, *about_axes(self.assumed, WIDTH)])
+        return "\n".join([*lines, *assumed_axes_lines(self.assumed, WIDTH)])
 
     def map(self, layer: str, ascii_only: bool | None = None) -> str:
         """The blocks of one layer, a character each, a panel per kernel position; output channels run downwards.
@@ -198,7 +198,7 @@ def report(
     .##
     ...
     """
-    source = read_source(*given(stored, model, "report"))
+    source = read_source(*stored_and_network(stored, model, "report"))
     return report_of(source, cut_source(source, block))
 
 

@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
-from ..artifacts.packfile import check_header
+from ..artifacts.safetensors_file import check_header
 from ..core.sharding import full_tensor
 from ..errors import SmartpruneError
 from ..files import check_name, write_atomic
