@@ -138,7 +138,7 @@ def test_acdc_phases() -> None:
 
 
 def test_acdc_needs_room_for_its_cycles() -> None:
-    with pytest.raises(sp.SmartpruneError, match=r"cycles=8 need at least 16 steps, the search has 10"):
+    with pytest.raises(sp.SmartpruneError, match=r"cycles=8 needs at least 16 steps, but the search has 10"):
         sp.attach(zoo.plain_cnn()[0], sp.Acdc(), block=(4, 4), sparsity=0.5, steps=10)
 
 

@@ -1,4 +1,4 @@
-"""Callbacks that prune inside other people's trainers. Nothing here imports a trainer before it is asked for."""
+"""Callbacks that prune inside other trainers. A trainer is imported only when its integration is."""
 
 INTEGRATIONS = {
     "lightning": "smartprune.integrations.lightning:PruneCallback",

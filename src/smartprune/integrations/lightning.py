@@ -12,7 +12,7 @@ import torch
 from ..errors import SmartpruneError
 from .search import Pruning
 
-try:  # the name under which the user has it: both are the same code
+try:  # the package that the user has imported: both contain the same code
     if "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules:
         raise ImportError
     from lightning.pytorch import Callback  # type: ignore[import-not-found,unused-ignore]
@@ -26,22 +26,24 @@ except ImportError:
 
 
 class PruneCallback(Pruning, Callback):  # type: ignore[misc,unused-ignore]
-    """Searches for the blocks that can go while the trainer trains, fine-tunes without them, and bakes the model after ``fit``.
+    """Searches for removable blocks while the trainer trains, fine-tunes without them, and bakes the model after ``fit``.
 
-    Its arguments: :class:`smartprune.integrations.search.Pruning`.
+    Arguments: :class:`smartprune.integrations.search.Pruning`.
     """
 
     where = "lightning.PruneCallback"
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """The trainer loads checkpoints and wraps the module right after ``configure_model``, so this is where masks are put on."""
+        """Masks the module in ``configure_model``, since the trainer loads checkpoints and wraps the module right after it."""
         if stage != "fit":
             return
         self.search.require_unbaked()
         for other in itertools.takewhile(lambda callback: callback is not self, trainer.callbacks):
-            if any(kind.__name__ == "WeightAveraging" for kind in type(other).__mro__):  # a class that old versions do not have
+            if any(
+                kind.__name__ == "WeightAveraging" for kind in type(other).__mro__
+            ):  # by name, since old versions lack the class
                 raise SmartpruneError(
-                    f"{self.search.where}: {type(other).__name__} has copied the module before the scores are there, and could not "
+                    f"{self.search.where}: {type(other).__name__} has copied the module before the scores exist, so it could not "
                     "average them; put it after this callback: callbacks=[prune, average]"
                 )
         configure = pl_module.configure_model
@@ -55,7 +57,7 @@ class PruneCallback(Pruning, Callback):  # type: ignore[misc,unused-ignore]
 
     def _attach(self, pl_module: Any) -> None:
         dtype, device = torch.get_default_dtype(), next((p.device for p in pl_module.parameters()), torch.device("cpu"))
-        torch.set_default_dtype(torch.float32)  # those of the trainer are meant for layers that are made here
+        torch.set_default_dtype(torch.float32)  # the trainer changes it for layers that configure_model creates
         try:
             with device:
                 self.search.attach(pl_module, carry=False)
@@ -75,10 +77,10 @@ class PruneCallback(Pruning, Callback):  # type: ignore[misc,unused-ignore]
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         if not trainer.barebones:
-            pl_module.log("smartprune/undecided", self.search.metrics(whole=True)["smartprune/undecided"])
+            pl_module.log("smartprune/undecided", self.search.metrics(wait=True)["smartprune/undecided"])
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        """After every callback's ``on_train_end``: averages that are written there are pruned, too."""
+        """Comes after ``on_train_end`` of every callback, so averages that are written there are pruned too."""
         self.search.end()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
@@ -97,8 +99,8 @@ class PruneCallback(Pruning, Callback):  # type: ignore[misc,unused-ignore]
 
 
 def _lengths(trainer: Any, pl_module: Any) -> tuple[float, float]:
-    """Optimizer steps of the training, and of an epoch; infinite where they are not known."""
-    if not pl_module.automatic_optimization:  # how often the optimizer steps is the module's own business
+    """Optimizer steps of the training and of an epoch; infinite if unknown."""
+    if not pl_module.automatic_optimization:  # the module decides when the optimizer steps
         return math.inf, math.inf
     total = trainer.estimated_stepping_batches
     per_epoch = (

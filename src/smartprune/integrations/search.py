@@ -1,4 +1,4 @@
-"""What the integrations share: one search inside a trainer, from the attached model to the baked one."""
+"""A search inside a trainer, from the attached model to the baked one. All integrations use it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from ..pruning.optimizers import add_param_group, listen_to_groups, parameter_of
 from ..pruning.pruner import Pruner, attach, bake, find_pruner
 from .state import Carrier
 
-SHARE = 0.3  # of the training is search: between the 0.2 and the 0.4 of the records, which differ by no more than their spread
-OPEN = 2**31  # the length of a search until the trainer knows its own
+DEFAULT_SHARE = 0.3  # of the training: records with 0.2 and 0.4 differ by no more than their standard deviation
+UNKNOWN_STEPS = 2**31  # the length of a search until the trainer knows the length of the training
 
 
 class Search:
-    """One search. The trainer's hooks call, in this order: attach, claim, settle, begin, (steps of the optimizer), end or stop."""
+    """One search. The hooks of a trainer call, in this order: attach, claim, settle, begin, (optimizer steps), end or stop."""
 
     def __init__(
         self,
@@ -38,9 +38,9 @@ class Search:
     ) -> None:
         if steps is not None and epochs is not None:
             raise SmartpruneError(f"{where}: steps={steps!r} and epochs={epochs!r}; give one of them as the length of the search")
-        share = isinstance(steps, float) and 0 < steps <= 1
-        count = isinstance(steps, int) and not isinstance(steps, bool) and steps >= 1
-        if steps is not None and not share and not count:
+        is_share = isinstance(steps, float) and 0 < steps <= 1
+        is_count = isinstance(steps, int) and not isinstance(steps, bool) and steps >= 1
+        if steps is not None and not is_share and not is_count:
             raise SmartpruneError(
                 f"{where}: steps={steps!r}; give the length of the search as a number of optimizer steps (an integer, at least 1) "
                 "or as a share of the training (a float above 0, at most 1.0)"
@@ -52,112 +52,112 @@ class Search:
         if unknown:
             raise SmartpruneError(f"{where}: there is no argument {unknown[0]!r}; those of attach are {', '.join(known)}")
         self.where, self.method, self.settings = where, Smart() if method is None else method, settings
-        self.steps = SHARE if steps is None and epochs is None else steps
+        self.steps = DEFAULT_SHARE if steps is None and epochs is None else steps
         self.epochs, self.score_lr, self.bake = epochs, score_lr, bake
         self.pruner: Pruner | None = None
         self.receipt: Receipt | None = None
         self._carrier: Carrier | None = None
-        self._home: weakref.ref[Optimizer] | None = None  # the optimizer that trains the scores, whose steps count
-        self._last = False  # whether their group is one that was made here, which stays behind those of the user
-        self._seen = 0
+        self._optimizer: weakref.ref[Optimizer] | None = None  # the one that trains the scores; its steps are those of the search
+        self._keep_last = False  # whether the group of the scores was made here, and stays behind the groups of the user
+        self._last_step = 0
         self._handle: Any = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """For processes that are started by a trainer, which has its own optimizer in each."""
-        return {**self.__dict__, "_home": None, "_handle": None}
+        """For processes that a trainer starts: each has its own optimizer."""
+        return {**self.__dict__, "_optimizer": None, "_handle": None}
 
     @property
     def fixed(self) -> int | None:
-        """The length of the search where it does not depend on the trainer."""
+        """The length of the search if it does not depend on the trainer."""
         return self.steps if isinstance(self.steps, int) else None
 
     def length(self, total: float, per_epoch: float) -> int:
-        """The length of the search in a training of so many optimizer steps, infinite where that is not known."""
-        whole, share = (per_epoch, self.epochs) if self.epochs is not None else (total, self.steps)
-        if not 0 < whole < math.inf:
+        """The length of the search in a training of ``total`` optimizer steps, infinite if that is unknown."""
+        base, share = (per_epoch, self.epochs) if self.epochs is not None else (total, self.steps)
+        if not 0 < base < math.inf:
             raise SmartpruneError(
                 f"{self.where}: the length of the {'epochs' if self.epochs is not None else 'training'} is not known before it "
-                "starts, so the search cannot have a share of it; give its length in optimizer steps: steps=1000"
+                "starts, so the search cannot be a share of it; give its length in optimizer steps: steps=1000"
             )
         assert share is not None
-        return max(1, round(share * whole))
+        return max(1, round(share * base))
 
     # -- before the training ----------------------------------------------------------------------------------------------
 
     def attach(self, model: nn.Module, carry: bool) -> None:
-        """Puts masks on the model, unless they are there. ``carry``: its state dict holds the state of the pruner."""
+        """Masks the model, if it is not masked yet. With ``carry`` its state dict holds the state of the pruner."""
         self.require_unbaked()
         if self.pruner is None:
-            self.pruner = attach(model, self.method, steps=self.fixed or OPEN, **self.settings)
+            self.pruner = attach(model, self.method, steps=self.fixed or UNKNOWN_STEPS, **self.settings)
             self._carrier = Carrier(self.pruner, carry, flexible=self.fixed is None)
         elif find_pruner(model) is not self.pruner:
-            raise SmartpruneError(f"{self.where}: this callback prunes another model already; make a new one for this model")
+            raise SmartpruneError(f"{self.where}: this callback already prunes another model; create a new one for this model")
 
     def require_unbaked(self) -> None:
         if self.receipt is not None:
             raise SmartpruneError(
-                f"{self.where}: this callback has pruned its model and baked it; to go on training, take it out of the callbacks "
-                "(removed blocks stay zero in this process); to prune again, make a new one"
+                f"{self.where}: this callback has pruned its model and baked it; to continue training, remove the callback "
+                "(removed blocks stay zero in this process); to prune again, create a new one"
             )
 
     def claim(self) -> None:
-        """From now on the first optimizer that is given a pruned weight gets the scores, in a group without weight decay.
+        """From now on the first optimizer that gets a pruned weight also gets the scores, in a group without weight decay.
 
-        Schedulers and saved states count the groups of an optimizer, so the group has to be there when the optimizer is made. It is
-        the last: those of the user keep their numbers.
+        Schedulers and saved states count the groups of an optimizer, so the group must exist when the optimizer is created. It is
+        the last group, so the groups of the user keep their numbers.
         """
-        self._home = None
+        self._optimizer = None
         listen_to_groups(self)
 
     def settle(self, optimizers: Sequence[Optimizer], scheduled: Sequence[Optimizer] = ()) -> None:
-        """The trainer has its optimizers. One that is older than the scores gets them now, if no scheduler counts its groups."""
+        """The trainer has its optimizers. An optimizer older than the scores gets them now, if no scheduler counts its groups."""
         stop_listening_to_groups(self)
-        found = None if self._home is None else self._home()
-        if any(optimizer is found for optimizer in optimizers):
+        current = self._current_optimizer()
+        if any(optimizer is current for optimizer in optimizers):
             return
-        ours, scores = self._ids(), {id(parameter) for parameter in self._pruner.parameters()}
+        pruned, scores = self._ids(), self._score_ids()
         for optimizer in optimizers:
             if scores and scores <= {id(p) for group in optimizer.param_groups for p in group["params"]}:
-                self._home = weakref.ref(optimizer)  # of an earlier training
+                self._optimizer = weakref.ref(optimizer)  # from an earlier training
                 return
         for optimizer in optimizers:
-            group = next((group for group in optimizer.param_groups if ours & {id(p) for p in group["params"]}), None)
+            group = next((group for group in optimizer.param_groups if pruned & {id(p) for p in group["params"]}), None)
             if group is None:
                 continue
             if any(optimizer is other for other in scheduled):
                 raise SmartpruneError(
-                    f"{self.where}: the optimizer and its scheduler were made before the scores were there, and a scheduler counts "
-                    "the parameter groups it was made with; let the trainer make both, after attach"
+                    f"{self.where}: the optimizer and its scheduler were created before the scores, but a scheduler counts "
+                    "the parameter groups it was made with; let the trainer create both, after attach"
                 )
             options = {name: value for name, value in group.items() if name not in ("params", "param_names")}
             names = [f"smartprune.{i}" for i in range(len(scores))] if "param_names" in group else None
-            self._give(optimizer, options, names)
+            self._add_scores(optimizer, options, names)
             return
         raise SmartpruneError(
-            f"{self.where}: none of the {len(optimizers)} optimizers trains a pruned weight, so the search could never move; give "
-            "the optimizer the parameters of the model (layer.weight reads as the masked weight, which is no parameter), "
+            f"{self.where}: none of the {len(optimizers)} optimizers trains a pruned weight, so the search could not learn; give "
+            "the optimizer the parameters of the model (layer.weight reads as the masked weight, which is not a parameter), "
             "or choose other layers (include=, skip=)"
         )
 
     def begin(self, total: float, per_epoch: float) -> None:
-        """The training starts: from now on every step of the optimizer is one of the search."""
+        """The training starts. From now on every step of the optimizer is a step of the search."""
         self.require_unbaked()
         pruner, carrier = self._pruner, self._carrier
         assert carrier is not None
-        if carrier.owed:
+        if carrier.state_missing:
             raise SmartpruneError(
-                f"{self.where}: the checkpoint has no state of the pruner: it was saved before the search, or after bake, or with "
-                "the weights alone; load its weights into the model before the trainer starts, or resume from one of this search"
+                f"{self.where}: the checkpoint has no state of the pruner: it was saved before the search, after bake, or with "
+                "weights only; load its weights into the model before the trainer starts, or resume from one of this search"
             )
-        if self.fixed is None and pruner.count == 0 and pruner.phase == "search":  # also where an earlier training took no step
+        if self.fixed is None and pruner.count == 0 and pruner.phase == "search":  # also if an earlier training took no step
             pruner.reschedule(self.length(total, per_epoch))
         if self.bake and pruner.phase == "search" and total < pruner.steps:
             raise SmartpruneError(
                 f"{self.where}: the search has {pruner.steps} steps and the training {total}, so it would end before the mask is "
-                "hard; search shorter (steps=, epochs=), train longer, or give bake=False to go on in a later training"
+                "hard; make the search shorter (steps=, epochs=), train longer, or give bake=False to continue in a later training"
             )
         self.stop()
-        self._seen = step_count()
+        self._last_step = step_count()
         after_step = weakref.WeakMethod(self._after_step)
 
         def hook(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -165,36 +165,36 @@ class Search:
                 call(optimizer)
 
         self._handle = register_optimizer_step_post_hook(hook)
-        weakref.finalize(self, self._handle.remove)  # of a training that died, where the trainer has no hook for that
+        weakref.finalize(self, self._handle.remove)  # if the training dies and the trainer has no hook for that
 
-    # -- in it, and after it ----------------------------------------------------------------------------------------------
+    # -- during and after the training ------------------------------------------------------------------------------------
 
     def _after_step(self, optimizer: Optimizer) -> None:
-        """Torch calls this after real steps only: not for batches that are gathered, nor for what a gradient scaler skips."""
-        if self._home is None or self._home() is not optimizer or step_count() == self._seen:
+        """Called after real steps only: not for accumulated batches, nor for steps that a gradient scaler skips."""
+        if self._current_optimizer() is not optimizer or step_count() == self._last_step:
             return
-        self._seen = step_count()
-        if self._pruner.phase != "baked":  # by the user, before the trainer was done
+        self._last_step = step_count()
+        if self._pruner.phase != "baked":  # baked by the user, before the training ended
             self._pruner.step()
 
-    def metrics(self, whole: bool = False) -> dict[str, float]:
-        """``whole``: with what has to be waited for on a GPU."""
+    def metrics(self, wait: bool = False) -> dict[str, float]:
+        """With ``wait`` it includes numbers that a GPU must be waited for."""
         out = {"smartprune/tau": self._pruner.tau, "smartprune/progress": self._pruner.progress}
-        if whole:
+        if wait:
             out["smartprune/undecided"] = float(self._pruner.telemetry()["undecided"])
         return out
 
     def stop(self) -> None:
-        """Nothing of the search is left at torch. The model stays as it is."""
+        """Removes everything that the search registered with PyTorch. The model does not change."""
         stop_listening_to_groups(self)
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
         if self._carrier is not None:
-            self._carrier.owed = False
+            self._carrier.state_missing = False
 
     def end(self) -> None:
-        """The training is over: the model becomes plain, or the user is told why it cannot."""
+        """The training is over: bakes the model, or raises if the search has not finished."""
         self.stop()
         pruner = self._pruner
         if not self.bake or self.receipt is not None:
@@ -202,21 +202,21 @@ class Search:
         if pruner.phase == "search":
             raise SmartpruneError(
                 f"{self.where}: the training ended at step {pruner.count} of {pruner.steps} of the search, and no block is removed "
-                "yet; resume from its last checkpoint, search shorter (steps=, epochs=), or take the mask as it stands: "
+                "yet; resume from its last checkpoint, make the search shorter (steps=, epochs=), or harden the mask now: "
                 "callback.pruner.freeze(force=True), then smartprune.bake(model)"
             )
         self.receipt = pruner.receipt() if pruner.phase == "baked" else bake(pruner.model)
         assert self._carrier is not None
         self._carrier.remove()
 
-    def proof(self) -> Receipt:
+    def make_receipt(self) -> Receipt:
         return self._pruner.receipt() if self.receipt is None else self.receipt
 
     def state_dict(self) -> dict[str, Any]:
         return {} if self.pruner is None or self.pruner.phase == "baked" else self.pruner.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Of a model that is baked, only weights are loaded: the best of those after the search, say."""
+        """Does nothing for a baked model, whose trainer may load the best weights after the search."""
         if self._carrier is not None and state and self._pruner.phase != "baked":
             self._carrier.restore(state)
 
@@ -231,8 +231,14 @@ class Search:
     def _ids(self) -> set[int]:
         return {id(parameter) for parameter in (*self._pruner.parameters(), *self._pruner.blocks.weights)}
 
-    def _give(self, optimizer: Optimizer, options: dict[str, Any], names: Sequence[str] | None) -> None:
-        self._home = weakref.ref(optimizer)
+    def _score_ids(self) -> set[int]:
+        return {id(parameter) for parameter in self._pruner.parameters()}
+
+    def _current_optimizer(self) -> Optimizer | None:
+        return None if self._optimizer is None else self._optimizer()
+
+    def _add_scores(self, optimizer: Optimizer, options: dict[str, Any], names: Sequence[str] | None) -> None:
+        self._optimizer = weakref.ref(optimizer)
         group = self._pruner.param_group() if self.score_lr is None else self._pruner.param_group(lr=self.score_lr)
         if not group["params"]:
             return
@@ -244,34 +250,33 @@ class Search:
         return not self._ids().isdisjoint(parameter_ids)
 
     def place_group(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
-        """A group with pruned weights or scores, which an optimizer is given: without the scores, which get their own."""
-        scores = {id(parameter) for parameter in self._pruner.parameters()}
-        mine = [entry for entry in group["params"] if id(parameter_of(entry)) in scores]
+        """Adds a group with pruned weights or scores without the scores, which get a group of their own."""
+        scores, current = self._score_ids(), self._current_optimizer()
+        moved = [entry for entry in group["params"] if id(parameter_of(entry)) in scores]
         rest = [entry for entry in group["params"] if id(parameter_of(entry)) not in scores]
         options = {name: value for name, value in group.items() if name != "params"}
-        home = None if self._home is None else self._home()
         if rest:
             add_param_group(optimizer, {**options, "params": rest})
-        elif home is not None:  # a group of the scores alone was meant for them
-            home.param_groups = [other for other in home.param_groups if not scores & {id(p) for p in other["params"]}]
-            home = None
-        if home is None:
-            self._last = bool(rest)
-            names = [entry[0] for entry in mine] or [f"smartprune.{i}" for i in range(len(scores))]
-            self._give(optimizer, options, names if isinstance(group["params"][0], tuple) else None)
+        elif current is not None:  # the user gives the scores a group of their own
+            current.param_groups = [other for other in current.param_groups if not scores & {id(p) for p in other["params"]}]
+            current = None
+        if current is None:
+            self._keep_last = bool(rest)
+            names = [entry[0] for entry in moved] or [f"smartprune.{i}" for i in range(len(scores))]
+            self._add_scores(optimizer, options, names if isinstance(group["params"][0], tuple) else None)
 
     def group_added(self, optimizer: Optimizer) -> None:
-        if self._last and self._home is not None and self._home() is optimizer:
-            scores = {id(parameter) for parameter in self._pruner.parameters()}
+        if self._keep_last and self._current_optimizer() is optimizer:
+            scores = self._score_ids()
             optimizer.param_groups.sort(key=lambda group: bool(scores & {id(p) for p in group["params"]}))
 
 
 class Pruning:
-    """What both callbacks have: the arguments, the pruner and, after the training, the receipt.
+    """What all callbacks have: their arguments, the pruner, and the receipt after the training.
 
-    ``steps`` is the length of the search in optimizer steps, or as a share (a float) of the training; ``epochs`` is its length in
+    ``steps`` is the length of the search in optimizer steps, or a share (a float) of the training. ``epochs`` is its length in
     epochs. Without either it is 0.3 of the training, and the rest is fine-tuning. ``score_lr`` is the learning rate of the scores,
-    that of the weights unless given. ``settings`` are the other arguments of :func:`smartprune.attach`.
+    by default that of the weights. ``settings`` are the other arguments of :func:`smartprune.attach`.
     """
 
     where: ClassVar[str]  # the name of the callback in messages
@@ -294,4 +299,4 @@ class Pruning:
 
     @property
     def receipt(self) -> Receipt:
-        return self.search.proof()
+        return self.search.make_receipt()

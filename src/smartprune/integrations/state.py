@@ -1,4 +1,4 @@
-"""Plain keys in the state dict of a model while it is attached, so that checkpoints of a trainer are those of the model."""
+"""Plain keys in the state dict of an attached model, so that the checkpoints of a trainer fit the plain model."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from torch import Tensor, nn
 from ..errors import SmartpruneError
 from ..pruning.pruner import Pruner
 
-LABEL = "smartprune: "  # how the key begins that says what a state dict is
+LABEL = "smartprune: "  # the beginning of the key that says what a state dict contains
 
 
 class Carrier:
-    """Keeps the keys of a model's state dict plain while it is attached. Scores are part of the pruner's state.
+    """Keeps the keys of a model's state dict plain while it is attached. The scores are in the state of the pruner.
 
-    Weights of a search that is not over are no pruned model. Their state dict has one key more, which says so where a plain
-    model refuses it. A model that carries its pruner has its state there.
+    A checkpoint saved during the search is not pruned yet. Its state dict has one more key, whose name says so in the error message
+    of a plain model that loads it. With ``carry``, this key holds the state of the pruner.
     """
 
     def __init__(self, pruner: Pruner, carry: bool, flexible: bool) -> None:
         self.pruner, self.carry, self.flexible = pruner, carry, flexible
-        self.owed = False  # whether weights were loaded to which the state of the pruner is missing
-        self._found: dict[str, Any] | None = None
+        self.state_missing = False  # whether weights were loaded without the state of the pruner
+        self._loaded: dict[str, Any] | None = None
         model = pruner.model
         self._handles = [
             model.register_state_dict_post_hook(self),
@@ -37,9 +37,9 @@ class Carrier:
             handle.remove()
 
     def restore(self, state: dict[str, Any]) -> None:
-        """A search whose length is a share of the training keeps the length it started with."""
+        """A search whose length is a share of the training keeps the length that it started with."""
         self.pruner.load_state_dict(state, adopt_steps=self.flexible)
-        self.owed = False
+        self.state_missing = False
 
     def _names(self, model: nn.Module) -> dict[str, Tensor]:
         scores = {id(parameter) for parameter in self.pruner.parameters()}
@@ -55,7 +55,9 @@ class Carrier:
 
     def _label(self) -> str:
         if self.pruner.phase != "search":
-            return f"{LABEL}resumes the fine-tuning of pruned weights, whose removed blocks are zero; a plain model needs it not"
+            return (
+                f"{LABEL}resumes the fine-tuning of pruned weights, whose removed blocks are zero; a plain model does not need it"
+            )
         return (
             f"{LABEL}saved at step {self.pruner.count} of the search, when no block was removed yet; resume the training with it, "
             "or load a checkpoint that was saved after the search"
@@ -66,15 +68,15 @@ class Carrier:
             return
         labels = [key for key in state_dict if key.startswith(prefix + LABEL)]
         states = [_unpacked(state_dict.pop(key)) for key in labels]
-        self._found = next((state for state in states if state), None)
+        self._loaded = next((state for state in states if state), None)
         for name, parameter in self._names(model).items():
             state_dict.setdefault(prefix + name, parameter.detach().clone())
-        self.owed = True
+        self.state_missing = True
 
     def _after_load(self, model: nn.Module, incompatible: Any) -> None:
-        if self._found is not None:
-            found, self._found = self._found, None
-            self.restore(found)
+        if self._loaded is not None:
+            state, self._loaded = self._loaded, None
+            self.restore(state)
 
 
 def _packed(state: dict[str, Any]) -> Tensor:

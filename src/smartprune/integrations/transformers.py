@@ -18,12 +18,12 @@ except ImportError as error:
 
 
 class PruneCallback(Pruning, TrainerCallback):  # type: ignore[misc,unused-ignore]
-    """Searches for the blocks that can go while the trainer trains, fine-tunes without them, and bakes the model after ``train``.
+    """Searches for removable blocks while the trainer trains, fine-tunes without them, and bakes the model after ``train``.
 
-    Its arguments: :class:`smartprune.integrations.search.Pruning`.
+    Arguments: :class:`smartprune.integrations.search.Pruning`.
 
-    The trainer gives callbacks no other chance before it loads a checkpoint, makes the optimizer and wraps the model: masks are put
-    on when the Trainer is made. The state of the pruner is part of the model's, and so of the trainer's checkpoints.
+    The model is masked when the Trainer is created: no later callback comes before it loads a checkpoint, creates the optimizer and
+    wraps the model. The state of the pruner is part of the model's state dict, and so of the trainer's checkpoints.
     """
 
     where = "transformers.PruneCallback"
@@ -38,10 +38,10 @@ class PruneCallback(Pruning, TrainerCallback):  # type: ignore[misc,unused-ignor
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **others: Any) -> None:
         if self.pruner is None or (find_pruner(model) is not self.pruner and self.pruner.phase != "baked"):
             raise SmartpruneError(
-                f"{self.search.where}: the model that is trained is not the one that the Trainer was made with; give the Trainer a "
-                "model (not model_init), and the callback when it is made (not by add_callback)"
+                f"{self.search.where}: the trained model is not the one that the Trainer was created with; give the Trainer a "
+                "model (not model_init), and pass the callback to its constructor (not by add_callback)"
             )
-        optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate's is a wrapper
+        optimizer = getattr(optimizer, "optimizer", optimizer)  # the one of accelerate is a wrapper
         self.search.require_unbaked()
         self.search.settle([optimizer], [optimizer])
         batches = _length(others.get("train_dataloader"))
@@ -51,24 +51,24 @@ class PruneCallback(Pruning, TrainerCallback):  # type: ignore[misc,unused-ignor
     def on_prediction_step(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         if not self._began:
             raise SmartpruneError(
-                f"{self.search.where}: the model has soft masks from the moment the Trainer is made, so what it predicts before it "
-                "is trained is not what it was; evaluate the dense model with a Trainer without this callback"
+                f"{self.search.where}: the model has soft masks from the moment the Trainer is made, so its predictions before "
+                "training are not those of the dense model; evaluate that with a Trainer without this callback"
             )
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **others: Any) -> None:
-        """Callbacks that come later see it; those that ``report_to`` names come first, and do not."""
+        """Adds metrics to the logs. Callbacks of ``report_to`` run earlier and do not see them."""
         if self._began and logs is not None and "loss" in logs:
-            numbers = self.search.metrics(whole=True)
-            logs |= numbers
-            state.log_history[-1] |= numbers
+            metrics = self.search.metrics(wait=True)
+            logs |= metrics
+            state.log_history[-1] |= metrics
 
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         if self.pruner is not None and self.pruner.phase == "search" and args.load_best_model_at_end and self.search.bake:
             self.search.stop()
             raise SmartpruneError(
                 f"{self.search.where}: load_best_model_at_end loaded {state.best_model_checkpoint}, saved at step "
-                f"{self.pruner.count} of the {self.pruner.steps} of the search, when no block was removed yet; let only "
-                "checkpoints after the search compete, or give load_best_model_at_end=False"
+                f"{self.pruner.count} of the {self.pruner.steps} of the search, when no block was removed yet; select "
+                "the best of the checkpoints after the search, or give load_best_model_at_end=False"
             )
         self.search.end()
 

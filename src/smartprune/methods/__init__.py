@@ -1,4 +1,4 @@
-"""Methods: each one short file, listed here by its lower-case name."""
+"""Pruning methods: one short file each. ``METHODS`` maps lower-case names to them."""
 
 from typing import Any
 

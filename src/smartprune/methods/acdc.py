@@ -1,7 +1,7 @@
-"""AC/DC: compressed and dense phases take turns on the same weights (Peste et al. 2021, on blocks).
+"""AC/DC: compressed and dense phases alternate on the same weights (Peste et al. 2021, on blocks).
 
-At the start of a compressed phase the blocks with the largest L2 norm are kept; when it ends, removed weights come back
-as zeros and the optimizer's momentum is forgotten. After the last dense phase the mask is chosen once more and stays.
+A compressed phase keeps the blocks with the largest L2 norm. When it ends, removed weights restart from zero and the optimizer's
+momentum is reset. After the last dense phase the mask is chosen once more and stays.
 """
 
 from __future__ import annotations
@@ -22,9 +22,13 @@ from .method import Change, Clock, State, count, lists_settings
 @lists_settings
 @dataclass(frozen=True)
 class Acdc:
-    """``cycles``: pairs of a compressed and a dense phase, of equal length; ``mspl``: no layer loses more than this share of
-    its blocks; ``cap``: what happens where that cannot be met: strict (an error, at attach), relax (layers keep less, one block
-    each while that fits), off."""
+    """Settings of AC/DC.
+
+    - ``cycles``: the number of pairs of a compressed and a dense phase, all of equal length;
+    - ``mspl``: the largest share of its blocks that a layer may lose;
+    - ``cap``: what happens if that cannot be met: strict (attach raises), relax (layers keep fewer, but at least one block while
+      that fits) or off.
+    """
 
     name: ClassVar[str] = "acdc"
 
@@ -36,8 +40,8 @@ class Acdc:
         count("Acdc: cycles", self.cycles)
         if steps < 2 * self.cycles:
             raise SmartpruneError(
-                f"Acdc: cycles={self.cycles} need at least {2 * self.cycles} steps, the search has {steps}; "
-                "search longer, or take fewer cycles"
+                f"Acdc: cycles={self.cycles} needs at least {2 * self.cycles} steps, but the search has {steps}; "
+                "make the search longer, or use fewer cycles"
             )
         check_cap("Acdc", blocks, self.mspl, self.cap)
 
@@ -59,7 +63,7 @@ class Acdc:
         return Change({"mask": torch.ones_like(state["mask"])}, multiply=state["mask"].clone(), forget=True)
 
     def rank(self, blocks: Blocks, state: State) -> Tensor:
-        """Norms; in a compressed phase, those that it keeps first: the others still have their weights, until the phase ends."""
+        """L2 norms. In a compressed phase kept blocks come first, since removed ones have their weights until the phase ends."""
         norms, mask = blocks.norms(), state["mask"]
         out: Tensor = norms + 2 * norms.max() * (mask.min() < 1) * mask
         return out
@@ -68,6 +72,6 @@ class Acdc:
         return capped_floor(blocks, self.mspl, self.cap)
 
     def _compress(self, blocks: Blocks) -> Tensor:
-        rank = blocks.norms()
-        kept = hard_topk(rank, blocks.limit, blocks.cost, self.floor(blocks), blocks.layer.to(rank.device))
+        norms = blocks.norms()
+        kept = hard_topk(norms, blocks.limit, blocks.cost, self.floor(blocks), blocks.layer.to(norms.device))
         return kept.to(torch.float32)

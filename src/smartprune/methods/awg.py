@@ -1,9 +1,9 @@
 """AWG: accumulated weight and gradient (the paper's Appendix F, on blocks).
 
-In each of S stages the network is watched first, nothing moving: the importance of a block is a running mean of the sum of
-``|gradient * weight|`` over its elements, times how much of its layer is gone already. Then the least important blocks go, and
-the rest trains on. A removed block has no gradient, so masks are nested, but for blocks that fill the last of a budget in costs,
-or a floor that is too dear without them.
+Each of S stages begins with a calibration, in which no parameter moves. The importance of a block is a running mean of the sum of
+``|gradient * weight|`` over its elements, times the inverse of the share of its layer that is left. Then the least important blocks
+are removed and the rest trains on. A removed block has no gradient, so masks are nested. The exceptions are blocks that use up the
+rest of a budget in costs, and blocks of a floor that cannot be paid for without them.
 """
 
 from __future__ import annotations
@@ -25,11 +25,15 @@ from .method import Change, Clock, State, count, lists_settings, within
 @lists_settings
 @dataclass(frozen=True)
 class Awg:
-    """``stages``: S; ``calibration``: share of each stage that only watches; ``gamma`` of the running mean; ``mspl`` and
-    ``cap`` as for AC/DC.
+    """Settings of AWG.
 
-    Paper: its factor for sparse layers is 1 for binary masks; the prose wants blocks over surviving blocks, which is what this
-    is. S, gamma and the lengths are not given; these are eight stages of one part watching to four training.
+    - ``stages``: S, the number of stages;
+    - ``calibration``: the share of each stage that is calibration;
+    - ``gamma``: the decay of the running mean;
+    - ``mspl`` and ``cap``: as for AC/DC.
+
+    Paper: its factor for sparse layers is 1 for binary masks. The prose describes blocks over surviving blocks, which is used here.
+    S, gamma and the lengths are not given; the defaults are eight stages of one part calibration and four parts training.
     """
 
     name: ClassVar[str] = "awg"
@@ -45,8 +49,8 @@ class Awg:
         count("Awg: stages", self.stages)
         if steps < 2 * self.stages:
             raise SmartpruneError(
-                f"Awg: stages={self.stages} need at least {2 * self.stages} steps, the search has {steps}; search longer, or take "
-                "fewer stages"
+                f"Awg: stages={self.stages} needs at least {2 * self.stages} steps, but the search has {steps}; make the search "
+                "longer, or use fewer stages"
             )
         within("Awg: calibration", self.calibration, 1e-6, 1)
         within("Awg: gamma", self.gamma, 0, 1 - 1e-9)
@@ -56,7 +60,7 @@ class Awg:
         n, device = blocks.n, blocks.device
         return {
             "mask": torch.ones(n, device=device),
-            "importance": torch.full((n,), math.nan, device=device),  # NaN: nothing watched in this stage yet
+            "importance": torch.full((n,), math.nan, device=device),  # NaN: nothing observed in this stage yet
         }
 
     def scalars(self, blocks: Blocks, state: State, progress: float) -> dict[str, float]:
@@ -66,12 +70,12 @@ class Awg:
         return state["mask"]  # type: ignore[no-any-return]
 
     def calibrates(self, clock: Clock) -> bool:
-        """Every stage watches for its first steps, at least one."""
-        length, into = self._place(clock)
-        return clock.count < clock.steps and into < max(1, round(self.calibration * length))
+        """The first steps of every stage, at least one."""
+        length, done = self._position(clock)
+        return clock.count < clock.steps and done < max(1, round(self.calibration * length))
 
-    def _place(self, clock: Clock) -> tuple[int, int]:
-        """Length of the stage in which the next step falls, and how many of its steps are done."""
+    def _position(self, clock: Clock) -> tuple[int, int]:
+        """The length of the stage of the next step, and the number of its steps that are done."""
         stage = clock.count * self.stages // clock.steps
         first, last = (-(-s * clock.steps // self.stages) for s in (stage, stage + 1))
         return last - first, clock.count - first
@@ -82,25 +86,25 @@ class Awg:
             return Change()
         density = blocks.per_layer(state["mask"]).clamp(min=1)
         layer, counts = blocks.layer.to(density.device), blocks.counts.to(density.device)
-        seen = state["watched"] * (counts / density)[layer]
+        observed = state["watched"] * (counts / density)[layer]
         old = state["importance"]
-        mean = torch.where(old.isnan(), seen, self.gamma * old + (1 - self.gamma) * seen)
-        mean = torch.where(seen.isfinite().all(), mean, old)  # a step that a gradient scaler skipped shows nothing
-        if self.calibrates(clock) and self._place(clock)[1] > 0:
+        mean = torch.where(old.isnan(), observed, self.gamma * old + (1 - self.gamma) * observed)
+        mean = torch.where(observed.isfinite().all(), mean, old)  # a step that a gradient scaler skipped has no information
+        if self.calibrates(clock) and self._position(clock)[1] > 0:
             return Change({"importance": mean})
         stage = before.count * self.stages // clock.steps + 1
         limit = blocks.total - (blocks.total - blocks.limit) * stage // self.stages
         alive = state["mask"] > 0
         cost, floor = blocks.cost, self.floor(blocks)
-        if cost is not None:  # what is gone has no price, unless a floor cannot be paid for without it
+        if cost is not None:  # removed blocks stay removed, unless a floor cannot be paid for without them
             nested = torch.where(alive, cost, blocks.total + 1)
             cost = nested if floor is None or least_cost(blocks, floor, nested) <= limit else cost
-        known = torch.where(mean.isnan(), blocks.mean(torch.abs), mean)  # by size, should all steps have been skipped
+        known = torch.where(mean.isnan(), blocks.mean(torch.abs), mean)  # by size if all steps were skipped
         kept = hard_topk(torch.where(alive, known, -1.0), limit, cost, floor, layer)
         return Change({"mask": kept.to(torch.float32), "importance": torch.full_like(mean, math.nan)})
 
     def rank(self, blocks: Blocks, state: State) -> Tensor:
-        """Blocks that are there before those that are gone; by importance where that is known, else by the size of weights."""
+        """Kept blocks before removed ones, ordered by importance if that is known, else by mean absolute weight."""
         size, known = blocks.mean(torch.abs), state["importance"]
         inner = torch.where(known.isnan(), size / size.max().clamp(min=1e-30), known / known.nan_to_num().max().clamp(min=1e-30))
         out: Tensor = 2 * state["mask"] + inner

@@ -1,7 +1,7 @@
-"""The per-layer cap of AC/DC and AWG: no layer loses more than a share ``mspl`` of its blocks.
+"""The cap per layer of AC/DC and AWG: no layer loses more than a share ``mspl`` of its blocks.
 
-It protects layers from being emptied only while the budget leaves it slack: in a network of many small layers at a high
-sparsity it dictates the whole mask, or cannot be met at all.
+It keeps layers from losing all blocks if the budget leaves room for that. In a network of many small layers and at a high sparsity
+it determines the whole mask, or cannot be met at all.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def least(blocks: Blocks, mspl: float) -> Tensor:
 
 
 def least_cost(blocks: Blocks, counts: Tensor, cost: Tensor | None = None) -> int:
-    """What the cheapest blocks cost that give every layer its count; ``cost`` [n] in place of the budget's."""
+    """The cost of the cheapest blocks that give every layer its count. ``cost`` [n] replaces the one of the budget."""
     cost = blocks.cost if cost is None else cost
     if cost is None:
         return int(counts.sum())
@@ -51,25 +51,25 @@ def check_cap(where: str, blocks: Blocks, mspl: float, cap: str) -> None:
 
 
 def capped_floor(blocks: Blocks, mspl: float, cap: str) -> Tensor | None:
-    """The fewest blocks each layer keeps under a policy; a floor of the budget's own counts too."""
-    own = blocks.min_keep
+    """The fewest blocks that each layer keeps under a policy, at least those of the budget's floor."""
+    floor = blocks.min_keep
     if cap == "off":
-        return own
+        return floor
     counts = least(blocks, mspl)
     if cap == "relax":
-        return _relaxed(blocks, counts, torch.zeros_like(counts) if own is None else own.cpu())
-    return counts if own is None else torch.maximum(counts, own.cpu())
+        return _relaxed(blocks, counts, torch.zeros_like(counts) if floor is None else floor.cpu())
+    return counts if floor is None else torch.maximum(counts, floor.cpu())
 
 
-def _relaxed(blocks: Blocks, full: Tensor, own: Tensor) -> Tensor:
-    """The same counts scaled down until they fit: one block per layer at the least, and then none for the smallest layers; but
-    never less than ``own``, which fit."""
+def _relaxed(blocks: Blocks, full: Tensor, floor: Tensor) -> Tensor:
+    """The counts scaled down until they fit: at least one block per layer, then none for the smallest layers, and never fewer than
+    ``floor``, which fits."""
     for share in (1.0, 0.8, 0.6, 0.4, 0.2, 0.1, 0.0):
-        counts = torch.maximum((full * share).floor().long().clamp(min=1), own)
+        counts = torch.maximum((full * share).floor().long().clamp(min=1), floor)
         if least_cost(blocks, counts) <= blocks.limit:
             return counts
     for index in torch.tensor([layer.n for layer in blocks.layers], device="cpu").argsort(stable=True).tolist():
-        counts[index] = own[index]
+        counts[index] = floor[index]
         if least_cost(blocks, counts) <= blocks.limit:
             break
     return counts

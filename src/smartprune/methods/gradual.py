@@ -1,8 +1,7 @@
-"""Gradual magnitude: the smallest blocks go first, a few at a time, along a cubic ramp; a block may come back.
+"""Gradual magnitude: the smallest blocks are removed a few at a time along a cubic ramp, and may return.
 
-At every update the blocks with the largest mean absolute weight are kept, as many as the ramp allows. Removed blocks keep
-their stored weights, so one that was dropped too early returns when others shrink below it (Zhu and Gupta 2017, on
-blocks and over all layers).
+Every update keeps the blocks with the largest mean absolute weight, as many as the ramp allows. Removed blocks keep their stored
+weights, so a block that was removed too early returns when others become smaller (Zhu and Gupta 2017, on blocks, over all layers).
 """
 
 from __future__ import annotations
@@ -23,9 +22,13 @@ from .method import Change, Clock, State, choose, count, lists_settings, within
 @lists_settings
 @dataclass(frozen=True)
 class Gradual:
-    """``ramp``: share of the search in which sparsity rises; ``updates``: how many times the mask is chosen anew (at most once a
-    step); ``norm``: mean (of |w| over a block's real elements), l2, or share (of its layer, see ``Blocks.share``); ``through``:
-    removed weights go on training on the gradient of the masked ones."""
+    """Settings of gradual magnitude.
+
+    - ``ramp``: the share of the search in which sparsity rises;
+    - ``updates``: how many times the mask is chosen (at most once per step);
+    - ``norm``: mean (of |w| over the real elements of a block), l2, or share (of its layer, see ``Blocks.share``);
+    - ``through``: whether removed weights train too, with the gradient of the masked ones (straight-through).
+    """
 
     name: ClassVar[str] = "gradual"
     why_not_capturable: ClassVar[str | None] = None

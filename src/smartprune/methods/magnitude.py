@@ -1,6 +1,6 @@
-"""Magnitude: the blocks with the largest mean absolute weight are kept, chosen once, before fine-tuning.
+"""Magnitude: keeps the blocks with the largest mean absolute weight, chosen once, before fine-tuning.
 
-The control that every comparison needs: SMART with a hard mask from the first step is this.
+It is the baseline of every comparison: SMART with a hard mask from the first step does the same.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .method import State, choose, lists_settings
 @lists_settings
 @dataclass(frozen=True)
 class Magnitude:
-    """``norm``: mean (of |w| over a block's real elements) or l2 (its Euclidean norm)."""
+    """``norm``: mean (of |w| over the real elements of a block) or l2 (its Euclidean norm)."""
 
     name: ClassVar[str] = "magnitude"
     why_not_capturable: ClassVar[str | None] = None

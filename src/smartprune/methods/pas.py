@@ -1,7 +1,7 @@
-"""PaS: pruning as search (Li et al. 2022, on blocks). A gate per block, hard in the forward pass, and a penalty.
+"""PaS: pruning as search (Li et al. 2022, on blocks), with a learned score per block, hard in the forward pass, and a penalty.
 
-``mask = 1[v > 0.5]`` with straight-through gradients to v; ``penalty = strength * (kept share - wanted share)^2``, which the user
-adds to the loss. Where the share ends depends on ``strength``; hence ``exact``.
+``mask = 1[v > 0.5]`` with straight-through gradients to v. The user adds ``penalty = strength * (kept share - target share)^2`` to
+the loss. The final share depends on ``strength``; ``exact`` makes it meet the budget.
 """
 
 from __future__ import annotations
@@ -22,9 +22,13 @@ from .method import State, choose, lists_settings, within
 @lists_settings
 @dataclass(frozen=True)
 class Pas:
-    """``strength``: lambda of the penalty; ``start``: value of the gates at the start; ``spread``: width of a uniform noise on it,
-    the same for every seed, which keeps gates from crossing all at once; ``exact``: at the end keep the highest gates that the
-    budget allows, not those above one half, wherever the penalty left them."""
+    """Settings of PaS.
+
+    - ``strength``: lambda of the penalty;
+    - ``start``: the initial scores (v);
+    - ``spread``: the width of uniform noise on them, the same for every seed, so that they do not all cross one half together;
+    - ``exact``: at the end keep the highest scores that the budget allows, in place of all scores above one half.
+    """
 
     name: ClassVar[str] = "pas"
 
@@ -57,7 +61,7 @@ class Pas:
         return self.strength * (share - blocks.limit / blocks.total) ** 2
 
     def rank(self, blocks: Blocks, state: State) -> Tensor:
-        """Gates; equal ones, such as all at the start, by the size of their weights, which is too small to decide otherwise."""
+        """The scores, plus a term for the size of the weights that is so small that it only orders equal scores."""
         gates, size = state["gates"].detach().double(), blocks.mean(torch.abs).double()
         out: Tensor = gates + 1e-9 * size / size.max().clamp(min=1e-30)
         return out
@@ -74,22 +78,22 @@ def find_strength(
     tolerance: float = 0.005,
     trials: int = 6,
 ) -> tuple[float | None, list[tuple[float, float]]]:
-    """Bisection on a logarithmic scale for a strength whose run ends near the wanted share, as the paper had to do by hand.
+    """Finds a strength whose run ends near the share ``wanted``, by bisection on a logarithmic scale. The paper did this by hand.
 
-    ``kept_share(strength)`` makes a run and says which share it kept. Gives the strength, or None where no trial came within
+    ``kept_share(strength)`` makes a run and returns the share that it kept. Returns the strength, or None if no trial came within
     ``tolerance``, and all trials.
 
     >>> find_strength(lambda strength: 1 / (1 + strength / 10), wanted=0.09)[0]
     100.0
     """
     if not 0 < low < high:
-        raise SmartpruneError(f"find_strength: low={low!r} and high={high!r} must be positive and in this order")
-    tried: list[tuple[float, float]] = []
+        raise SmartpruneError(f"find_strength: low={low!r} and high={high!r} must be positive, and low < high")
+    results: list[tuple[float, float]] = []
     for _ in range(trials):
         strength = float(f"{math.sqrt(low * high):.7g}")
         share = kept_share(strength)
-        tried.append((strength, share))
+        results.append((strength, share))
         if abs(share - wanted) <= tolerance:
-            return strength, tried
+            return strength, results
         low, high = (strength, high) if share > wanted else (low, strength)
-    return None, tried
+    return None, results
