@@ -53,3 +53,19 @@ def test_theorem_3_7_condition() -> None:
     assert told["bound"] == pytest.approx(slow)
     assert told["holds"] is True
     assert theorem_3_7(scores, theta=0.4, tau=0.5, step=10)["holds"] is False
+
+
+def test_no_layer_counts_as_collapsed_while_the_mask_is_soft() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+    pruner = sp.attach(model, sp.Smart(), block=(4, 4), sparsity=0.9, include="*", steps=40)
+    optimizer, told = torch.optim.SGD(model.parameters(), 0.05), []
+    for _ in range(40):
+        model(torch.randn(8, 16)).square().mean().backward()
+        optimizer.step()
+        pruner.step()
+        optimizer.zero_grad()
+        told.append(pruner.telemetry())
+    assert told[0]["gap"] > 0.3
+    assert told[0]["collapsed"] == []
+    assert told[-1]["collapsed"] == [layer.name for layer in pruner.plan.layers if not pruner.mask[layer.start : layer.stop].any()]
