@@ -89,13 +89,13 @@ def test_what_is_shown(tmp_path: Path) -> None:
 def test_a_run_that_went_quiet_says_so(tmp_path: Path) -> None:
     found = follow.snapshot(folder(tmp_path / "run", ROWS))
     assert not any(line.startswith("quiet") for line in follow.lines(found, True))
-    late = follow.Snapshot(found.story, age=1000.0)
+    late = follow.Snapshot(found.log, age=1000.0)
     assert follow.lines(late, True)[-1].startswith("quiet       nothing was written for 16:40")
     assert "may have stopped" not in follow.one_line(found)
     assert follow.one_line(late).endswith("undecided 7  nothing new was written; it may have stopped")
-    later = follow.Snapshot(found.story, age=2000.0)
+    later = follow.Snapshot(found.log, age=2000.0)
     assert follow.one_line(later) == follow.one_line(late)  # a log has it once
-    none = follow.Snapshot(follow.snapshot(folder(tmp_path / "run", [])).story, age=1000.0)
+    none = follow.Snapshot(follow.snapshot(folder(tmp_path / "run", [])).log, age=1000.0)
     assert follow.one_line(none).startswith("no epoch has ended yet  nothing new")
 
 

@@ -1,4 +1,4 @@
-"""The page in a real browser: it opens silently, asks for nothing, and answers mouse, keys and small screens."""
+"""The page in a real browser: requests, mouse, keyboard, screen sizes and printing."""
 
 import re
 import socket
@@ -14,7 +14,6 @@ from helpers.hostile_names import HOSTILE
 from smartprune.artifacts.receipt import Receipt
 from smartprune.reports.page import write_page
 from smartprune.run_files import PAGE
-from smartprune.training.train import train
 
 pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 NAMELESS = """
@@ -27,25 +26,17 @@ return [...document.querySelectorAll('button, select, canvas, svg, [tabindex="0"
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    found = Browser()
-    yield found
-    found.close()
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    pytest.importorskip("sklearn")
-    folder = tmp_path_factory.mktemp("browser") / "run"
-    train(training_jobs.small_config(folder, search_epochs=4))
-    return folder
+    browser = Browser()
+    yield browser
+    browser.close()
 
 
 @pytest.mark.parametrize("dark", [False, True])
-def test_it_opens_without_a_word_and_without_a_request(browser: Browser, run: Path, dark: bool) -> None:
+def test_page_opens_without_console_messages_or_requests(browser: Browser, run: Path, dark: bool) -> None:
     browser.open(run / PAGE, dark=dark)
-    said, asked = browser.logs()
-    assert said == []
-    assert asked == [(run / PAGE).resolve().as_uri()]
+    messages, requests = browser.logs()
+    assert messages == []
+    assert requests == [(run / PAGE).resolve().as_uri()]
     assert browser.run("return getComputedStyle(document.body).backgroundColor") == (
         "rgb(20, 24, 26)" if dark else "rgb(255, 255, 255)"
     )
@@ -59,7 +50,7 @@ def test_it_opens_without_a_word_and_without_a_request(browser: Browser, run: Pa
 
 
 def spot(browser: Browser, row: int, column: int) -> tuple[float, float]:
-    """Where the middle of a block of the first panel is on the screen; found by its colour's border, not by the page's sums."""
+    """The middle of a block of the first panel on the screen, found by the colours of the pixels."""
     browser.run("document.getElementById('map').scrollIntoView({block: 'center'})")
     browser.settle()
     left, top, width, height = browser.run(
@@ -76,7 +67,7 @@ def spot(browser: Browser, row: int, column: int) -> tuple[float, float]:
     return left + (column + 0.5) * width, top + (row + 0.5) * height
 
 
-def test_the_map_answers_the_mouse_and_the_keys(browser: Browser, run: Path) -> None:
+def test_map_responds_to_mouse_and_keys(browser: Browser, run: Path) -> None:
     browser.open(run / PAGE, 1280, 1000)
     receipt = Receipt.load(run / "receipt.json")
     row = next(row for row in receipt.layers if row.name == "stages.2.0.conv1")
@@ -90,7 +81,7 @@ def test_the_map_answers_the_mouse_and_the_keys(browser: Browser, run: Path) -> 
     assert browser.text("#map-said") == f"{row.name}: {row.blocks.kept:,} of {row.blocks.total:,} blocks kept."
     kept = row.mask().reshape(row.grid)
 
-    def said(out: int, inn: int, y: int, x: int) -> None:
+    def check_readout(out: int, inn: int, y: int, x: int) -> None:
         words = browser.text("#map-said").split(" · ")
         flat = ((out * row.grid[1] + inn) * row.grid[2] + y) * row.grid[3] + x
         assert words[0] == f"block {flat:,} of {row.blocks.total:,}"
@@ -101,15 +92,15 @@ def test_the_map_answers_the_mouse_and_the_keys(browser: Browser, run: Path) -> 
         assert (norm > 0) == bool(kept[out, inn, y, x])
 
     browser.point(*spot(browser, 1, 2))
-    said(1, 2, 0, 0)
+    check_readout(1, 2, 0, 0)
     browser.run("document.getElementById('map').focus()")
     browser.press("right", "down")
-    said(2, 3, 0, 0)
+    check_readout(2, 3, 0, 0)
     for _ in range(row.grid[1] - 3):
         browser.press("right")
-    said(2, 0, 0, 1)  # over the border into the next panel
+    check_readout(2, 0, 0, 1)  # the next panel
     browser.press("+", "+", "left")
-    said(2, row.grid[1] - 1, 0, 0)
+    check_readout(2, row.grid[1] - 1, 0, 0)
     browser.press("0")
     for paint in ("norms", "scores"):
         browser.run(
@@ -119,11 +110,11 @@ def test_the_map_answers_the_mouse_and_the_keys(browser: Browser, run: Path) -> 
     browser.run("const s = document.getElementById('map-kernel'); s.value = '4'; s.dispatchEvent(new Event('change'))")
     browser.settle()
     browser.press("right", "right")
-    said(0, 1, 1, 1)
+    check_readout(0, 1, 1, 1)
     assert browser.logs()[0] == []
 
 
-def test_the_layer_table_opens_the_map(browser: Browser, run: Path) -> None:
+def test_layer_table_opens_the_map(browser: Browser, run: Path) -> None:
     browser.open(run / PAGE)
     browser.click("tr[data-layer] button")
     assert browser.run("return document.activeElement.id") == "map"
@@ -132,7 +123,7 @@ def test_the_layer_table_opens_the_map(browser: Browser, run: Path) -> None:
     assert name in browser.run("return document.getElementById('map').getAttribute('aria-label')")
 
 
-def test_curves_are_read_out(browser: Browser, run: Path) -> None:
+def test_curves_show_the_value_at_the_pointer(browser: Browser, run: Path) -> None:
     browser.open(run / PAGE)
     browser.run("const s = document.querySelector('#figure-loss svg'); s.scrollIntoView({block: 'center'}); s.focus()")
     browser.press("end")
@@ -152,7 +143,7 @@ def test_curves_are_read_out(browser: Browser, run: Path) -> None:
     assert browser.text("#figure-loss output") != words
 
 
-def test_everything_has_a_name_and_can_be_reached(browser: Browser, run: Path) -> None:
+def test_controls_have_accessible_names_and_tab_stops(browser: Browser, run: Path) -> None:
     browser.open(run / PAGE)
     assert browser.run(NAMELESS) == []
     assert browser.run("return document.documentElement.lang") == "en"
@@ -170,7 +161,7 @@ def test_everything_has_a_name_and_can_be_reached(browser: Browser, run: Path) -
 
 
 @pytest.mark.parametrize("width", [360, 768, 1600])
-def test_every_width_is_usable(browser: Browser, run: Path, width: int) -> None:
+def test_page_fits_every_width(browser: Browser, run: Path, width: int) -> None:
     browser.open(run / PAGE, width, 800, touch=width == 360)
     assert browser.run("return document.documentElement.scrollWidth") == width
     sticking = browser.run(
@@ -190,7 +181,7 @@ def test_every_width_is_usable(browser: Browser, run: Path, width: int) -> None:
     assert min(letters) >= 7.5
 
 
-def test_on_paper_it_is_light_and_whole(browser: Browser, run: Path) -> None:
+def test_printed_page_is_light_and_complete(browser: Browser, run: Path) -> None:
     browser.open(run / PAGE, dark=True)
     dark = [{"name": "prefers-color-scheme", "value": "dark"}]
     ground = "return [...document.getElementById('map').getContext('2d').getImageData(0, 0, 1, 1).data].slice(0, 3)"
@@ -207,20 +198,20 @@ def test_on_paper_it_is_light_and_whole(browser: Browser, run: Path) -> None:
     assert max(browser.run(ground)) < 64
 
 
-def test_hostile_names_run_nothing(browser: Browser, tmp_path: Path) -> None:
+def test_hostile_names_do_not_run_scripts(browser: Browser, tmp_path: Path) -> None:
     torch.save(HOSTILE, tmp_path / "model.pt")
     write_page(tmp_path / "page.html", tmp_path / "model.pt", (8, 8))
     browser.open(tmp_path / "page.html", 360)
-    said, asked = browser.logs()
-    assert said == []
-    assert asked == [(tmp_path / "page.html").resolve().as_uri()]
+    messages, requests = browser.logs()
+    assert messages == []
+    assert requests == [(tmp_path / "page.html").resolve().as_uri()]
     assert browser.run("return window.hit") is None
     assert browser.run("return document.documentElement.scrollWidth") == 360
     assert browser.text("#map-layer option").startswith("</script>")
 
 
-def test_a_script_that_got_in_would_not_run(browser: Browser, run: Path, tmp_path: Path) -> None:
-    """The page's policy is the second lock: even an escape that failed runs nothing and asks for nothing."""
+def test_injected_scripts_do_not_run(browser: Browser, run: Path, tmp_path: Path) -> None:
+    """The page's security policy blocks scripts and requests even if escaping failed."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(0.5)
         address = f"http://127.0.0.1:{server.getsockname()[1]}/x"
@@ -231,10 +222,10 @@ def test_a_script_that_got_in_would_not_run(browser: Browser, run: Path, tmp_pat
         with pytest.raises(TimeoutError):
             server.accept()
     browser.logs()
-    assert browser.text("#map-said")  # its own script did run
+    assert browser.text("#map-said")  # the page's own script ran
 
 
-def test_a_million_blocks_stay_smooth(browser: Browser, tmp_path: Path) -> None:
+def test_zooming_a_million_blocks_is_smooth(browser: Browser, tmp_path: Path) -> None:
     torch.manual_seed(0)
     weight = (torch.rand(1000, 1000) > 0.7).float()
     write_page(tmp_path / "page.html", {"fc.weight": weight}, (1, 1))

@@ -183,9 +183,9 @@ def run_report(args: argparse.Namespace) -> int:
 
 
 def _write_report(args: argparse.Namespace) -> int:
-    from ..reports.figures import mapped, save_figures
+    from ..reports.figures import save_figures, select_layers
     from ..reports.page import render
-    from ..reports.view import look
+    from ..reports.view import gather
     from ..training.page import run_cycles
 
     with arguments(args):
@@ -197,10 +197,10 @@ def _write_report(args: argparse.Namespace) -> int:
     if not args.npu:
         _no_input(args)
     cycles = _cycles(args) if args.npu else run_cycles(args.path) if Path(args.path).is_dir() else None
-    view = look(args.path, _block(args), cycles, _network_or_run(args))
+    view = gather(args.path, _block(args), cycles, _network_or_run(args))
     if args.figures:
         with arguments(args):
-            mapped(view, args.map)
+            select_layers(view, args.map)
         written, png = save_figures(view, args.figures, args.map)
         tell(f"{len(written)} figures written to {args.figures}")
         if not png:

@@ -1,28 +1,26 @@
-"""The figures of a report, drawn once for its page and for files: curves of a run, scores, layers, block maps."""
+"""The figures of a report: curves of the run, scores and layers. The page shows them, and they can be saved as files."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 
 from ..errors import SmartpruneError
 from ..files import write_atomic
-from ..run_files import STAGE_NAMES, STAGES
+from ..run_files import STAGES
 from ..text import escape, shorten
-from .draw import Drawing, Point, require_pillow, room, ticks
-from .runlog import Story, number, sampled
+from .block_map import block_map
+from .draw import Drawing, Point, require_pillow, room
+from .plot import BOTTOM, HEIGHT, HISTOGRAM_BASE, LEFT, RIGHT, TOP, WIDTH, mark_stages, x_axis, y_axis
+from .runlog import RunLog, finite_number, sampled_blocks
 from .view import Array, LayerView, View
 
-WIDTH, HEIGHT = 440.0, 250.0
-LEFT, RIGHT, TOP, BOTTOM = 52.0, 428.0, 24.0, 212.0  # of the plane in which values lie
 BINS = 48
-WIDEST = 512  # cells of a map's side that are drawn; larger maps share cells
+MAX_NAMED_LAYERS = 40  # more layers have no names in the figure
 
 
 @dataclass(frozen=True)
@@ -34,52 +32,77 @@ class Curve:
 
 @dataclass(frozen=True)
 class Figure:
-    """A drawing with its name in file names, and what a page reads out along its x axis."""
+    """A drawing, with its name in file names and the curves whose values the page shows at the pointer."""
 
     key: str
     title: str
     note: str
     drawing: Drawing
     curves: tuple[Curve, ...] = ()
-    span: tuple[float, float] = (0.0, 1.0)  # x at LEFT and at RIGHT
+    span: tuple[float, float] = (0.0, 1.0)  # x at the left and the right end of the plane
+
+
+@dataclass(frozen=True)
+class CurveKind:
+    """A column of ``metrics.jsonl`` and how it is drawn."""
+
+    column: str
+    key: str
+    title: str
+    unit: str
+    note: str
+    log: bool = False  # logarithmic where the values differ much
+    whole: bool = False  # counts of blocks
+    factor: float = 1.0
+
+
+CURVES = (
+    CurveKind("loss", "loss", "Loss", "mean per epoch", "Training loss.", log=True),
+    CurveKind(
+        "tau", "temperature", "Temperature", "tau", "Temperature of the soft mask. It falls until the mask is hard.", log=True
+    ),
+    CurveKind("undecided", "undecided", "Undecided blocks", "blocks", "Blocks with a mask between 0.01 and 0.99.", whole=True),
+    CurveKind("changed", "churn", "Churn", "blocks", "Blocks that switched between kept and removed in the last step.", whole=True),
+)
 
 
 def figures(view: View) -> list[Figure]:
-    """Every figure for which there is something to show."""
-    made = [layers_figure(view)]
-    if view.story is not None:
-        made += [curve for curve in (_curve(view.story, *what) for what in curves_of(view.story)) if curve is not None]
-    made += [scores_figure(view), sample_figure(view)]
-    return [figure for figure in made if figure is not None]
+    """Every figure for which there are data."""
+    drawn = [layers_figure(view)]
+    if view.log is not None:
+        drawn += [_curve_figure(view.log, kind) for kind in curve_kinds(view.log)]
+    drawn += [scores_figure(view), mask_figure(view)]
+    return [figure for figure in drawn if figure is not None]
 
 
-def mapped(view: View, layer: str | None) -> list[LayerView]:
-    """The layer of that name, or all; an error where there is none."""
-    chosen = [one for one in view.layers if layer in (None, one.row.name, one.row.weight)]
-    if not chosen:
-        raise SmartpruneError(f"figures: there is no layer {layer!r}; it has: {', '.join(one.row.name for one in view.layers)}")
-    return chosen
+def select_layers(view: View, name: str | None) -> list[LayerView]:
+    """The layer of that name, or all layers without a name. Raises for an unknown name."""
+    layers = [layer for layer in view.layers if name in (None, layer.row.name, layer.row.weight)]
+    if not layers:
+        known = ", ".join(layer.row.name for layer in view.layers)
+        raise SmartpruneError(f"figures: there is no layer {name!r}; choose one of: {known}")
+    return layers
 
 
 def save_figures(view: View, folder: str | Path, layer: str | None = None) -> tuple[list[Path], bool]:
-    """Writes every figure, and the map of one layer or of all, as SVG and, where Pillow is installed, as PNG.
+    """Writes every figure and the block map of one layer or of all, as SVG and, where Pillow is installed, as PNG.
 
     Returns the files, and whether PNGs are among them.
     """
-    folder, chosen = Path(folder), mapped(view, layer)
+    folder, layers = Path(folder), select_layers(view, layer)
     try:
         require_pillow()
         png = True
     except SmartpruneError:
         png = False
-    named = [(figure.key, figure.drawing) for figure in figures(view)]
-    named += [(f"map-{number:03}-{_file_name(one.row.name)}", map_drawing(one)) for number, one in enumerate(chosen)]
+    drawings = [(figure.key, figure.drawing) for figure in figures(view)]
+    drawings += [(f"map-{number:03}-{_file_name(one.row.name)}", block_map(one)) for number, one in enumerate(layers)]
     written = []
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise SmartpruneError(f"{folder}: the folder cannot be made ({error.strerror or error})") from None
-    for key, drawing in named:
+    for key, drawing in drawings:
         written.append(folder / f"{key}.svg")
         write_atomic(written[-1], drawing.svg().encode())
         if png:
@@ -88,49 +111,43 @@ def save_figures(view: View, folder: str | Path, layer: str | None = None) -> tu
     return written, png
 
 
-def curves_of(story: Story) -> list[tuple[str, str, str, str, bool]]:
-    """Key of a row, title, unit, note and whether the axis may be logarithmic, for every curve of a run."""
-    measure = story.measure
-    return [
-        ("loss", "Loss", "mean of an epoch", "Training loss.", True),
-        *([(measure, story.title, "validation, %", "On held-out validation data.", False)] if measure else []),
-        ("tau", "Temperature", "tau", "Of the soft mask in the search; it falls until the mask is hard.", True),
-        ("undecided", "Undecided blocks", "blocks", "Blocks whose mask lies between 0.01 and 0.99.", False),
-        ("changed", "Churn", "blocks", "Blocks that changed sides in the last step of an epoch.", False),
-    ]
+def curve_kinds(log: RunLog) -> list[CurveKind]:
+    """The curves of a run: the loss, the metric of its task, and those of the search."""
+    loss, *search = CURVES
+    if log.measure is None:
+        return [loss, *search]
+    metric = CurveKind(log.measure, "metric", log.title, "validation, %", "On the validation split.", factor=100.0)
+    return [loss, metric, *search]
 
 
-def _curve(story: Story, key: str, title: str, unit: str, note: str, log: bool) -> Figure | None:
-    factor = 100.0 if key == story.measure else 1.0
+def _curve_figure(log: RunLog, kind: CurveKind) -> Figure | None:
     parts: list[list[Point]] = []
     for stage in STAGES:
-        values = [(float(story.at(stage, row["step"])), number(row.get(key))) for row in story.rows if row["stage"] == stage]
-        parts.append([(x, factor * y) for x, y in values if y is not None])
+        rows = [row for row in log.rows if row["stage"] == stage]
+        values = [(float(log.run_step(stage, row["step"])), finite_number(row.get(kind.column))) for row in rows]
+        parts.append([(x, kind.factor * y) for x, y in values if y is not None])
+    if kind.column == "tau":
+        parts = [[(x, y) for x, y in part if y > 0] for part in parts]  # the hard mask at the end has temperature 0
     points = [point for part in parts for point in part]
-    if log and key == "tau":
-        points = [(x, y) for x, y in points if y > 0]  # the last one is that of the hard mask
-        parts = [[(x, y) for x, y in part if y > 0] for part in parts]
-    if len(points) < 2 or (key in ("undecided", "changed") and not any(y for _, y in points)):
-        return None  # a method without a soft mask has nothing undecided
-    lows, highs = min(y for _, y in points), max(y for _, y in points)
-    log = log and lows > 0 and highs / lows > 20
-    end = float(max(sum(story.length(stage) for stage in STAGES), points[-1][0]))
-    drawing = Drawing(WIDTH, HEIGHT, f"{title} over the steps of the run")
-    _stages(drawing, story, end)
-    down = _down_axis(drawing, lows, highs, unit, log, whole=key in ("undecided", "changed"))
-    across = _across_axis(drawing, 0.0, end, "step")
+    if len(points) < 2 or (kind.whole and not any(y for _, y in points)):
+        return None  # the method has no soft mask
+    low, high = min(y for _, y in points), max(y for _, y in points)
+    end = float(max(sum(log.stage_steps(stage) for stage in STAGES), points[-1][0]))
+    drawing = Drawing(WIDTH, HEIGHT, f"{kind.title} over the steps of the run")
+    mark_stages(drawing, log, end)
+    to_y = y_axis(drawing, low, high, kind.unit, kind.log and low > 0 and high / low > 20, kind.whole)
+    to_x = x_axis(drawing, 0.0, end, "step")
     for part in parts:
-        places = [(across(x), down(y)) for x, y in part]
+        places = [(to_x(x), to_y(y)) for x, y in part]
         if len(places) > 1:
             drawing.line("accent", *places, size=1.75)
         elif places:
             drawing.dots("accent", places)
-    key = "metric" if key == story.measure else {"changed": "churn", "tau": "temperature"}.get(key, key)
-    return Figure(key, title, note, drawing, (Curve(title, tuple(points)),), (0.0, end))
+    return Figure(kind.key, kind.title, kind.note, drawing, (Curve(kind.title, tuple(points)),), (0.0, end))
 
 
 def scores_figure(view: View) -> Figure | None:
-    """How the scores lie, kept above removed, and where the border between them is."""
+    """A histogram of the scores, split into kept and removed blocks, with the threshold between them."""
     known = view.scores
     if known is None or float(np.ptp(known[0])) == 0:
         return None
@@ -140,26 +157,26 @@ def scores_figure(view: View) -> Figure | None:
     removed_counts, kept_counts = (np.histogram(scores[which], edges)[0] for which in (~kept, kept))
     drawing = Drawing(WIDTH, HEIGHT, "Histogram of the scores of all blocks, removed and kept")
     most = int((removed_counts + kept_counts).max())
-    down = _down_axis(drawing, 0.8, float(max(most, 10)), "blocks", log=True)
-    across = _across_axis(drawing, low, high, "score")
+    to_y = y_axis(drawing, HISTOGRAM_BASE, float(max(most, 10)), "blocks", log=True)
+    to_x = x_axis(drawing, low, high, "score")
     for i in range(BINS):
-        left, right = across(edges[i]) + 0.4, across(edges[i + 1]) - 0.4
-        both = int(removed_counts[i] + kept_counts[i])
-        share = kept_counts[i] / both if both else 0.0
-        if both:  # on a logarithmic axis a bar is divided by its length
-            top = down(both)
-            border = top + (BOTTOM - top) * share
+        left, right = to_x(edges[i]) + 0.4, to_x(edges[i + 1]) - 0.4
+        total = int(removed_counts[i] + kept_counts[i])
+        if total:  # the bar is split by its length, because a sum has no meaning on a logarithmic axis
+            top = to_y(total)
+            border = top + (BOTTOM - top) * (kept_counts[i] / total)
             drawing.box("accent", left, top, right, border)
             drawing.box("dim", left, border, right, BOTTOM)
-    border_at = threshold(scores, kept)
-    note = "Scores at the end of the search; a bar is coloured by its share of kept blocks. The axis of counts is logarithmic."
-    if border_at is not None:
-        x = across(border_at)
+    note = "Scores at the end of the search. Colours show the share of kept blocks in a bar. The axis of counts is logarithmic."
+    border_score = threshold(scores, kept)
+    if border_score is not None:
+        x = to_x(border_score)
         drawing.line("ink", (x, TOP), (x, BOTTOM), size=1.25, dashed=True)
-        near = x > (LEFT + RIGHT) / 2
-        drawing.text("ink", x + (-5 if near else 5), TOP + 10, f"threshold {border_at:.3g}", "end" if near else "start", 11)
+        on_the_right = x > (LEFT + RIGHT) / 2
+        label_x, anchor = (x - 5, "end") if on_the_right else (x + 5, "start")
+        drawing.text("ink", label_x, TOP + 10, f"threshold {border_score:.3g}", anchor, 11)
     else:
-        note += " There is no single threshold: the budget has costs or floors that a block's score alone does not decide."
+        note += " No single threshold separates kept from removed blocks, because the budget has costs or floors."
     drawing.box("accent", RIGHT - 118, 7, RIGHT - 109, 16)
     drawing.text("quiet", RIGHT - 105, 15, "kept", size=11)
     drawing.box("dim", RIGHT - 66, 7, RIGHT - 57, 16)
@@ -168,54 +185,53 @@ def scores_figure(view: View) -> Figure | None:
 
 
 def threshold(scores: Array, kept: Array) -> float | None:
-    """The border between kept and removed scores, or None where they overlap or one of them is empty.
+    """The border between kept and removed scores; None where they overlap or one of them is empty.
 
     >>> threshold(np.array([1.0, 2.0, 4.0]), np.array([False, False, True]))
     3.0
     """
     if not kept.any() or kept.all():
         return None
-    least, most = float(scores[kept].min()), float(scores[~kept].max())
-    return (least + most) / 2 if least >= most else None
+    lowest_kept, highest_removed = float(scores[kept].min()), float(scores[~kept].max())
+    return (lowest_kept + highest_removed) / 2 if lowest_kept >= highest_removed else None
 
 
-def sample_figure(view: View) -> Figure | None:
-    """The soft mask of a few blocks over the search."""
-    if view.story is None:
+def mask_figure(view: View) -> Figure | None:
+    """The soft mask of a sample of blocks over the search."""
+    if view.log is None:
         return None
-    story = view.story
-    rows = [row for row in story.rows if row["stage"] == "search" and isinstance(row.get("sample"), list)]
+    log = view.log
+    rows = [row for row in log.rows if row["stage"] == "search" and isinstance(row.get("sample"), list)]
     if len(rows) < 2 or len({len(row["sample"]) for row in rows}) != 1:
         return None
-    values = np.array([[number(v) if number(v) is not None else math.nan for v in row["sample"]] for row in rows])
-    n = view.receipt.blocks.total if view.receipt is not None else 0
-    kept = view.receipt.mask().numpy()[sampled(n)] if view.receipt is not None and len(sampled(n)) == values.shape[1] else None
-    xs = [float(story.at("search", row["step"])) for row in rows]
-    start, end = float(story.at("search", 0)), xs[-1]
-    drawing = Drawing(WIDTH, HEIGHT, f"Soft mask of {values.shape[1]} blocks over the steps of the search")
-    down = _down_axis(drawing, 0.0, 1.0, "mask", log=False)
-    across = _across_axis(drawing, start, end, "step")
-    order = range(values.shape[1]) if kept is None else np.argsort(kept, kind="stable")  # the kept ones on top
-    for i in order:
+    numbers = [[finite_number(value) for value in row["sample"]] for row in rows]
+    values = np.array([[math.nan if number is None else number for number in line] for line in numbers])
+    sample = values.shape[1]
+    places = sampled_blocks(view.receipt.blocks.total if view.receipt is not None else 0)
+    kept = view.receipt.mask().numpy()[places] if view.receipt is not None and len(places) == sample else None
+    xs = [float(log.run_step("search", row["step"])) for row in rows]
+    drawing = Drawing(WIDTH, HEIGHT, f"Soft mask of {sample} blocks over the steps of the search")
+    to_y = y_axis(drawing, 0.0, 1.0, "mask", log=False)
+    to_x = x_axis(drawing, float(log.run_step("search", 0)), xs[-1], "step")
+    for i in range(sample) if kept is None else np.argsort(kept, kind="stable"):  # kept blocks are drawn last, on top
         role = "dim" if kept is not None and not kept[i] else "accent"
-        points = [(across(x), down(y)) for x, y in zip(xs, values[:, i].tolist(), strict=True) if math.isfinite(y)]
+        points = [(to_x(x), to_y(y)) for x, y in zip(xs, values[:, i].tolist(), strict=True) if math.isfinite(y)]
         if len(points) > 1:
             drawing.line(role, *points, size=1.1, strength=0.75)
-    note = f"{values.shape[1]} blocks, spread evenly over the network." + (
-        "" if kept is None else " In colour: those kept at the end."
-    )
+    note = f"{sample} blocks, spread evenly over the network." + ("" if kept is None else " Kept blocks are in colour.")
     return Figure("mask", "Soft mask over time", note, drawing)
 
 
 def layers_figure(view: View) -> Figure | None:
-    """Kept blocks and kept MACs of every layer, in network order."""
+    """The kept share of the blocks and MACs of every layer, in network order."""
     layers = [layer for layer in view.layers if layer.pruned] or list(view.layers)
-    names = len(layers) <= 40
-    longest = max(room(shorten(escape(layer.row.name), 26), 10) for layer in layers) if names else 0.0
+    with_names = len(layers) <= MAX_NAMED_LAYERS
+    names = [shorten(escape(layer.row.name), 26) for layer in layers]
+    longest = max(room(name, 10) for name in names) if with_names else 0.0
     step = max(6.0, min(26.0, 640 / len(layers)))
     left, top, bottom = LEFT, 30.0, 210.0
     right = left + step * len(layers)
-    drawing = Drawing(right + 20, bottom + (longest + 16 if names else 40), "Kept share of every layer's blocks and MACs")
+    drawing = Drawing(right + 20, bottom + (longest + 16 if with_names else 40), "Kept share of every layer's blocks and MACs")
     for mark in (0, 25, 50, 75, 100):
         y = bottom - (bottom - top) * mark / 100
         drawing.line("grid", (left, y), (right, y))
@@ -223,11 +239,11 @@ def layers_figure(view: View) -> Figure | None:
     drawing.text("quiet", 8, 15, "kept, %", size=11)
     drawing.box("accent", left + 60, 6, left + 69, 15)
     drawing.text("quiet", left + 73, 15, "blocks", size=11)
-    macs = any(layer.macs is not None for layer in layers)
-    if macs:
+    with_macs = any(layer.macs is not None for layer in layers)
+    if with_macs:
         drawing.box("second", left + 122, 6, left + 131, 15)
         drawing.text("quiet", left + 135, 15, "MACs", size=11)
-    wide = step * (0.36 if macs else 0.72)
+    wide = step * (0.36 if with_macs else 0.72)
     for i, layer in enumerate(layers):
         x = left + step * i + step * 0.14
         shares = [("accent", layer.row.blocks.kept / layer.row.blocks.total)]
@@ -235,123 +251,14 @@ def layers_figure(view: View) -> Figure | None:
             shares.append(("second", layer.macs.kept / layer.macs.total))
         for j, (role, share) in enumerate(shares):
             drawing.box(role, x + j * wide, bottom - (bottom - top) * share, x + (j + 1) * wide, bottom)
-        if names:
-            drawing.text("quiet", x + step * 0.5, bottom + 8, shorten(escape(layer.row.name), 26), "end", 10, upright=True)
-    if not names:
+        if with_names:
+            drawing.text("quiet", x + step * 0.5, bottom + 8, names[i], "end", 10, upright=True)
+    if not with_names:
         drawing.text("quiet", (left + right) / 2, bottom + 24, f"{len(layers)} layers in network order", "middle", 11)
     drawing.line("axis", (left, bottom), (right, bottom))
-    return Figure("layers", "Layers", "Share of blocks and of MACs that every layer keeps.", drawing)
-
-
-def map_drawing(layer: LayerView) -> Drawing:
-    """The blocks of a layer, a panel per kernel position, outputs downwards; large maps share cells, the darker the more kept."""
-    panels = _binned(layer.panels.astype(np.float64), -(-max(layer.panels.shape[1:]) // WIDEST))
-    count, rows, columns = panels.shape
-    wide = layer.row.grid[-1] if len(layer.row.grid) > 2 else 1
-    cell = max(0.75, min(8.0, 640 / (wide * columns)))
-    gap = 10.0
-    width, height = wide * (columns * cell + gap) - gap + 20, -(-count // wide) * (rows * cell + gap) - gap + 44
-    drawing = Drawing(max(width, 240), height, f"Blocks of {shorten(escape(layer.row.name), 60)}: dark is kept")
-    title = f"{shorten(escape(layer.row.name), 40)}: {layer.row.blocks.kept:,} of {layer.row.blocks.total:,} kept"
-    drawing.text("ink", 10, 20, title, size=12)
-    for number_, panel in enumerate(panels):
-        x0, y0 = 10 + (number_ % wide) * (columns * cell + gap), 32 + (number_ // wide) * (rows * cell + gap)
-        drawing.box("band", x0, y0, x0 + columns * cell, y0 + rows * cell)
-        for r, line in enumerate(panel):
-            for start, stop, share in _runs(line):
-                drawing.box("accent", x0 + start * cell, y0 + r * cell, x0 + stop * cell, y0 + (r + 1) * cell, round(share, 2))
-    return drawing
-
-
-def _binned(panels: Array, share: int) -> Array:
-    """The mean over squares of ``share`` cells; those at the edges may be smaller."""
-    if share <= 1:
-        return panels
-    _, rows, columns = panels.shape
-    starts = [np.arange(0, size, share) for size in (rows, columns)]
-    sums = np.add.reduceat(np.add.reduceat(panels, starts[0], axis=1), starts[1], axis=2)
-    sizes = [np.minimum(share, size - start) for size, start in zip((rows, columns), starts, strict=True)]
-    means: Array = sums / (sizes[0][:, None] * sizes[1][None, :])
-    return means
-
-
-def _runs(line: Array) -> Iterable[tuple[int, int, float]]:
-    """Stretches of equal values above zero."""
-    ends = [0, *(np.flatnonzero(np.diff(line)) + 1).tolist(), len(line)]
-    for start, stop in pairwise(ends):
-        if line[start] > 0:
-            yield start, stop, max(float(line[start]), 0.12)
-
-
-def _stages(drawing: Drawing, story: Story, end: float) -> None:
-    """A band behind the search, and the names of the stages above."""
-    at = 0.0
-    for stage in STAGES:
-        length = story.length(stage)
-        left, right = (LEFT + (RIGHT - LEFT) * x / end for x in (at, at + length))
-        if stage == "search":
-            drawing.box("band", left, TOP, right, BOTTOM)
-        if length and room(STAGE_NAMES[stage], 11) < right - left:
-            drawing.text("quiet", (left + right) / 2, TOP - 8, STAGE_NAMES[stage], "middle", 11)
-        at += length
-
-
-def _down_axis(drawing: Drawing, low: float, high: float, name: str, log: bool, whole: bool = False) -> Callable[[float], float]:
-    if log:
-        first, last = math.floor(math.log10(low) + 1e-9), math.ceil(math.log10(high) - 1e-9)
-        every = -(-(last - first) // 5) or 1
-        marks = [10.0**power for power in range(first, last + 1, every)]
-        bottom, top = (math.log10(low), float(max(last, first + 1))) if low == 0.8 else (float(first), float(max(last, first + 1)))
-
-        def down(y: float) -> float:
-            return BOTTOM - (math.log10(y) - bottom) / (top - bottom) * (BOTTOM - TOP)
-    else:
-        marks = ticks(0.0 if whole or (low >= 0 and low < 0.5 * high) else low, max(high, 1.0) if whole else high, 5)
-
-        def down(y: float) -> float:
-            return BOTTOM - (y - marks[0]) / (marks[-1] - marks[0]) * (BOTTOM - TOP)
-
-    for mark in marks:
-        y = down(mark)
-        if TOP - 1 <= y <= BOTTOM + 1:
-            drawing.line("grid", (LEFT, y), (RIGHT, y))
-            drawing.text("quiet", LEFT - 7, y + 4, short(mark), "end", 11)
-    drawing.text("quiet", 12, (TOP + BOTTOM) / 2, name, "middle", 11, upright=True)
-    return down
-
-
-def _across_axis(drawing: Drawing, low: float, high: float, name: str) -> Callable[[float], float]:
-    span = (high - low) or 1.0
-
-    def across(x: float) -> float:
-        return LEFT + (x - low) / span * (RIGHT - LEFT)
-
-    for mark in ticks(low, high, 6):
-        if low - 1e-9 * span <= mark <= high + 1e-9 * span:
-            x = across(mark)
-            drawing.line("axis", (x, BOTTOM), (x, BOTTOM + 4))
-            drawing.text("quiet", x, BOTTOM + 17, short(mark), "middle", 11)
-    drawing.line("axis", (LEFT, BOTTOM), (RIGHT, BOTTOM))
-    drawing.text("quiet", (LEFT + RIGHT) / 2, BOTTOM + 33, name, "middle", 11)
-    return across
-
-
-def short(value: float) -> str:
-    """A number for an axis.
-
-    >>> short(1500), short(2e6), short(0.00001), short(0.25)
-    ('1.5k', '2M', '1e-5', '0.25')
-    """
-    if abs(value) >= 1e6:
-        return f"{value / 1e6:g}M"
-    if abs(value) >= 1e3:
-        return f"{value / 1e3:g}k"
-    if value != 0 and abs(value) < 1e-3:
-        digits, _, power = f"{value:.1e}".partition("e")
-        return f"{float(digits):g}e{int(power)}"
-    return f"{value:g}"
+    return Figure("layers", "Layers", "Share of the blocks and MACs that every layer keeps.", drawing)
 
 
 def _file_name(name: str) -> str:
-    """A layer's name with nothing in it that a file's name cannot have."""
+    """A layer's name, reduced to characters that file names may have."""
     return re.sub(r"[^A-Za-z0-9._-]+", "_", name).strip(".")[:60] or "layer"

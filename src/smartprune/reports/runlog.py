@@ -1,4 +1,4 @@
-"""A run folder as a report reads it: plain files that may be half written, cut off or made up, never an error for that."""
+"""Reads a run folder for a report. Its files may be incomplete, damaged or made up; that is never an error here."""
 
 from __future__ import annotations
 
@@ -16,119 +16,118 @@ from ..errors import SmartpruneError
 from ..files import parse_json, read_limited
 from ..run_files import BENCH, CONFIG, METRICS, RESULT, SCORES, STAGES
 
-SAMPLE = 64  # blocks whose mask is followed over time
-LARGEST_FILE, MOST_METRICS = 1 << 20, 1 << 27
-# what a row may hold besides the task's measure
-PLACE = ("stage", "epoch", "step", "seconds")
-OTHERS = (*PLACE, "loss", "lr", "tau", "theta", "undecided", "changed", "gap", "kept", "collapsed", "graph", "sample")
+SAMPLE_SIZE = 64  # blocks whose mask is logged over time
+MAX_FILE_BYTES, MAX_METRICS_BYTES = 1 << 20, 1 << 27
+# fields of a metrics row other than the metric of the task
+POSITION = ("stage", "epoch", "step", "seconds")
+NOT_THE_METRIC = (*POSITION, "loss", "lr", "tau", "theta", "undecided", "changed", "gap", "kept", "collapsed", "graph", "sample")
 
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Story:
-    """What is known about a run; anything may be missing."""
+class RunLog:
+    """The files of a run folder. Any of them may be missing."""
 
     folder: Path
     config: Mapping[str, Any] = field(default_factory=dict)
     result: Mapping[str, Any] | None = None
     rows: tuple[Row, ...] = ()
-    bench: Mapping[str, Any] | None = None  # what ``smartprune bench`` wrote
+    bench: Mapping[str, Any] | None = None  # written by ``smartprune bench``
 
-    def times(self, batch: int = 1) -> dict[str, float]:
-        """Milliseconds by engine, for one batch size; nothing where nothing was measured."""
+    def engine_times(self, batch: int = 1) -> dict[str, float]:
+        """Milliseconds by engine at one batch size; empty without a benchmark."""
         rows = self.bench.get("timings") if self.bench is not None else None
-        out = {}
+        times = {}
         for row in rows if isinstance(rows, list) else []:
-            ms = number(row.get("ms")) if isinstance(row, dict) else None
+            ms = finite_number(row.get("ms")) if isinstance(row, dict) else None
             if ms is not None and ms > 0 and row.get("batch") == batch and row.get("failed") is None:
-                out[str(row.get("engine"))] = ms
-        return out
+                times[str(row.get("engine"))] = ms
+        return times
 
     @property
     def measure(self) -> str | None:
         """The name of the task's metric."""
         if self.result is not None and isinstance(self.result.get("measure"), str):
             return str(self.result["measure"])
-        return next((name for row in self.rows for name in row if name not in OTHERS), None)
+        return next((name for row in self.rows for name in row if name not in NOT_THE_METRIC), None)
 
     @property
     def title(self) -> str:
-        """The same at the beginning of a line: ``Accuracy``, but ``mAP``."""
+        """The name of the metric as a heading: ``Accuracy``, but ``mAP``."""
         name = self.measure or "metric"
         return name.capitalize() if name.islower() else name
 
     @property
-    def per_epoch(self) -> int | None:
-        """Steps of an epoch."""
+    def steps_per_epoch(self) -> int | None:
         return next((row["step"] // row["epoch"] for row in self.rows if row["epoch"] > 0), None)
 
-    def length(self, stage: str) -> int:
-        """Steps of a stage, as the configuration and the rows say; 0 where neither does."""
-        seen = max((row["step"] for row in self.rows if row["stage"] == stage), default=0)
+    def stage_steps(self, stage: str) -> int:
+        """The steps of a stage, from the configuration and the rows; 0 where neither is known."""
+        logged = max((row["step"] for row in self.rows if row["stage"] == stage), default=0)
         epochs = self.config.get(f"{stage}_epochs")
         if stage == "dense" and self.config.get("dense") is not None:
-            return seen
-        if not isinstance(epochs, int) or not 0 <= epochs < 10**6 or self.per_epoch is None:
-            return seen
-        return max(seen, epochs * self.per_epoch)
+            return logged
+        if not isinstance(epochs, int) or not 0 <= epochs < 10**6 or self.steps_per_epoch is None:
+            return logged
+        return max(logged, epochs * self.steps_per_epoch)
 
-    def at(self, stage: str, step: int) -> int:
-        """The step of the whole run."""
-        return sum(self.length(earlier) for earlier in STAGES[: STAGES.index(stage)]) + step
+    def run_step(self, stage: str, step: int) -> int:
+        """The step in the whole run of a step in one stage."""
+        return sum(self.stage_steps(earlier) for earlier in STAGES[: STAGES.index(stage)]) + step
 
-    def figure(self, name: str) -> float | None:
+    def result_number(self, name: str) -> float | None:
         """A number of the result, such as ``"pruned"``."""
-        return None if self.result is None else number(self.result.get(name))
+        return None if self.result is None else finite_number(self.result.get(name))
 
 
-def sampled(n: int) -> list[int]:
-    """The blocks that are followed over time: evenly spread, always the same for the same ``n``.
+def sampled_blocks(n: int) -> list[int]:
+    """The blocks that are logged over time: evenly spread, and always the same for the same ``n``.
 
-    >>> sampled(3), sampled(640)[:3], len(sampled(640))
+    >>> sampled_blocks(3), sampled_blocks(640)[:3], len(sampled_blocks(640))
     ([0, 1, 2], [5, 15, 25], 64)
     """
-    return list(range(n)) if n <= SAMPLE else [(2 * i + 1) * n // (2 * SAMPLE) for i in range(SAMPLE)]
+    return list(range(n)) if n <= SAMPLE_SIZE else [(2 * i + 1) * n // (2 * SAMPLE_SIZE) for i in range(SAMPLE_SIZE)]
 
 
-def read_story(folder: str | Path) -> Story:
-    """Whatever a run folder says about its run."""
+def read_run_log(folder: str | Path) -> RunLog:
+    """Reads whatever a run folder holds."""
     folder = Path(folder)
     rows = tuple(read_rows(folder / METRICS))
-    return Story(folder, _read(folder / CONFIG) or {}, _read(folder / RESULT), rows, _read(folder / BENCH))
+    return RunLog(folder, _read_json(folder / CONFIG) or {}, _read_json(folder / RESULT), rows, _read_json(folder / BENCH))
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of ``metrics.jsonl``. A last line that is still being written is left out, and so is any that is no row."""
+    """The rows of ``metrics.jsonl``. Incomplete and invalid lines are left out."""
     try:
-        data = read_limited(path, MOST_METRICS)
+        data = read_limited(path, MAX_METRICS_BYTES)
     except SmartpruneError:
         return []
-    out = []
+    rows = []
     for line in data.split(b"\n"):
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):
             continue
-        if isinstance(row, dict) and row.get("stage") in STAGES and _counts(row.get("step")) and _counts(row.get("epoch")):
-            out.append(row)
-    return out
+        if isinstance(row, dict) and row.get("stage") in STAGES and _is_count(row.get("step")) and _is_count(row.get("epoch")):
+            rows.append(row)
+    return rows
 
 
 def read_scores(folder: Path, n: int) -> np.ndarray[Any, np.dtype[np.float32]] | None:
-    """The scores of all ``n`` blocks at the end of the search, or None where they are not known."""
+    """The scores of all ``n`` blocks at the end of the search; None where they are not known."""
     try:
         with safe_open(folder / SCORES, framework="numpy") as file:
             if list(file.keys()) != ["scores"] or file.get_slice("scores").get_shape() != [n]:
                 return None
-            found = np.asarray(file.get_tensor("scores"), dtype=np.float32)
-    except Exception:  # absent or damaged, which safetensors says in many ways
+            scores = np.asarray(file.get_tensor("scores"), dtype=np.float32)
+    except Exception:  # safetensors raises many types for files that are missing or damaged
         return None
-    return found if bool(np.isfinite(found).all()) else None
+    return scores if bool(np.isfinite(scores).all()) else None
 
 
-def number(value: object) -> float | None:
-    """A finite number, or None."""
+def finite_number(value: object) -> float | None:
+    """The value as a float if it is a finite number, or None."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     try:
@@ -137,13 +136,13 @@ def number(value: object) -> float | None:
         return None
 
 
-def _counts(value: object) -> bool:
+def _is_count(value: object) -> bool:
     return type(value) is int and 0 <= value < 2**53
 
 
-def _read(path: Path) -> dict[str, Any] | None:
+def _read_json(path: Path) -> dict[str, Any] | None:
     try:
-        found = parse_json(read_limited(path, LARGEST_FILE), str(path))
+        data = parse_json(read_limited(path, MAX_FILE_BYTES), str(path))
     except SmartpruneError:
         return None
-    return found if isinstance(found, dict) else None
+    return data if isinstance(data, dict) else None

@@ -1,4 +1,4 @@
-"""The shell of a page: one file with its style, its script and its data inside, that asks nothing of any network."""
+"""The frame of an HTML page: one file that holds its style, script and data, and makes no network requests."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ..text import escape
 HERE = Path(__file__).parent
 
 
-def page(title: str, body: str, data: object) -> str:
-    """A whole HTML document. Its policy lets no request out and no script run but its own, whatever stands in ``body``."""
+def html_page(title: str, body: str, data: object) -> str:
+    """A complete HTML document. Its security policy blocks requests and all scripts except its own."""
     script, style = ((HERE / name).read_text(encoding="utf-8") for name in ("page.js", "page.css"))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'"
@@ -26,7 +26,7 @@ def page(title: str, body: str, data: object) -> str:
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="{policy}">
 <meta name="referrer" content="no-referrer">
-<title>{words(title)}</title>
+<title>{html_text(title)}</title>
 <link rel="icon" href="data:,">
 <style>{style}</style>
 </head>
@@ -36,47 +36,48 @@ def page(title: str, body: str, data: object) -> str:
 {body}
 </div>
 <span id="probe" hidden></span>
-<script type="application/json" id="data">{as_json(data)}</script>
+<script type="application/json" id="data">{html_json(data)}</script>
 <script>{script}</script>
 </body>
 </html>
 """
 
 
-def words(text: object) -> str:
-    """Any text for HTML. What does not print, such as marks that turn the direction of writing, is shown as its code.
+def html_text(text: object) -> str:
+    """Any text for HTML. Characters that do not print, such as direction marks, are shown as their codes.
 
-    >>> words('a<b & "c"'), words("\\u202etxt.exe")
+    >>> html_text('a<b & "c"'), html_text("\\u202etxt.exe")
     ('a&lt;b &amp; &quot;c&quot;', '\\\\u202etxt.exe')
     """
     return html.escape(escape(str(text)))
 
 
-def name(text: object) -> str:
-    """A name of somebody else's, kept from changing the direction of what stands around it."""
-    return f'<bdi class="name">{words(text).replace(".", ".<wbr>")}</bdi>'
+def html_name(text: object) -> str:
+    """A name from the model, isolated so that it cannot change the direction of the text around it."""
+    return f'<bdi class="name">{html_text(text).replace(".", ".<wbr>")}</bdi>'
 
 
-def as_json(data: object) -> str:
-    """JSON that ends no script element, whatever it holds."""
-    found = json.dumps(data, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
-    return found.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+def html_json(data: object) -> str:
+    """JSON that cannot end the script element that holds it."""
+    text = json.dumps(data, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def pairs(rows: Iterable[tuple[str, object]], label: str) -> str:
-    """A table of names and values; its cells are escaped."""
-    lines = "".join(f'<tr><th scope="row">{words(key)}</th><td>{words(value)}</td></tr>' for key, value in rows)
-    return f'<table aria-label="{words(label)}"><tbody>{lines}</tbody></table>'
+def pairs_table(rows: Iterable[tuple[str, object]], label: str) -> str:
+    """A table of names and values, which are escaped here."""
+    lines = "".join(f'<tr><th scope="row">{html_text(key)}</th><td>{html_text(value)}</td></tr>' for key, value in rows)
+    return f'<table aria-label="{html_text(label)}"><tbody>{lines}</tbody></table>'
 
 
-def tiles(found: Sequence[tuple[str, str, str]]) -> str:
-    """Figures side by side: label, value, and what stands below it; all escaped."""
+def tiles(entries: Sequence[tuple[str, str, str]]) -> str:
+    """Key figures side by side, each with a label, a value and a note, which are escaped here."""
     cells = "".join(
-        f'<div><dt>{words(label)}</dt><dd><div class="big">{words(value)}</div><div class="small">{words(below)}</div></dd></div>'
-        for label, value, below in found
+        f'<div><dt>{html_text(label)}</dt><dd><div class="big">{html_text(value)}</div>'
+        f'<div class="small">{html_text(note)}</div></dd></div>'
+        for label, value, note in entries
     )
     return f'<dl class="tiles">{cells}</dl>'
 
 
 def header(kicker: str) -> str:
-    return f'<header><p class="kicker">{words(kicker)}</p><button id="theme" type="button">Dark</button></header>'
+    return f'<header><p class="kicker">{html_text(kicker)}</p><button id="theme" type="button">Dark</button></header>'

@@ -1,9 +1,9 @@
-"""All that is known about a model, gathered once for its page and its figures."""
+"""Gathers what a report shows about a model, for its page and its figures."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from ..artifacts.counts import Count
+from ..artifacts.counts import Count, Row
 from ..artifacts.pack import packed_sizes
 from ..artifacts.receipt import Receipt
 from ..artifacts.source import Cut, Model, read_source
@@ -21,18 +21,18 @@ from ..core.occupancy import comparable, is_finite
 from ..errors import SmartpruneError
 from ..hardware.estimate import Estimate
 from ..run_files import CONFIG
-from .runlog import Story, read_scores, read_story
-from .table import Report, ReportRow, cut_source, report_of
+from .runlog import RunLog, read_run_log, read_scores
+from .table import Report, ReportRow, Slices, cut_source, report_of
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
 @dataclass(frozen=True, eq=False)
 class LayerView:
-    """One layer. ``kept`` are the blocks of the mask, or where no receipt tells it those that are not zero."""
+    """One layer. ``kept`` are the blocks of the receipt's mask; without a receipt, the blocks that are not zero."""
 
     row: ReportRow
-    pruned: bool  # whether the receipt is about it
+    pruned: bool  # whether the receipt lists it
     macs: Count | None
     cycles: tuple[int, int] | None  # dense, pruned
     axes: tuple[Axis, ...]  # of its grid
@@ -48,79 +48,95 @@ class LayerView:
 
 @dataclass(frozen=True, eq=False)
 class View:
-    """A model with what its receipt, its run and an NPU model say about it."""
+    """A model, with its receipt, the log of its run and an estimate of its NPU cycles, as far as they are known."""
 
     title: str
     report: Report
-    layers: tuple[LayerView, ...]  # in network order, as far as that is known
+    layers: tuple[LayerView, ...]  # in network order, if that is known
     receipt: Receipt | None
-    story: Story | None
-    sizes: tuple[int, int] | None  # bytes of a plain and of a packed file
+    log: RunLog | None
+    sizes: tuple[int, int] | None  # bytes of a plain file and of a packed file
     estimate: Estimate | None
-    problems: tuple[str, ...] = ()  # where the weights are not what the receipt says
-    broken: tuple[str, ...] = ()  # weights that hold NaN or infinity
+    problems: tuple[str, ...] = ()  # differences between the weights and the receipt
+    nonfinite: tuple[str, ...] = ()  # weights that hold NaN or infinity
 
     @property
     def blocks(self) -> Count:
-        """Of the layers that the receipt is about, or of all."""
+        """The blocks of the layers that the receipt lists; without a receipt, of all layers."""
         return self.report.blocks if self.receipt is None else self.receipt.blocks
 
     @property
     def scores(self) -> tuple[Array, Array] | None:
-        """Scores of all blocks that have one, and whether each was kept."""
+        """The scores of all blocks that have one, and whether each was kept."""
         known = [(layer.scores, layer.kept) for layer in self.layers if layer.scores is not None]
         return (np.concatenate([s for s, _ in known]), np.concatenate([k for _, k in known])) if known else None
 
 
-def look(
+def gather(
     model: Model,
     block: Block | str | Sequence[int | None] | None = None,
     estimate: Estimate | None = None,
     network: nn.Module | None = None,
 ) -> View:
-    """Gathers what there is. ``estimate`` are the cycles on an NPU, which take the network itself to count; ``network`` is the
-    one that a file belongs to, and says which layers are transposed or grouped."""
+    """Gathers what is known about a model.
+
+    ``estimate`` holds its cycles on an NPU. ``network`` is the module that a file belongs to; it says which layers are
+    transposed or grouped.
+    """
     source = read_source(model, network)
     slices = cut_source(source, block)
     report = report_of(source, slices)
     receipt = source.receipt if source.receipt is not None and source.receipt.block == slices.block else None
     folder = Path(model) if isinstance(model, (str, os.PathLike)) and Path(model).is_dir() else None
-    story = read_story(folder) if folder is not None and (folder / CONFIG).exists() else None
+    log = read_run_log(folder) if folder is not None and (folder / CONFIG).exists() else None
     scores = None if folder is None or receipt is None else read_scores(folder, receipt.blocks.total)
+    layers = _layer_views(slices, report, receipt, scores, estimate)
+    problems = () if receipt is None else verify(model, model=network).problems
+    sizes = None if problems else _file_sizes(model, slices.block, network)
+    title = folder.resolve().name if folder is not None else Path(source.where).name
+    nonfinite = tuple(cut.weight for cut in slices.cuts if not is_finite(cut.tensor))
+    return View(title, report, layers, receipt, log, sizes, estimate, problems, nonfinite)
+
+
+def _layer_views(
+    slices: Slices, report: Report, receipt: Receipt | None, scores: Array | None, estimate: Estimate | None
+) -> tuple[LayerView, ...]:
+    """The layers in network order if an estimate tells it; else those of the receipt first, then the others."""
     cuts = {cut.weight: (cut, row) for cut, row in zip(slices.cuts, report.layers, strict=True)}
-    asked, start = {}, 0
-    for entry in receipt.layers if receipt is not None else ():
-        own = None if scores is None else scores[start : start + entry.blocks.total]
-        asked[entry.weight] = (entry, own)
-        start += entry.blocks.total
+    receipt_rows = _rows_with_scores(receipt, scores)
     cycles = {} if estimate is None else {layer.weight: (layer.dense.latency, layer.pruned.latency) for layer in estimate.layers}
     layers = []
-    for weight in dict.fromkeys([*cycles, *asked, *cuts]):
+    for weight in dict.fromkeys([*cycles, *receipt_rows, *cuts]):
         if weight not in cuts:
             continue
         cut, row = cuts[weight]
-        found, own = asked.get(weight, (None, None))
+        receipt_row, layer_scores = receipt_rows.get(weight, (None, None))
         layers.append(
             LayerView(
                 row=row,
-                pruned=found is not None,
-                macs=None if found is None else found.macs,
+                pruned=receipt_row is not None,
+                macs=None if receipt_row is None else receipt_row.macs,
                 cycles=cycles.get(weight),
                 axes=cut.grid.axes,
-                kept=(row.occupied if found is None else found.mask()).numpy(),
+                kept=(row.occupied if receipt_row is None else receipt_row.mask()).numpy(),
                 norms=_norms(cut),
-                scores=own,
+                scores=layer_scores,
             )
         )
-    problems = () if receipt is None else verify(model, model=network).problems
-    sizes = None if problems else _sizes(model, slices.block, network)
-    title = folder.resolve().name if folder is not None else Path(source.where).name
-    broken = tuple(cut.weight for cut in slices.cuts if not is_finite(cut.tensor))
-    return View(title, report, tuple(layers), receipt, story, sizes, estimate, problems, broken)
+    return tuple(layers)
+
+
+def _rows_with_scores(receipt: Receipt | None, scores: Array | None) -> Mapping[str, tuple[Row, Array | None]]:
+    """The rows of the receipt by weight, each with the scores of its blocks."""
+    rows, start = {}, 0
+    for row in receipt.layers if receipt is not None else ():
+        rows[row.weight] = (row, None if scores is None else scores[start : start + row.blocks.total])
+        start += row.blocks.total
+    return rows
 
 
 def to_panels(values: Array, row: ReportRow) -> Array:
-    """A value per block, [n], as [kernel positions, output blocks, input blocks]."""
+    """One value per block, [n], as [kernel positions, output blocks, input blocks]."""
     outs, ins = (1, 0) if row.transposed else (0, 1)
     grid = np.moveaxis(values.reshape(row.grid), (outs, ins), (-2, -1))
     return grid.reshape(-1, row.grid[outs], row.grid[ins])
@@ -131,9 +147,9 @@ def _norms(cut: Cut) -> Array:
     return cut.grid.sum(weight * weight).sqrt().float().numpy()
 
 
-def _sizes(model: Model, block: Block, network: nn.Module | None) -> tuple[int, int] | None:
-    """Bytes of the tensors in a plain file, and in a packed one."""
+def _file_sizes(model: Model, block: Block, network: nn.Module | None) -> tuple[int, int] | None:
+    """Bytes of the tensors in a plain file and in a packed file; None for weights that cannot be packed."""
     try:
         return packed_sizes(model, block, network)
-    except SmartpruneError:  # such as weights that no packed file can hold
+    except SmartpruneError:
         return None

@@ -13,7 +13,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from ..files import write_atomic
-from ..reports.runlog import sampled
+from ..reports.runlog import sampled_blocks
 from ..run_files import SCORES
 from . import ranks
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def mask_sample(pruner: Pruner) -> list[float]:
     """The mask of the same few blocks at every call, rounded for a row of metrics. All ranks must call it."""
     mask = pruner.mask
-    places = torch.tensor(sampled(mask.numel()), device=mask.device)
+    places = torch.tensor(sampled_blocks(mask.numel()), device=mask.device)
     return [round(value, 4) for value in mask[places].float().tolist()]
 
 

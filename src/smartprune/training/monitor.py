@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TextIO
 
 from .. import text
-from ..reports.runlog import Story, number, read_story
+from ..reports.runlog import RunLog, finite_number, read_run_log
 from ..run_files import CHECKPOINT, CONFIG, METRICS, RESULT, STAGE_NAMES, STAGES
 from .progress import clock
 
@@ -26,39 +26,39 @@ QUIET_WORDS = "  nothing new was written; it may have stopped"
 class Snapshot:
     """Where a run stands after its last whole epoch."""
 
-    story: Story
+    log: RunLog
     age: float | None  # seconds since anything was written
 
     @property
     def ended(self) -> bool:
-        return self.story.result is not None
+        return self.log.result is not None
 
     @property
     def quiet(self) -> bool:
         """Whether nothing was written for so long that the run may have died."""
-        return not self.ended and self.age is not None and self.age > max(QUIET, 3 * _epoch_seconds(self.story))
+        return not self.ended and self.age is not None and self.age > max(QUIET, 3 * _epoch_seconds(self.log))
 
     @property
     def left(self) -> float | None:
         """Seconds to go, at the pace of the last epochs of each stage; None where no pace is known."""
-        story = self.story
-        if not story.rows:
+        log = self.log
+        if not log.rows:
             return None
-        paces = {stage: _pace(story, stage) for stage in STAGES}
-        last = story.rows[-1]
+        paces = {stage: _pace(log, stage) for stage in STAGES}
+        last = log.rows[-1]
         usual = paces[last["stage"]] or next((pace for pace in paces.values() if pace is not None), None)
         if usual is None:
             return None
         total = 0.0
         for stage in STAGES[STAGES.index(last["stage"]) :]:
-            steps = story.length(stage) - (last["step"] if stage == last["stage"] else 0)
+            steps = log.stage_steps(stage) - (last["step"] if stage == last["stage"] else 0)
             total += steps * (paces[stage] or usual)
         return total
 
 
-def _pace(story: Story, stage: str) -> float | None:
+def _pace(log: RunLog, stage: str) -> float | None:
     """Seconds of a step, over the last epochs of a stage."""
-    rows = [row for row in story.rows if row["stage"] == stage and number(row.get("seconds")) is not None][-6:]
+    rows = [row for row in log.rows if row["stage"] == stage and finite_number(row.get("seconds")) is not None][-6:]
     steps = rows[-1]["step"] - rows[0]["step"] if rows else 0
     return max(0.0, float(rows[-1]["seconds"] - rows[0]["seconds"])) / float(steps) if steps > 0 else None
 
@@ -72,19 +72,19 @@ def snapshot(folder: str | Path) -> Snapshot:
             times.append((folder / name).stat().st_mtime)
         except OSError:
             continue
-    return Snapshot(read_story(folder), max(0.0, time.time() - max(times)) if times else None)
+    return Snapshot(read_run_log(folder), max(0.0, time.time() - max(times)) if times else None)
 
 
 def lines(found: Snapshot, ascii_only: bool, width: int = 80) -> list[str]:
     """The state of a run in a few lines, none wider than ``width``."""
-    story = found.story
-    config, rows = story.config, story.rows
+    log = found.log
+    config, rows = log.config, log.rows
     named = [text.escape(str(config[key])) for key in ("model", "task", "method") if isinstance(config.get(key), str)]
-    out = [", ".join([text.escape(str(story.folder)), *named])]
+    out = [", ".join([text.escape(str(log.folder)), *named])]
     if not rows:
         out.append("no epoch has ended yet" if not found.ended else "no metrics")
     for stage in STAGES:
-        length = story.length(stage)
+        length = log.stage_steps(stage)
         own = [row for row in rows if row["stage"] == stage]
         done = own[-1]["step"] if own else 0
         if length:
@@ -96,19 +96,19 @@ def lines(found: Snapshot, ascii_only: bool, width: int = 80) -> list[str]:
             out.append(f"now         {STAGE_NAMES[last['stage']]}, epoch {last['epoch']:,}, step {last['step']:,}")
         for key, name, form in (
             ("loss", "loss", "{:.4f}"),
-            (story.measure or "", text.escape(story.measure or ""), "{:.2%}"),
+            (log.measure or "", text.escape(log.measure or ""), "{:.2%}"),
             ("tau", "tau", "{:.2e}"),
             ("undecided", "undecided", "{:,.0f}"),
             ("changed", "churn", "{:,.0f}"),
         ):
-            values = [value for row in rows if (value := number(row.get(key))) is not None]
+            values = [value for row in rows if (value := finite_number(row.get(key))) is not None]
             if values:
                 out.append(
                     f"{name[:11]:<11} {form.format(values[-1]):>12}  {spark(values, ascii_only, log=key in ('tau', 'loss'))}"
                 )
     if found.ended:
-        figures = [f"{name} {value:.2%}" for name in ("dense", "pruned") if (value := story.figure(name)) is not None]
-        seconds = story.figure("seconds")
+        figures = [f"{name} {value:.2%}" for name in ("dense", "pruned") if (value := log.result_number(name)) is not None]
+        seconds = log.result_number("seconds")
         figures += [] if seconds is None else [f"{clock(seconds)} in all"]
         out.append(f"ended       {', '.join(figures)}".rstrip())
     elif found.left is not None:
@@ -120,9 +120,9 @@ def lines(found: Snapshot, ascii_only: bool, width: int = 80) -> list[str]:
     return [text.shorten(line, width) for line in out]
 
 
-def _epoch_seconds(story: Story) -> float:
-    pace = _pace(story, story.rows[-1]["stage"]) if story.rows else None
-    return (pace or 0.0) * (story.per_epoch or 0)
+def _epoch_seconds(log: RunLog) -> float:
+    pace = _pace(log, log.rows[-1]["stage"]) if log.rows else None
+    return (pace or 0.0) * (log.steps_per_epoch or 0)
 
 
 def spark(values: Sequence[float], ascii_only: bool, log: bool = False, points: int = POINTS) -> str:
@@ -179,27 +179,27 @@ def follow(
 
 def one_line(found: Snapshot) -> str:
     """The state in a line, for a log."""
-    story = found.story
-    if not story.rows:
+    log = found.log
+    if not log.rows:
         return "ended" if found.ended else "no epoch has ended yet" + QUIET_WORDS * found.quiet
-    last = story.rows[-1]
+    last = log.rows[-1]
     parts = [
         f"{STAGE_NAMES[last['stage']]:<11}",
         f"epoch {last['epoch']:>4}",
-        f"step {last['step']:>6}/{story.length(last['stage'])}",
+        f"step {last['step']:>6}/{log.stage_steps(last['stage'])}",
     ]
     for key, form in (
         ("loss", "loss {:.4f}"),
-        (story.measure or "", f"{text.escape(story.measure or '')} {{:.2%}}"),
+        (log.measure or "", f"{text.escape(log.measure or '')} {{:.2%}}"),
         ("tau", "tau {:.2e}"),
     ):
-        if (value := number(last.get(key))) is not None:
+        if (value := finite_number(last.get(key))) is not None:
             parts.append(form.format(value))
-    if (undecided := number(last.get("undecided"))) is not None:
+    if (undecided := finite_number(last.get("undecided"))) is not None:
         parts.append(f"undecided {undecided:.0f}")
     if found.ended:
-        pruned = story.figure("pruned")
-        parts.append("ended" if pruned is None else f"ended: {text.escape(story.measure or 'metric')} {pruned:.2%}")
+        pruned = log.result_number("pruned")
+        parts.append("ended" if pruned is None else f"ended: {text.escape(log.measure or 'metric')} {pruned:.2%}")
     elif found.left is not None and not found.quiet:
         parts.append(f"{clock(found.left)} left")
     return "  ".join(parts) + QUIET_WORDS * found.quiet

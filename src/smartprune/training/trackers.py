@@ -13,7 +13,7 @@ import numpy as np
 
 from ..errors import SmartpruneError
 from ..reports.figures import figures
-from ..reports.view import look
+from ..reports.view import gather
 from ..run_files import TENSORBOARD
 
 PLACE = ("stage", "epoch", "step")  # of a row, and no measurement
@@ -53,7 +53,7 @@ class Events:
             from PIL import Image
         except ImportError:
             return
-        for figure in figures(look(folder)):
+        for figure in figures(gather(folder)):
             with Image.open(io.BytesIO(figure.drawing.png())) as picture:
                 self.writer.add_image(figure.key, np.asarray(picture.convert("RGB")), step, dataformats="HWC")
         self.writer.flush()

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 
 from ...budgets import budget_label
-from ...reports.shell import header, name, page, tiles, words
+from ...reports.shell import header, html_name, html_page, html_text, tiles
 from .chart import Chart, svg
 from .comparison import Comparison, Row
 from .labels import format_setting
@@ -32,17 +32,17 @@ def comparison_page(comparison: Comparison, charts: Sequence[Chart]) -> str:
         ]
     )
     figures = "".join(
-        f'<figure class="sheet" role="img" aria-label="{words(_describe(chart))}">{svg([chart])}</figure>' for chart in charts
+        f'<figure class="sheet" role="img" aria-label="{html_text(_describe(chart))}">{svg([chart])}</figure>' for chart in charts
     )
     sections = "".join(_section(group, rows) for group, rows in comparison.groups().items())
-    left_out = "".join(f"<li>{name(folder)}: {words(reason)}</li>" for folder, reason in comparison.left_out)
+    left_out = "".join(f"<li>{html_name(folder)}: {html_text(reason)}</li>" for folder, reason in comparison.left_out)
     if left_out:
         left_out = f"<h2>Left out</h2><ul>{left_out}</ul>"
     body = (
         f'{header("smartprune compare")}<main id="main"><h1>Comparison of {len(runs)} finished runs</h1>{summary}'
         f"<h2>Metric over sparsity</h2>{figures}{sections}{left_out}</main>"
     )
-    return page("Comparison of runs", body, {"layers": [], "charts": [], "first": 0})
+    return html_page("Comparison of runs", body, {"layers": [], "charts": [], "first": 0})
 
 
 def _describe(chart: Chart) -> str:
@@ -51,7 +51,7 @@ def _describe(chart: Chart) -> str:
 
 def _section(group: Group, rows: Sequence[Row]) -> str:
     data, model, block, protocol, metric = group
-    titles = "".join(f'<th scope="col" class="{"num" if i else ""}">{words(title)}</th>' for i, title in enumerate(HEADINGS))
+    titles = "".join(f'<th scope="col" class="{"num" if i else ""}">{html_text(title)}</th>' for i, title in enumerate(HEADINGS))
     lines = []
     for row in rows:
         cells = [
@@ -63,11 +63,11 @@ def _section(group: Group, rows: Sequence[Row]) -> str:
             f"{100 * row.difference:+.2f}".replace("-", MINUS),
             f"{100 * statistics.fmean(row.macs_left):.2f}" if row.macs_left else "",
         ]
-        tags = "".join(f'<td class="num">{words(cell)}</td>' for cell in cells)
-        lines.append(f'<tr><th scope="row">{name(row.method)}</th>{tags}</tr>')
+        tags = "".join(f'<td class="num">{html_text(cell)}</td>' for cell in cells)
+        lines.append(f'<tr><th scope="row">{html_name(row.method)}</th>{tags}</tr>')
     return (
-        f"<h2>{words(f'{data}, {model}, blocks of {block}: {metric}')}</h2><p class='note'>{words(protocol)}</p>"
-        f'<div class="scroll" tabindex="0" role="region" aria-label="{words(f"Runs of {model} on {data}")}"><table>'
+        f"<h2>{html_text(f'{data}, {model}, blocks of {block}: {metric}')}</h2><p class='note'>{html_text(protocol)}</p>"
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{html_text(f"Runs of {model} on {data}")}"><table>'
         f"<thead><tr>{titles}</tr></thead><tbody>{''.join(lines)}</tbody></table></div>"
     )
 
