@@ -223,7 +223,7 @@ def test_plan_of_your_own_model(work: Path, capsys: pytest.CaptureFixture[str]) 
     assert run_cli("plan", "ownnet:build", "--params", "0.5") == 0
     assert "8 in 1 layer" in capsys.readouterr().out
     assert run_cli("plan", "ownnet:wrong") == 2
-    assert "ownnet:wrong gives a int; it should return a torch.nn.Module" in capsys.readouterr().err
+    assert "ownnet:wrong() returned a int; it must return a torch.nn.Module" in capsys.readouterr().err
 
 
 def test_plan_that_cannot_be_met_exits_1(capsys: pytest.CaptureFixture[str]) -> None:

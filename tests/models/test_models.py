@@ -1,4 +1,4 @@
-"""The networks have the shapes that the experiments state."""
+"""The networks have the published sizes."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def count(model: nn.Module) -> int:
 
 @dataclass(frozen=True)
 class Published:
-    """What the experiments state about a network for 32x32 images; blocks and floors for 8x8, 16x8, 16x16."""
+    """Published sizes of a network for 32x32 images. Blocks and floors are for blocks of 8x8, 16x8 and 16x16."""
 
     params: int
     prunable: int
     layers: int
     macs: int
     blocks: tuple[int, int, int]
-    floors: tuple[int, int, int]  # least blocks to keep, over all layers, when every layer keeps 2 %
+    floors: tuple[int, int, int]  # fewest blocks to keep if every layer keeps 2 %
     skipped: tuple[str, ...] = ("conv1", "fc")
 
 
@@ -54,8 +54,8 @@ def test_published_sizes_and_blocks(name: str) -> None:
     assert len(planned.layers) == published.layers
     assert planned.params == published.prunable
     assert planned.model_macs == published.macs
-    dense_at_both_ends = [s.name for s in planned.skipped if not s.name.endswith("conv2")]  # those are depthwise
-    assert tuple(dense_at_both_ends) == published.skipped
+    skipped_ends = [s.name for s in planned.skipped if not s.name.endswith("conv2")]  # conv2 is depthwise
+    assert tuple(skipped_ends) == published.skipped
     for block, blocks, floor in zip([(8, 8), (16, 8), (16, 16)], published.blocks, published.floors, strict=True):
         planned = plan(model, block=block, sparsity=0.9)
         assert planned.n == blocks
@@ -63,7 +63,7 @@ def test_published_sizes_and_blocks(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in PUBLISHED if name != "resnet18"])
-def test_a_step_trains_every_weight(name: str) -> None:
+def test_every_weight_gets_a_gradient(name: str) -> None:
     model = MODELS[name](num_classes=7, in_channels=2)
     out = model(torch.randn(4, 2, 32, 32))
     assert out.shape == (4, 7)
@@ -90,7 +90,7 @@ def test_resnet8_prunable_weights(width: int, weights: int) -> None:
     assert plan(resnet8(width=width), block=(8, 4)).params == weights
 
 
-def test_num_classes_and_channels() -> None:
+def test_num_classes_and_in_channels_set_the_shapes() -> None:
     assert resnet8(num_classes=7, in_channels=2, width=4)(torch.zeros(3, 2, 8, 8)).shape == (3, 7)
     assert resnet18(num_classes=100)(torch.zeros(2, 3, 32, 32)).shape == (2, 100)
 
@@ -104,7 +104,7 @@ def test_every_model_builds_and_has_blocks(name: str) -> None:
 
 @dataclass(frozen=True)
 class Large:
-    """What the experiments state about a network for larger images; blocks of 16x8."""
+    """Published sizes of a network for larger images, with blocks of 16x8."""
 
     params: int
     convs: int
@@ -112,9 +112,9 @@ class Large:
     layers: int
     blocks: int
     macs: int
-    image: tuple[int, int]  # for which the MACs are
-    small: tuple[int, int]  # for a quick step
-    asks: tuple[str, ...] = ()  # layers that the model itself leaves alone
+    image: tuple[int, int]  # the MACs are for this size
+    small: tuple[int, int]  # for a short test
+    skip: tuple[str, ...] = ()  # layers in smartprune_skip
 
 
 AUXILIARY = tuple(f"auxiliary.{i}.{name}" for i in range(4) for name in ("conv.0", "wider.0", "logits"))
@@ -129,7 +129,7 @@ LARGE = {
         24_436_224_000,
         (640, 640),
         (64, 96),
-        asks=("detect.convs.0", "detect.convs.1", "detect.convs.2"),
+        skip=("detect.convs.0", "detect.convs.1", "detect.convs.2"),
     ),
     "bisenetv2": Large(
         5_231_487,
@@ -140,7 +140,7 @@ LARGE = {
         24_603_312_128,
         (512, 1024),
         (64, 128),
-        asks=("semantic.stem.first.0", "head.logits", *AUXILIARY),
+        skip=("semantic.stem.first.0", "head.logits", *AUXILIARY),
     ),
 }
 
@@ -150,22 +150,22 @@ def tensors(out: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 @pytest.mark.parametrize("name", LARGE)
-def test_large_networks_have_the_stated_sizes(name: str) -> None:
+def test_large_networks_have_the_published_sizes(name: str) -> None:
     large = LARGE[name]
-    with torch.device("meta"):  # shapes without numbers: the images can be as large as stated
+    with torch.device("meta"):  # only shapes, so large images need no memory
         model, image = MODELS[name](), torch.zeros(1, 3, *large.image)
     planned = plan(model, block=(16, 8), sparsity=0.95, example=image)
     assert count(model) == large.params
     assert sum(isinstance(module, nn.Conv2d) for module in model.modules()) == large.convs
     assert (len(planned.layers), planned.params, planned.n) == (large.layers, large.prunable, large.blocks)
-    assert tuple(s.name for s in planned.skipped if s.reason == "listed in smartprune_skip") == large.asks
+    assert tuple(s.name for s in planned.skipped if s.reason == "listed in smartprune_skip") == large.skip
     with FlopCounterMode(display=False) as flops:
         model.eval()(image)
     assert planned.model_macs == large.macs == flops.get_total_flops() // 2
-    assert (planned.padding == 0) == (name != "bisenetv2")  # which has one layer of 8 output channels
+    assert (planned.padding == 0) == (name != "bisenetv2")  # it has one layer with 8 output channels
 
 
-def test_the_parts_of_bisenetv2_that_are_used_for_training_only() -> None:
+def test_blocks_of_bisenetv2_exclude_the_auxiliary_heads() -> None:
     with torch.device("meta"):
         model = bisenetv2()
     assert count(model) - count(model.auxiliary) == 3_358_627  # type: ignore[arg-type]
@@ -176,7 +176,7 @@ def test_the_parts_of_bisenetv2_that_are_used_for_training_only() -> None:
 
 
 @pytest.mark.parametrize("name", LARGE)
-def test_a_large_network_takes_a_step_of_a_search(name: str) -> None:
+def test_large_networks_can_be_searched_and_baked(name: str) -> None:
     torch.manual_seed(0)
     model, image = MODELS[name](num_classes=5), torch.randn(2, 3, *LARGE[name].small)
     pruner = sp.attach(model, sp.Smart(), block=(16, 8), sparsity=0.9, steps=1)
@@ -196,7 +196,7 @@ def test_a_large_network_takes_a_step_of_a_search(name: str) -> None:
         assert torch.equal(one, plain)
 
 
-def test_resnet50_halves_the_image_in_its_3x3_convolutions() -> None:
+def test_resnet50_has_strides_in_its_3x3_convolutions() -> None:
     with torch.device("meta"):
         model = resnet50(num_classes=7, in_channels=2)
         assert model(torch.zeros(2, 2, 64, 96)).shape == (2, 7)
@@ -204,7 +204,7 @@ def test_resnet50_halves_the_image_in_its_3x3_convolutions() -> None:
     assert strided == ["conv1"] + [f"layer{i}.0.{name}" for i in (2, 3, 4) for name in ("conv2", "downsample.0")]
 
 
-def test_yolov5m_gives_three_maps() -> None:
+def test_yolov5m_returns_three_maps() -> None:
     with torch.device("meta"):
         model = yolov5m(num_classes=4)
         for mode in (True, False):
@@ -218,33 +218,33 @@ def small_yolo(num_classes: int) -> YOLOv5:
     return YOLOv5((2, 4, 8, 8, 8), (1, 1, 1, 1), num_classes, 3)
 
 
-def test_yolov5m_decodes_as_by_slow_loops() -> None:
+def test_yolov5m_decodes_like_slow_loops() -> None:
     torch.manual_seed(0)
     model = small_yolo(num_classes=2)
     maps = [torch.randn(2, 3, 32 // stride, 64 // stride, 7) for stride in STRIDES]
     boxes = model.decode(maps)
     assert boxes.shape == (2, 3 * (4 * 8 + 2 * 4 + 1 * 2), 7)
-    want = []
+    expected = []
     for raw, anchors, stride in zip(maps, ANCHORS, STRIDES, strict=True):
         for a in range(3):
             for row in range(raw.shape[2]):
                 for column in range(raw.shape[3]):
                     x, y, w, h, *rest = raw[1, a, row, column].sigmoid().tolist()
                     xy = [(2 * x - 0.5 + column) * stride, (2 * y - 0.5 + row) * stride]
-                    want.append([*xy, (2 * w) ** 2 * anchors[a][0], (2 * h) ** 2 * anchors[a][1], *rest])
-    assert torch.allclose(boxes[1], torch.tensor(want), rtol=1e-4, atol=1e-4)
-    middle = model.decode([torch.zeros(1, 3, 1, 1, 7)] * 3)[0]  # nothing known: the middle of the cell, the anchor itself
+                    expected.append([*xy, (2 * w) ** 2 * anchors[a][0], (2 * h) ** 2 * anchors[a][1], *rest])
+    assert torch.allclose(boxes[1], torch.tensor(expected), rtol=1e-4, atol=1e-4)
+    middle = model.decode([torch.zeros(1, 3, 1, 1, 7)] * 3)[0]  # zeros decode to the middle of the cell and the anchor
     assert middle[:, :2].tolist() == [[stride / 2] * 2 for stride in STRIDES for _ in range(3)]
     assert middle[:, 2:4].tolist() == [list(map(float, anchor)) for anchors in ANCHORS for anchor in anchors]
 
 
-def test_yolov5m_expects_few_objects() -> None:
+def test_yolov5m_biases_expect_few_objects() -> None:
     torch.manual_seed(0)
     model = small_yolo(num_classes=80)
     for conv, stride in zip(model.detect.convs, STRIDES, strict=True):
         bias = conv.bias.detach().view(3, 85)  # type: ignore[operator]
         cells = (640 / stride) ** 2
-        spread = conv.weight[0].numel() ** -0.5  # type: ignore[index]  # torch's own first biases lie within this
+        spread = conv.weight[0].numel() ** -0.5  # type: ignore[index]  # range of the default initialization
         assert (bias[:, 4] - torch.tensor(8 / cells).log()).abs().max() <= spread + 1e-6
         assert (bias[:, 5:] - torch.tensor(0.6 / 79.00001).log()).abs().max() <= spread + 1e-6
         assert bias[:, :4].abs().max() <= spread

@@ -105,8 +105,8 @@ def _show_unmet(args: argparse.Namespace, found: Plan, budget: Budget | None, pr
 def find_model(text: str, data: str | None = None) -> tuple[nn.Module, str, Any]:
     """A model with the block and the example input that go with it (16x8 and None where it has none of its own); ``data`` is
     where that of a task lies."""
-    from ..models import MODELS, build, foreign
-    from ..models.named import HOW
+    from ..models import MODELS, build, is_external
+    from ..models.named import OTHER_NAMES
     from ..tasks import TASKS
     from ..training.config import make_task
 
@@ -115,8 +115,10 @@ def find_model(text: str, data: str | None = None) -> tuple[nn.Module, str, Any]
         return task.model(task.recipe.model), task.recipe.block, task.example()
     if data:
         raise SmartpruneError(f"--data is that of a task, and {text} is none; there are: {', '.join(TASKS)}")
-    if text not in MODELS and not foreign(text):
-        raise SmartpruneError(f"unknown model {text!r}; there are: {', '.join(MODELS)}; tasks: {', '.join(TASKS)}; or write {HOW}")
+    if text not in MODELS and not is_external(text):
+        raise SmartpruneError(
+            f"unknown model {text!r}; there are: {', '.join(MODELS)}; tasks: {', '.join(TASKS)}; or use {OTHER_NAMES}"
+        )
     return build(text), "16x8", None
 
 

@@ -1,4 +1,4 @@
-"""The networks of the experiments, by name. A new one is one file and one line here."""
+"""Networks by name. A new network is one file and one line in this table."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from .bisenetv2 import bisenetv2
 from .densenet import densenet
 from .googlenet import googlenet
 from .mobilenetv2 import mobilenetv2
-from .named import build, foreign
+from .named import build, is_external
 from .resnet import resnet8, resnet18
 from .resnet50 import resnet50
 from .yolov5m import yolov5m
 
-__all__ = ["MODELS", "build", "foreign"]
+__all__ = ["MODELS", "build", "is_external"]
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
     "resnet8": resnet8,

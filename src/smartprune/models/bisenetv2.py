@@ -1,4 +1,4 @@
-"""BiSeNetV2: a wide shallow branch for detail and a narrow deep one for meaning, joined by each other's gates."""
+"""BiSeNetV2: a wide, shallow detail branch and a narrow, deep semantic branch, joined by guided aggregation."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 DETAIL = (64, 64, 128)
 SEMANTIC = (16, 32, 64, 128)
-EXPANSION = 6  # channels inside a gather-expansion layer, in units of those that come in
-HEAD, AUXILIARY = 1024, 128  # channels inside the heads
+EXPANSION = 6  # inner channels of a gather-expansion layer per input channel
+HEAD, AUXILIARY = 1024, 128  # inner channels of the heads
 DROPOUT = 0.1
 
 
@@ -21,16 +21,16 @@ def conv(inputs: int, outputs: int, size: int, stride: int = 1, groups: int = 1)
 
 
 def conv_relu(inputs: int, outputs: int, size: int, stride: int = 1, groups: int = 1) -> nn.Sequential:
-    """Convolution, batch norm, ReLU."""
+    """Convolution, batch norm and ReLU."""
     return nn.Sequential(*conv(inputs, outputs, size, stride, groups), nn.ReLU())
 
 
-def larger(x: Tensor, factor: int, mode: str = "bilinear") -> Tensor:
+def upsample(x: Tensor, factor: int, mode: str = "bilinear") -> Tensor:
     return F.interpolate(x, scale_factor=factor, mode=mode, align_corners=False if mode == "bilinear" else None)
 
 
 class Detail(nn.Sequential):
-    """Eight 3x3 convolutions, three of which halve the image: 1/8 in all."""
+    """Eight 3x3 convolutions, down to 1/8 of the resolution."""
 
     def __init__(self, in_channels: int) -> None:
         layers: list[nn.Module] = []
@@ -42,7 +42,7 @@ class Detail(nn.Sequential):
 
 
 class Stem(nn.Module):
-    """Halves the image twice, the second time by convolutions and by a pooling side by side."""
+    """A convolution with stride 2, then convolutions and max pooling in parallel, down to 1/4 of the resolution."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -56,21 +56,21 @@ class Stem(nn.Module):
 
 
 class GatherExpand(nn.Module):
-    """3x3, depthwise 3x3 to more channels, 1x1 back, beside a shortcut; with a stride, one more depthwise on either side."""
+    """3x3, depthwise 3x3 expansion and 1x1 projection with a shortcut. With a stride, both paths have one more depthwise layer."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
-        inside = EXPANSION * inputs
+        inner = EXPANSION * inputs
         self.gather = conv_relu(inputs, inputs, 3)
         self.shortcut = nn.Sequential()
         if stride == 1:
-            self.depthwise = conv_relu(inputs, inside, 3, groups=inputs)
+            self.depthwise = conv_relu(inputs, inner, 3, groups=inputs)
         else:
-            wider = conv(inputs, inside, 3, stride, groups=inputs)
-            self.depthwise = nn.Sequential(*wider, *conv(inside, inside, 3, groups=inside), nn.ReLU())
+            wider = conv(inputs, inner, 3, stride, groups=inputs)
+            self.depthwise = nn.Sequential(*wider, *conv(inner, inner, 3, groups=inner), nn.ReLU())
             self.shortcut = nn.Sequential(*conv(inputs, inputs, 3, stride, groups=inputs), *conv(inputs, outputs, 1))
-        project, norm = conv(inside, outputs, 1)
-        nn.init.zeros_(norm.weight)  # the layer begins as its shortcut
+        project, norm = conv(inner, outputs, 1)
+        nn.init.zeros_(norm.weight)  # the layer starts as its shortcut
         self.project = nn.Sequential(project, norm)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ class GatherExpand(nn.Module):
 
 
 class Context(nn.Module):
-    """Adds the mean over the image to every place."""
+    """Adds the global average to every position."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class Context(nn.Module):
 
 
 class Semantic(nn.Module):
-    """Stem, gather-expansion layers down to 1/32 of the image, context."""
+    """The stem, gather-expansion layers down to 1/32 of the resolution, and the context embedding."""
 
     def __init__(self, in_channels: int) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class Semantic(nn.Module):
         self.context = Context(c5)
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        """What the stem and the three stages give, and last the context."""
+        """The outputs of the stem, of the three stages, and of the context embedding."""
         features = [self.stem(x)]
         for layer in (self.stage3, self.stage4, self.stage5, self.context):
             features.append(layer(features[-1]))
@@ -111,12 +111,12 @@ class Semantic(nn.Module):
 
 
 class Aggregation(nn.Module):
-    """Each branch is gated by the other, at 1/8 and at 1/32 of the image; the sum goes through a 3x3 convolution."""
+    """Each branch is gated by the other, at 1/8 and 1/32 of the resolution. A 3x3 convolution follows the sum."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
 
-        def plain() -> nn.Sequential:  # ends in a bare 1x1 convolution, without batch norm
+        def plain() -> nn.Sequential:  # the 1x1 convolution has no batch norm
             return nn.Sequential(*conv(channels, channels, 3, groups=channels), nn.Conv2d(channels, channels, 1, bias=False))
 
         self.detail = plain()
@@ -126,32 +126,32 @@ class Aggregation(nn.Module):
         self.last = conv_relu(channels, channels, 3)
 
     def forward(self, detail: Tensor, semantic: Tensor) -> Tensor:
-        fine = self.detail(detail) * larger(self.semantic_up(semantic), 4, "nearest").sigmoid()
+        fine = self.detail(detail) * upsample(self.semantic_up(semantic), 4, "nearest").sigmoid()
         coarse = self.detail_down(detail) * self.semantic(semantic).sigmoid()
-        return self.last(fine + larger(coarse, 4, "nearest"))  # type: ignore[no-any-return]
+        return self.last(fine + upsample(coarse, 4, "nearest"))  # type: ignore[no-any-return]
 
 
 class Head(nn.Module):
-    """3x3, dropout, 1x1 to the classes, and up to the image by ``factor``; an auxiliary one has another 3x3 on the way up."""
+    """3x3 convolution, dropout, 1x1 convolution and upsampling by ``factor``. Auxiliary heads have another 3x3 convolution."""
 
-    def __init__(self, inputs: int, inside: int, num_classes: int, factor: int, auxiliary: bool = False) -> None:
+    def __init__(self, inputs: int, inner: int, num_classes: int, factor: int, auxiliary: bool = False) -> None:
         super().__init__()
-        self.conv = conv_relu(inputs, inside, 3)
+        self.conv = conv_relu(inputs, inner, 3)
         self.auxiliary, self.factor = auxiliary, factor
-        self.wider = conv_relu(inside, factor**2, 3) if auxiliary else nn.Sequential()
-        self.logits = nn.Conv2d(factor**2 if auxiliary else inside, num_classes, 1)
+        self.wider = conv_relu(inner, factor**2, 3) if auxiliary else nn.Sequential()
+        self.logits = nn.Conv2d(factor**2 if auxiliary else inner, num_classes, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         out = F.dropout(self.conv(x), DROPOUT, self.training)
         if self.auxiliary:
-            return larger(self.logits(self.wider(larger(out, 2, "nearest"))), self.factor // 2)
-        return larger(self.logits(out), self.factor)
+            return upsample(self.logits(self.wider(upsample(out, 2, "nearest"))), self.factor // 2)
+        return upsample(self.logits(out), self.factor)
 
 
 class BiSeNetV2(nn.Module):
-    """Class logits for every pixel; image sides are multiples of 32. In training, those of four auxiliary heads as well."""
+    """Class logits for every pixel, and in training those of four auxiliary heads. Image sides must be multiples of 32."""
 
-    # the second stem, the last convolution of the network that is used, and what only training uses
+    # the stem of the semantic branch, the output layer, and the heads that only training uses
     smartprune_skip: ClassVar[tuple[str, ...]] = ("semantic.stem.first.0", "head.logits", "auxiliary.*")
 
     def __init__(self, num_classes: int, in_channels: int) -> None:
@@ -169,7 +169,7 @@ class BiSeNetV2(nn.Module):
                     nn.init.zeros_(module.bias)
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """Logits [batch, classes, rows, columns]; in training a tuple of them and those of the auxiliary heads."""
+        """Logits [batch, classes, rows, columns]; in training a tuple with those of the auxiliary heads."""
         *features, context = self.semantic(x)
         out: Tensor = self.head(self.aggregation(self.detail(x), context))
         if not self.training:

@@ -1,4 +1,4 @@
-"""DenseNet for 32x32 images: in a dense block, every layer sees the features of all layers before it."""
+"""DenseNet for 32x32 images. The input of a layer is the output of all earlier layers of its dense block."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-BOTTLENECK = 4  # channels of the 1x1 convolution, in units of the growth
+BOTTLENECK = 4  # channels of the 1x1 convolution, as a multiple of the growth
 
 
 class DenseLayer(nn.Module):
-    """A 1x1 and a 3x3 convolution; its ``growth`` new features are put before those that came in."""
+    """A 1x1 and a 3x3 convolution. Its ``growth`` new features are prepended to the input."""
 
     def __init__(self, inputs: int, growth: int) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class DenseLayer(nn.Module):
 
 
 class Transition(nn.Module):
-    """Between dense blocks: fewer channels by a 1x1 convolution, and half the image."""
+    """A 1x1 convolution to fewer channels and average pooling, between dense blocks."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Transition(nn.Module):
 
 
 class DenseNet(nn.Module):
-    """A 3x3 stem of twice the growth, dense blocks with transitions between them, global average pool, classifier."""
+    """A 3x3 stem with twice the growth, dense blocks with transitions, global average pooling and a classifier."""
 
     def __init__(self, depths: Sequence[int], growth: int, num_classes: int, in_channels: int, reduction: float = 0.5) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""GoogLeNet for 32x32 images: nine inceptions, in each of which four branches look at the same image."""
+"""GoogLeNet for 32x32 images: nine inception modules with four parallel branches each."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# channels of the branches: 1x1 | 1x1 then 3x3 | 1x1 then two 3x3 | pool then 1x1; None halves the image
+# channels of the branches: 1x1 | 1x1, 3x3 | 1x1, two 3x3 | pooling, 1x1. None is a max pooling that halves the resolution.
 INCEPTIONS: tuple[tuple[int, int, int, int, int, int] | None, ...] = (
     (64, 96, 128, 16, 32, 32),
     (128, 128, 192, 32, 96, 64),
@@ -23,27 +23,27 @@ INCEPTIONS: tuple[tuple[int, int, int, int, int, int] | None, ...] = (
 STEM = 192
 
 
-def convolution(inputs: int, outputs: int, size: int) -> list[nn.Module]:
-    """Convolution with a bias, batch norm, ReLU; the image keeps its size."""
+def conv_bn_relu(inputs: int, outputs: int, size: int) -> list[nn.Module]:
+    """Convolution with a bias, batch norm and ReLU. The resolution does not change."""
     return [nn.Conv2d(inputs, outputs, size, padding=size // 2), nn.BatchNorm2d(outputs), nn.ReLU()]
 
 
 class Inception(nn.Module):
-    """Four branches side by side; the one of 5x5 is two convolutions of 3x3."""
+    """Four parallel branches. Two 3x3 convolutions replace the 5x5 convolution."""
 
     def __init__(self, inputs: int, one: int, to_three: int, three: int, to_five: int, five: int, pool: int) -> None:
         super().__init__()
-        self.one = nn.Sequential(*convolution(inputs, one, 1))
-        self.three = nn.Sequential(*convolution(inputs, to_three, 1), *convolution(to_three, three, 3))
-        self.five = nn.Sequential(*convolution(inputs, to_five, 1), *convolution(to_five, five, 3), *convolution(five, five, 3))
-        self.pool = nn.Sequential(nn.MaxPool2d(3, 1, padding=1), *convolution(inputs, pool, 1))
+        self.one = nn.Sequential(*conv_bn_relu(inputs, one, 1))
+        self.three = nn.Sequential(*conv_bn_relu(inputs, to_three, 1), *conv_bn_relu(to_three, three, 3))
+        self.five = nn.Sequential(*conv_bn_relu(inputs, to_five, 1), *conv_bn_relu(to_five, five, 3), *conv_bn_relu(five, five, 3))
+        self.pool = nn.Sequential(nn.MaxPool2d(3, 1, padding=1), *conv_bn_relu(inputs, pool, 1))
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.cat([self.one(x), self.three(x), self.five(x), self.pool(x)], 1)
 
 
 class GoogLeNet(nn.Module):
-    """A 3x3 stem, nine inceptions with two poolings between them, global average pool, classifier."""
+    """A 3x3 stem, nine inception modules with two poolings, global average pooling and a classifier."""
 
     def __init__(self, num_classes: int, in_channels: int) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class GoogLeNet(nn.Module):
 
 
 def googlenet(num_classes: int = 10, in_channels: int = 3) -> nn.Module:
-    """GoogLeNet for 32x32 images: stem 192, inceptions of 256 to 1024 channels; convolutions have biases.
+    """GoogLeNet for 32x32 images: stem 192, inception modules with 256 to 1024 channels. Convolutions have biases.
 
     >>> sum(p.numel() for p in googlenet().parameters())
     6166250

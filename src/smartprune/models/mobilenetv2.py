@@ -1,4 +1,4 @@
-"""MobileNetV2 for 32x32 images: narrow shortcuts, wide insides, depthwise 3x3 convolutions."""
+"""MobileNetV2 for 32x32 images: inverted residual blocks with depthwise 3x3 convolutions."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 STEM, HEAD = 32, 1280
-STAGES = (  # expansion, channels, blocks, stride of the first; the first halving of the original is left out
+STAGES = (  # expansion, channels, blocks, stride of the first block; the original has one more stride of 2
     (1, 16, 1, 1),
     (6, 24, 2, 1),
     (6, 32, 3, 2),
@@ -18,31 +18,31 @@ STAGES = (  # expansion, channels, blocks, stride of the first; the first halvin
 
 
 class InvertedResidual(nn.Module):
-    """1x1 to more channels, depthwise 3x3, 1x1 back, without ReLU at the end; a shortcut where the size stays."""
+    """1x1 expansion, depthwise 3x3 and 1x1 projection without ReLU. With stride 1 there is a shortcut."""
 
     def __init__(self, inputs: int, outputs: int, expansion: int, stride: int) -> None:
         super().__init__()
-        inside = expansion * inputs
+        inner = expansion * inputs
         self.stride = stride
-        self.conv1 = nn.Conv2d(inputs, inside, 1, bias=False)
-        self.bn1 = nn.BatchNorm2d(inside)
-        self.conv2 = nn.Conv2d(inside, inside, 3, stride, padding=1, groups=inside, bias=False)
-        self.bn2 = nn.BatchNorm2d(inside)
-        self.conv3 = nn.Conv2d(inside, outputs, 1, bias=False)
+        self.conv1 = nn.Conv2d(inputs, inner, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(inner)
+        self.conv2 = nn.Conv2d(inner, inner, 3, stride, padding=1, groups=inner, bias=False)
+        self.bn2 = nn.BatchNorm2d(inner)
+        self.conv3 = nn.Conv2d(inner, outputs, 1, bias=False)
         self.bn3 = nn.BatchNorm2d(outputs)
         self.shortcut = nn.Sequential()
         if stride == 1 and inputs != outputs:
             self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, bias=False), nn.BatchNorm2d(outputs))
 
     def forward(self, x: Tensor) -> Tensor:
-        inside = F.relu(self.bn1(self.conv1(x)))
-        inside = F.relu(self.bn2(self.conv2(inside)))
-        out: Tensor = self.bn3(self.conv3(inside))
+        inner = F.relu(self.bn1(self.conv1(x)))
+        inner = F.relu(self.bn2(self.conv2(inner)))
+        out: Tensor = self.bn3(self.conv3(inner))
         return out + self.shortcut(x) if self.stride == 1 else out
 
 
 class MobileNetV2(nn.Module):
-    """A 3x3 stem, stages of inverted residuals, a 1x1 convolution to 1280 channels, global average pool, classifier."""
+    """A 3x3 stem, stages of inverted residuals, a 1x1 convolution, global average pooling and a classifier."""
 
     def __init__(self, num_classes: int, in_channels: int) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class MobileNetV2(nn.Module):
 
 
 def mobilenetv2(num_classes: int = 10, in_channels: int = 3) -> nn.Module:
-    """MobileNetV2 for 32x32 images: the stem keeps the size, and so does the second stage.
+    """MobileNetV2 for 32x32 images. The stem and the second stage have stride 1.
 
     >>> sum(p.numel() for p in mobilenetv2().parameters())
     2296922

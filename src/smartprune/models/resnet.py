@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions beside a shortcut, which is a 1x1 convolution where the shape changes."""
+    """Two 3x3 convolutions with a shortcut, which is a 1x1 convolution if the shape changes."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class BasicBlock(nn.Module):
 
 
 class ResNet(nn.Module):
-    """A 3x3 stem, stages of basic blocks (all but the first halve the image), global average pool, classifier."""
+    """A 3x3 stem, stages of basic blocks (the first with stride 1, others 2), global average pooling and a classifier."""
 
     def __init__(self, widths: Sequence[int], depths: Sequence[int], num_classes: int, in_channels: int) -> None:
         super().__init__()

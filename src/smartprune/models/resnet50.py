@@ -1,4 +1,4 @@
-"""ResNet50 for 224x224 images: residual bottlenecks, which halve the image in their 3x3 convolution."""
+"""ResNet50 for 224x224 images. Its bottlenecks have their stride in the 3x3 convolution."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 STEM = 64
-EXPANSION = 4  # output channels of a bottleneck, in units of those inside
+EXPANSION = 4  # output channels of a bottleneck per inner channel
 
 
 class Bottleneck(nn.Module):
-    """1x1 to fewer channels, 3x3, 1x1 to more, beside a shortcut, which is a 1x1 convolution where the shape changes."""
+    """1x1, 3x3 and 1x1 convolutions with a shortcut, which is a 1x1 convolution if the shape changes."""
 
-    def __init__(self, inputs: int, inside: int, stride: int) -> None:
+    def __init__(self, inputs: int, inner: int, stride: int) -> None:
         super().__init__()
-        outputs = EXPANSION * inside
-        self.conv1 = nn.Conv2d(inputs, inside, 1, bias=False)
-        self.bn1 = nn.BatchNorm2d(inside)
-        self.conv2 = nn.Conv2d(inside, inside, 3, stride, padding=1, bias=False)
-        self.bn2 = nn.BatchNorm2d(inside)
-        self.conv3 = nn.Conv2d(inside, outputs, 1, bias=False)
+        outputs = EXPANSION * inner
+        self.conv1 = nn.Conv2d(inputs, inner, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(inner)
+        self.conv2 = nn.Conv2d(inner, inner, 3, stride, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(inner)
+        self.conv3 = nn.Conv2d(inner, outputs, 1, bias=False)
         self.bn3 = nn.BatchNorm2d(outputs)
         self.downsample = nn.Sequential()
         if stride != 1 or inputs != outputs:
@@ -31,16 +31,16 @@ class Bottleneck(nn.Module):
         return F.relu(self.bn3(self.conv3(out)) + self.downsample(x))
 
 
-def stage(inputs: int, inside: int, depth: int, stride: int) -> nn.Sequential:
-    """``depth`` bottlenecks, the first of which has the stride."""
-    first = Bottleneck(inputs, inside, stride)
-    return nn.Sequential(first, *(Bottleneck(EXPANSION * inside, inside, 1) for _ in range(depth - 1)))
+def stage(inputs: int, inner: int, depth: int, stride: int) -> nn.Sequential:
+    """``depth`` bottlenecks. The first one has the stride."""
+    first = Bottleneck(inputs, inner, stride)
+    return nn.Sequential(first, *(Bottleneck(EXPANSION * inner, inner, 1) for _ in range(depth - 1)))
 
 
 class ResNet50(nn.Module):
-    """A 7x7 stem and a pooling, four stages of bottlenecks, global average pool, classifier.
+    """A 7x7 stem, max pooling, four stages of bottlenecks, global average pooling and a classifier.
 
-    The names are those of the usual checkpoints, so that their weights can be loaded.
+    Module names are those of torchvision, so its checkpoints can be loaded.
     """
 
     def __init__(self, num_classes: int, in_channels: int) -> None:

@@ -1,4 +1,4 @@
-"""YOLOv5m with ReLU: a backbone of cross-stage blocks, a path up and one down over three scales, a box head on each."""
+"""YOLOv5m with ReLU: a CSP backbone, a path aggregation network over three scales, and a detection head on each."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 STRIDES = (8, 16, 32)  # pixels per cell of the three maps
-ANCHORS = (  # width and height in pixels, three for every map
+ANCHORS = (  # width and height in pixels, three anchors per map
     ((10, 13), (16, 30), (33, 23)),
     ((30, 61), (62, 45), (59, 119)),
     ((116, 90), (156, 198), (373, 326)),
 )
-BOX = 5  # numbers before the classes: x, y, width, height, objectness
-USUAL_SIZE, USUAL_OBJECTS = 640, 8  # what the first guess of the objectness is made for
+BOX = 5  # values before the classes: x, y, width, height, objectness
+USUAL_SIZE, USUAL_OBJECTS = 640, 8  # image side and objects per image that initialize the objectness
 Maps = tuple[Tensor, Tensor, Tensor]  # each [batch, anchors, rows, columns, BOX + classes]
 
 
 class Conv(nn.Module):
-    """Convolution, batch norm, ReLU."""
+    """Convolution, batch norm and ReLU."""
 
     def __init__(self, inputs: int, outputs: int, size: int = 1, stride: int = 1, padding: int | None = None) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Conv(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """1x1 and 3x3, with a shortcut or without."""
+    """1x1 and 3x3 convolutions with an optional shortcut."""
 
     def __init__(self, channels: int, shortcut: bool) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Bottleneck(nn.Module):
 
 
 class C3(nn.Module):
-    """Half of the channels pass through bottlenecks, half pass by; a 1x1 convolution joins them."""
+    """Half of the channels pass through bottlenecks, the other half bypass them. A 1x1 convolution joins both."""
 
     def __init__(self, inputs: int, outputs: int, depth: int, shortcut: bool = True) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class C3(nn.Module):
 
 
 class SPPF(nn.Module):
-    """Three 5x5 poolings one after another, all of which a 1x1 convolution sees: windows of 5, 9 and 13."""
+    """Three 5x5 poolings in sequence (windows of 5, 9 and 13). A 1x1 convolution joins all of their outputs."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -71,14 +71,14 @@ class SPPF(nn.Module):
         self.conv2 = Conv(2 * channels, channels)
 
     def forward(self, x: Tensor) -> Tensor:
-        seen = [self.conv1(x)]
+        outputs = [self.conv1(x)]
         for _ in range(3):
-            seen.append(F.max_pool2d(seen[-1], 5, 1, padding=2))
-        return self.conv2(torch.cat(seen, 1))  # type: ignore[no-any-return]
+            outputs.append(F.max_pool2d(outputs[-1], 5, 1, padding=2))
+        return self.conv2(torch.cat(outputs, 1))  # type: ignore[no-any-return]
 
 
 class Detect(nn.Module):
-    """A 1x1 convolution on each of the three maps: box, objectness and classes of three anchors in every cell."""
+    """A 1x1 convolution per map: box, objectness and classes of three anchors in every cell."""
 
     anchors: Tensor  # [maps, anchors, 2] in pixels
 
@@ -89,8 +89,8 @@ class Detect(nn.Module):
         self.convs = nn.ModuleList(nn.Conv2d(width, len(ANCHORS[0]) * self.outputs, 1) for width in inputs)
         for conv, stride in zip(self.convs, STRIDES, strict=True):
             bias = conv.bias.detach().view(-1, self.outputs)  # type: ignore[operator]
-            bias[:, BOX - 1] += math.log(USUAL_OBJECTS * stride**2 / USUAL_SIZE**2)  # few cells hold an object
-            bias[:, BOX:] += math.log(0.6 / (num_classes - 0.99999))  # few objects are of one class
+            bias[:, BOX - 1] += math.log(USUAL_OBJECTS * stride**2 / USUAL_SIZE**2)  # few cells contain an object
+            bias[:, BOX:] += math.log(0.6 / (num_classes - 0.99999))  # few objects belong to one class
 
     def forward(self, *features: Tensor) -> Maps:
         maps = [conv(x).unflatten(1, (-1, self.outputs)) for conv, x in zip(self.convs, features, strict=True)]
@@ -99,9 +99,9 @@ class Detect(nn.Module):
 
 
 class YOLOv5(nn.Module):
-    """The v6 layout; image sides are multiples of 32. Training and evaluation both give the raw maps."""
+    """The v6 layout. Image sides must be multiples of 32. The model returns raw maps in training and in evaluation."""
 
-    smartprune_skip: ClassVar[tuple[str, ...]] = ("detect.*",)  # what the boxes are read from
+    smartprune_skip: ClassVar[tuple[str, ...]] = ("detect.*",)  # output layers
 
     def __init__(self, widths: Sequence[int], depths: Sequence[int], num_classes: int, in_channels: int) -> None:
         super().__init__()
@@ -134,15 +134,15 @@ class YOLOv5(nn.Module):
         return self.detect(out3, out4, out5)  # type: ignore[no-any-return]
 
     def decode(self, maps: Sequence[Tensor]) -> Tensor:
-        """Boxes [batch, N, 5 + classes] of raw maps: centre, width and height in pixels, objectness and classes in [0, 1].
+        """Boxes [batch, N, 5 + classes] from raw maps: center, width and height in pixels, objectness and classes in [0, 1].
 
-        A centre lies less than one cell from the middle of its own, a side is less than four times its anchor's:
-        ``xy = (2 s - 0.5 + cell) * stride``, ``wh = (2 s)^2 * anchor`` with s the sigmoid of the raw number.
+        A center lies within one cell of the middle of its cell, and a side is at most four times that of its anchor:
+        ``xy = (2 s - 0.5 + cell) * stride``, ``wh = (2 s)^2 * anchor`` with s the sigmoid of the raw value.
         """
         out = []
         for raw, anchors, stride in zip(maps, self.detect.anchors, STRIDES, strict=True):
             y, x = torch.meshgrid(*(torch.arange(n, device=raw.device) for n in raw.shape[2:4]), indexing="ij")
-            s = raw.float().sigmoid()  # half precision has no room for pixels
+            s = raw.float().sigmoid()  # half precision cannot represent pixels
             xy = (2 * s[..., :2] - 0.5 + torch.stack([x, y], -1)) * stride
             wh = (2 * s[..., 2:4]).square() * anchors[:, None, None]
             out.append(torch.cat([xy, wh, s[..., 4:]], -1).flatten(1, 3))
@@ -150,7 +150,7 @@ class YOLOv5(nn.Module):
 
 
 def yolov5m(num_classes: int = 80, in_channels: int = 3) -> nn.Module:
-    """YOLOv5m with ReLU: channels 48-96-192-384-768, cross-stage blocks of 2, 4, 6 and 2 bottlenecks, 2 in the head.
+    """YOLOv5m with ReLU: channels 48-96-192-384-768, CSP blocks with 2, 4, 6 and 2 bottlenecks, and 2 in the neck.
 
     >>> sum(p.numel() for p in yolov5m().parameters())
     21190557

@@ -296,7 +296,7 @@ def _check(config: Config, task: Task) -> None:
     from ..core.block import Block
     from ..core.budget import as_share
     from ..hardware.npu import read_npu
-    from ..models.named import HOW, foreign
+    from ..models.named import OTHER_NAMES, is_external
     from ..tasks.augment import STRONGEST
 
     for name in POSITIVE:
@@ -335,9 +335,9 @@ def _check(config: Config, task: Task) -> None:
     as_share(share, name)
     if "npu" in budget_fields(name):
         read_npu(config.npu)
-    if config.model not in task.models and not foreign(config.model):
+    if config.model not in task.models and not is_external(config.model):
         raise SmartpruneError(
-            f"model={config.model!r} does not fit {config.task}; it takes: {', '.join(task.models)}; or write {HOW}"
+            f"model={config.model!r} does not fit {config.task}; it takes: {', '.join(task.models)}; or use {OTHER_NAMES}"
         )
     if config.floor is not None:
         as_share(config.floor, "floor", "the least share of its blocks that each layer keeps")

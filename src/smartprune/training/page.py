@@ -13,7 +13,7 @@ from ..artifacts.source import read_source
 from ..errors import SmartpruneError
 from ..hardware.estimate import Estimate
 from ..hardware.npu import read_npu
-from ..models import foreign
+from ..models import is_external
 from ..reports.page import write_page
 from ..run_files import CONFIG, PAGE
 from . import config as configs
@@ -48,7 +48,7 @@ def _made(folder: str | Path, own: bool) -> tuple[Config, nn.Module, Any]:
     """The network of a run and an input. A folder from elsewhere must choose neither what code runs nor how much memory is
     taken: its network has to be one of ours, without numbers in it, and to fit the weights beside it."""
     config = configs.load(Path(folder) / CONFIG)
-    if foreign(config.model) and not own:
+    if is_external(config.model) and not own:
         raise SmartpruneError(f"model={config.model!r} is not of this package")
     task = configs.make_task(config.task, config.task_settings)
     try:

@@ -30,7 +30,7 @@ from ..fields import MAX_TEXT, Fields, is_valid_name
 from ..files import parse_json, read_limited
 from ..hardware.npu import read_npu
 from ..methods import capabilities
-from ..models.named import foreign
+from ..models.named import is_external
 from ..pruning.pruner import bake
 from ..run_files import STAGES
 from ..tasks import Data
@@ -271,7 +271,7 @@ def _train_stage(run: Run, progress: Callable[[Tick], None], stop: Callable[[], 
             try:
                 take_step(run, *batches)
             except (TypeError, ValueError, IndexError, KeyError, AttributeError, RuntimeError) as error:
-                if run.step or not foreign(run.config.model):
+                if run.step or not is_external(run.config.model):
                     raise
                 raise SmartpruneError(
                     f"model={run.config.model!r}: its first step on {run.config.task} failed ({type(error).__name__}: "
