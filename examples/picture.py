@@ -1,6 +1,6 @@
-"""Draws one layer of a run before and after pruning: python examples/picture.py RUN OUT.png [LAYER]
+"""Draws the weights of one layer of a run before and after pruning: python examples/picture.py RUN OUT.png [LAYER]
 
-Rows are input channels, columns output channels, at the centre of the kernel. Removed blocks are grey.
+Rows are input channels and columns are output channels, at the center of the kernel. Removed blocks are gray.
 """
 
 import struct
@@ -18,7 +18,7 @@ BACKGROUND, REMOVED, POSITIVE, NEGATIVE = (255, 255, 255), (232, 232, 236), (196
 
 
 def panel(weight: np.ndarray, block: tuple[int, int], scale: float) -> np.ndarray:
-    """[in, out] weights as pixels, with thin lines between blocks."""
+    """Pixels of the weights [in, out], with thin lines between blocks."""
     rows, columns = weight.shape
     height, width = (size * CELL + (size - 1) // side * GAP for size, side in zip(weight.shape, block, strict=True))
     image = np.full((height, width, 3), BACKGROUND, dtype=np.float64)
@@ -27,8 +27,8 @@ def panel(weight: np.ndarray, block: tuple[int, int], scale: float) -> np.ndarra
             y, x = i * CELL + i // block[0] * GAP, j * CELL + j // block[1] * GAP
             box = weight[i // block[0] * block[0] :, j // block[1] * block[1] :][: block[0], : block[1]]
             strength = min(abs(weight[i, j]) / scale, 1.0) ** 0.6
-            colour = np.array(POSITIVE if weight[i, j] > 0 else NEGATIVE) * strength + 255 * (1 - strength)
-            image[y : y + CELL, x : x + CELL] = colour if box.any() else REMOVED
+            color = np.array(POSITIVE if weight[i, j] > 0 else NEGATIVE) * strength + 255 * (1 - strength)
+            image[y : y + CELL, x : x + CELL] = color if box.any() else REMOVED
     return image
 
 
@@ -50,17 +50,16 @@ def main(run: str, out: str, layer: str = "") -> None:
     receipt = Receipt.load(folder / "receipt.json").to_json()
     size = [int(part) for part in receipt["block"].split("x")]
     rows = receipt["layers"]
-    named = {row["name"]: row["weight"] for row in rows if len(row["shape"]) == 4}
-    layer = layer or list(named)[len(named) // 2]
-    if layer not in named:
-        sys.exit(f"there is no layer {layer!r} to draw; there are: {', '.join(named)}")
-    weight = named[layer]
-    pictures = []
+    weights = {row["name"]: row["weight"] for row in rows if len(row["shape"]) == 4}
+    layer = layer or list(weights)[len(weights) // 2]
+    if layer not in weights:
+        sys.exit(f"no layer {layer!r} in {run}; choose from {', '.join(weights)}")
+    kernels = []
     for name in ("dense.safetensors", "model.safetensors"):
-        tensor = load_file(folder / name)[weight]
-        pictures.append(tensor[:, :, tensor.shape[2] // 2, tensor.shape[3] // 2].T)
-    scale = float(np.quantile(np.abs(np.stack(pictures)), 0.995))
-    before, after = (panel(picture, (size[1], size[0]), scale) for picture in pictures)
+        tensor = load_file(folder / name)[weights[layer]]
+        kernels.append(tensor[:, :, tensor.shape[2] // 2, tensor.shape[3] // 2].T)
+    scale = float(np.quantile(np.abs(np.stack(kernels)), 0.995))
+    before, after = (panel(kernel, (size[1], size[0]), scale) for kernel in kernels)
     space = np.full((before.shape[0], MARGIN, 3), BACKGROUND, dtype=np.float64)
     write_png(Path(out), np.concatenate([before, space, after], axis=1))
 

@@ -1,4 +1,4 @@
-"""A plain PyTorch loop, and the lines that prune it (marked +). Run: python examples/your_loop.py"""
+"""A plain PyTorch training loop. The lines marked + prune the model. Run: python examples/your_loop.py"""
 
 import torch
 from sklearn.datasets import load_digits

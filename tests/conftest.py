@@ -1,4 +1,4 @@
-"""One thread for every test: with two, a busy machine is many times slower."""
+"""Fixtures of all tests. Tests use one thread, because two threads are many times slower on a busy machine."""
 
 import os
 import sys
@@ -20,5 +20,5 @@ def _seeded() -> None:
 
 @pytest.fixture(autouse=True)
 def _no_onnx(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs write no ONNX where they are not asked to: loading the exporter takes longer than most tests."""
+    """Runs write ONNX files only on request, because loading the exporter takes longer than most tests."""
     monkeypatch.setattr("smartprune.training.outputs.missing", lambda: ["onnx"])

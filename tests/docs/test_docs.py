@@ -1,4 +1,4 @@
-"""What the documentation shows is executed: code blocks, docstrings and examples."""
+"""Runs the code blocks of the documentation, the docstrings and the examples, and checks links."""
 
 import doctest
 import importlib
@@ -17,7 +17,7 @@ from helpers import training_jobs
 from smartprune.training.train import train
 
 ROOT = Path(__file__).parents[2]
-TUTORIAL = ROOT / "docs" / "tutorial.md"  # one program from its first line to its last
+TUTORIAL = ROOT / "docs" / "tutorial.md"  # one program in several code blocks
 PAGES = [ROOT / "README.md", *(page for page in sorted((ROOT / "docs").glob("*.md")) if page != TUTORIAL)]
 
 
@@ -28,8 +28,8 @@ def snippets(page: Path) -> list[str]:
 SNIPPETS = [pytest.param(text, id=f"{page.name}-{i}") for page in PAGES for i, text in enumerate(snippets(page))]
 
 
-def setting() -> dict[str, object]:
-    """What a snippet may take for granted: a user's model, data, loss and optimizer."""
+def user_variables() -> dict[str, object]:
+    """Variables that code blocks may use: a model, data, a loss and an optimizer."""
     model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 32, 3), nn.Flatten(), nn.Linear(32 * 16, 10))
     data = [(torch.randn(2, 3, 8, 8), torch.randint(0, 10, (2,)))] * 8
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
@@ -43,12 +43,12 @@ def setting() -> dict[str, object]:
 
 
 @pytest.mark.parametrize("text", SNIPPETS)
-def test_snippets_run(text: str) -> None:
-    scope = setting()
+def test_code_blocks_run(text: str) -> None:
+    scope = user_variables()
     methods = dict(sp.METHODS)
     try:
         exec(text.replace("steps=7640", "steps=6"), scope)
-    finally:  # a snippet may add a method
+    finally:  # a code block may add a method
         sp.METHODS.clear()
         sp.METHODS.update(methods)
     if "bake" in text:
@@ -62,26 +62,26 @@ def test_tutorial_runs(capsys: pytest.CaptureFixture[str]) -> None:
         pytest.skip("no C compiler")
     scope: dict[str, object] = {}
     exec("\n".join(snippets(TUTORIAL)), scope)
-    told = capsys.readouterr().out
-    dense, pruned = map(float, re.findall(r"accuracy ([\d.]+) dense, ([\d.]+) pruned", told)[0])
+    output = capsys.readouterr().out
+    dense, pruned = map(float, re.findall(r"accuracy ([\d.]+) dense, ([\d.]+) pruned", output)[0])
     assert dense > 0.9
     assert pruned > 0.85
 
 
-def modules() -> list[str]:
+def module_names() -> list[str]:
     names = [m.name for m in pkgutil.walk_packages(sp.__path__, "smartprune.") if "triton" not in m.name]
     return [name for name in names if not name.endswith("__main__")]
 
 
-@pytest.mark.parametrize("name", modules())
-def test_docstrings(name: str) -> None:
+@pytest.mark.parametrize("name", module_names())
+def test_docstring_examples_run(name: str) -> None:
     if name.startswith("smartprune.integrations."):
         pytest.importorskip(name, reason="the trainer is not installed", exc_type=sp.SmartpruneError)
     failed, _ = doctest.testmod(importlib.import_module(name))
     assert failed == 0
 
 
-def test_example_of_a_plain_loop(capsys: pytest.CaptureFixture[str]) -> None:
+def test_example_your_loop_prunes_and_learns(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("sklearn")
     main = runpy.run_path(str(ROOT / "examples" / "your_loop.py"))["main"]
     accuracy, receipt = main(epochs=4)
@@ -89,8 +89,8 @@ def test_example_of_a_plain_loop(capsys: pytest.CaptureFixture[str]) -> None:
     assert accuracy > 0.5
 
 
-def test_example_of_a_picture(tmp_path: Path) -> None:
-    """Of a layer whose last blocks are partial, too, with all of its cells; of one that is not there, none."""
+def test_example_picture_draws_any_layer(tmp_path: Path) -> None:
+    """Including a layer with partial blocks. An unknown layer name is an error."""
     pytest.importorskip("sklearn")
     image = pytest.importorskip("PIL.Image")
     train(
@@ -105,16 +105,16 @@ def test_example_of_a_picture(tmp_path: Path) -> None:
     outs, ins = layer.shape[:2]
     with image.open(tmp_path / "b.png") as picture:
         assert picture.size == (2 * (6 * outs + (outs - 1) // 8) + 24, 6 * ins + (ins - 1) // 4)
-    with pytest.raises(SystemExit, match="there is no layer 'conv99' to draw"):
+    with pytest.raises(SystemExit, match="no layer 'conv99'"):
         main(str(tmp_path / "run"), str(tmp_path / "c.png"), "conv99")
 
 
-def test_the_plus_lines_are_few() -> None:
+def test_example_your_loop_adds_five_lines() -> None:
     lines = (ROOT / "examples" / "your_loop.py").read_text().splitlines()
     assert sum(line.endswith("# +") for line in lines) == 5
 
 
-def test_equations_stand_beside_their_lines() -> None:
+def test_lines_quoted_in_how_it_works_exist() -> None:
     """``file.py``: `line`, `line` in the last column of a table of how-it-works.md."""
     quoted = re.findall(r"\| `([\w/]+\.py)`: (.*) \|$", (ROOT / "docs" / "how-it-works.md").read_text(), re.M)
     assert len(quoted) == 10
@@ -124,7 +124,7 @@ def test_equations_stand_beside_their_lines() -> None:
             assert line in source, f"{file}: {line}"
 
 
-def test_links_lead_somewhere() -> None:
+def test_relative_links_exist() -> None:
     for page in PAGES:
         for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
