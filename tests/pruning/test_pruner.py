@@ -1,6 +1,5 @@
-"""What the pruner does behind the user's back, counted."""
+"""The public interface of the pruner for integrations and CUDA graphs, and models on other devices than the default one."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,119 +8,13 @@ from torch import nn
 
 import smartprune as sp
 from helpers import zoo
-from smartprune.methods import smart
 from smartprune.methods.method import Method
-
-
-@pytest.fixture
-def solves(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Grows by one with every solve of the soft top-k."""
-    calls: list[int] = []
-    real = smart.soft_topk
-
-    def counted(scores: torch.Tensor, *rest: object, **options: object) -> torch.Tensor:
-        calls.append(scores.numel())
-        return real(scores, *rest, **options)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(smart, "soft_topk", counted)
-    return calls
-
-
-def test_one_solve_per_forward_whatever_the_number_of_layers(solves: list[int]) -> None:
-    model, x = zoo.resnet18()
-    pruner = sp.attach(model, sp.Smart(), block=(16, 8), sparsity=0.95, steps=10)
-    assert len(pruner.plan.layers) == 19
-    model(x)
-    assert solves == [87168]
-    model.eval()
-    with torch.no_grad():
-        model(x)
-    assert len(solves) == 2
-
-
-def test_one_solve_per_step_where_only_submodules_are_called(solves: list[int]) -> None:
-    model, x = zoo.plain_cnn()
-    pruner = sp.attach(model, sp.Smart(), block=(4, 4), sparsity=0.5, steps=10)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
-    for step in range(3):
-        out = x
-        for layer in model:
-            out = layer(out)
-        out.sum().backward()
-        optimizer.step()
-        pruner.step()
-        assert len(solves) == step + 1
-
-
-def test_a_change_of_autocast_multiplies_again_but_does_not_solve_again(solves: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    model, x = zoo.plain_cnn()
-    pruner = sp.attach(model, sp.Smart(), block=(4, 4), sparsity=0.5, steps=10)
-    model(x)
-    first = pruner.live.masked(0)
-    monkeypatch.setattr("smartprune.pruning.weights._autocast_dtype", lambda: torch.bfloat16)
-    assert pruner.live.masked(0) is not first
-    assert len(solves) == 1
-
-
-def test_a_frozen_model_solves_nothing(solves: list[int]) -> None:
-    model, x = zoo.plain_cnn()
-    pruner = sp.attach(model, sp.Smart(), block=(4, 4), sparsity=0.5, steps=1)
-    pruner.freeze(force=True)
-    solves.clear()
-    nn.functional.cross_entropy(model(x), torch.tensor([1, 2, 3, 4])).backward()
-    assert solves == []
-    assert model[3].weight.data_ptr() == pruner.blocks.weights[0].data_ptr()  # the weight itself: nothing is copied
-
-
-def searched(look: Callable[[nn.Module, sp.Pruner], object], told: Callable[[sp.Pruner], object]) -> list[torch.Tensor]:
-    """The state at the end of a search in which somebody looks before and after every step of the pruner."""
-    torch.manual_seed(0)
-    model, x = zoo.plain_cnn()
-    pruner = sp.attach(model, sp.Smart(), block=(4, 4), sparsity=0.5, steps=20)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for _ in range(20):
-        nn.functional.cross_entropy(model(x), torch.tensor([1, 2, 3, 4])).backward()
-        optimizer.step()
-        with torch.no_grad():
-            look(model.eval(), pruner)
-        model.train()
-        pruner.step()
-        told(pruner)
-        optimizer.zero_grad()
-    return [tensor.clone() for tensor in model.state_dict().values()]
-
-
-def test_who_looks_at_a_search_does_not_change_it() -> None:
-    """A mask that was asked for after the optimizer's step moved the place where the next solve starts, by some bits."""
-    x = zoo.plain_cnn()[1]
-    plain = searched(lambda model, pruner: None, lambda pruner: None)
-    looked = searched(lambda model, pruner: (pruner.mask, model(x)), lambda pruner: pruner.telemetry())
-    assert all(torch.equal(a, b) for a, b in zip(plain, looked, strict=True))
-
-
-def test_telemetry_of_steps_after_an_evaluation() -> None:
-    """What an evaluation drops was not measured: the figures stood still."""
-    x, masks = zoo.plain_cnn()[1], []
-
-    def look(model: nn.Module, pruner: sp.Pruner) -> None:
-        model(x)
-        masks.append(pruner.mask)
-
-    def told(pruner: sp.Pruner) -> None:
-        mask = pruner.mask if pruner.phase == "frozen" else masks[-1]  # that of the step; hard once it was the last
-        found = pruner.telemetry()
-        assert found["undecided"] == sum(0.01 < value < 0.99 for value in mask.tolist())
-        assert found["kept"] == [int((mask[layer.start : layer.stop] > 0.5).sum()) for layer in pruner.plan.layers]
-
-    searched(look, told)
-    assert len(masks) == 20
-    assert not torch.equal(masks[0], masks[-1])
 
 
 @pytest.mark.parametrize("method", [sp.Smart(), sp.Gradual(), sp.Pdp(), sp.Pas(), sp.Awg(stages=2, cap="relax"), sp.Acdc(cycles=2)])
 @pytest.mark.parametrize("kind", ["blocks", "macs", "cycles"])
-def test_another_default_device(method: Method, kind: str, tmp_path: Path) -> None:
-    """As with torch.set_default_device("cuda") and a model on the CPU: nothing of ours may land there."""
+def test_another_default_device_is_ignored(method: Method, kind: str, tmp_path: Path) -> None:
+    """As with torch.set_default_device("cuda") and a model on the CPU: no tensor may be created on that device."""
     model, x = zoo.plain_cnn()
     budgets = {
         "blocks": {"sparsity": 0.5, "floor": 0.1},
@@ -144,3 +37,66 @@ def test_another_default_device(method: Method, kind: str, tmp_path: Path) -> No
         assert sp.verify(tmp_path / "packed").mask_hash == receipt.mask_hash
         assert torch.equal(sp.unpack(tmp_path / "packed")["3.weight"], model[3].weight)
         assert str(sp.report(tmp_path / "packed"))
+
+
+def attach_smart(steps: int = 10) -> tuple[nn.Module, torch.Tensor, sp.Pruner]:
+    model, x = zoo.plain_cnn()
+    return model, x, sp.attach(model, sp.Smart(), block=(4, 4), sparsity=0.5, steps=steps)
+
+
+def train_step(model: nn.Module, x: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
+    nn.functional.cross_entropy(model(x), torch.tensor([1, 2, 3, 4])).backward()
+    optimizer.step()
+
+
+def test_reschedule_equals_attaching_with_that_length() -> None:
+    states = []
+    for steps in (10, 6):
+        torch.manual_seed(0)
+        model, x, pruner = attach_smart(steps)
+        pruner.reschedule(6)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        for _ in range(6):
+            train_step(model, x, optimizer)
+            pruner.step()
+            optimizer.zero_grad()
+        assert pruner.phase == "frozen"
+        states.append(model.state_dict())
+    assert all(torch.equal(a, b) for a, b in zip(states[0].values(), states[1].values(), strict=True))
+
+
+def test_reschedule_after_the_first_step_raises() -> None:
+    model, x, pruner = attach_smart()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    train_step(model, x, optimizer)
+    pruner.step()
+    with pytest.raises(sp.SmartpruneError, match="the search is at step 1; change its length before the first step"):
+        pruner.reschedule(20)
+    assert pruner.steps == 10
+
+
+def test_a_state_of_another_length_needs_adopt_steps() -> None:
+    state = attach_smart(20)[2].state_dict()
+    pruner = attach_smart(10)[2]
+    with pytest.raises(sp.SmartpruneError, match="steps=20, this one 10"):
+        pruner.load_state_dict(state)
+    assert pruner.steps == 10
+    pruner.load_state_dict(state, adopt_steps=True)
+    assert pruner.steps == 20
+
+
+def test_a_restored_forward_pass_is_what_the_step_measures() -> None:
+    """As with a CUDA graph, whose replays write into the memory of the recorded forward pass."""
+    model, x, pruner = attach_smart()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    train_step(model, x, optimizer)
+    masked = pruner.take_forward()
+    assert masked is not None
+    assert pruner.take_forward() is None
+    masked.mask.detach()[:] = 1.0
+    pruner.restore_forward(masked)
+    pruner.step()
+    assert sum(pruner.telemetry()["kept"]) == pruner.plan.n
+    pruner.freeze(force=True)
+    model(x)
+    assert pruner.take_forward() is None  # only the mask of a search is measured
