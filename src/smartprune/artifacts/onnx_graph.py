@@ -1,4 +1,4 @@
-"""ONNX graphs: made by torch's exporter, cleaned, run in onnxruntime and quantized."""
+"""ONNX graphs: export with torch, cleaning, running and quantization with onnxruntime."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from .onnx_read import BLOCK, QUANTIZED, RECEIPT, OnnxFile, need
 from .receipt import Receipt
 from .source import Cut
 
-SCOPES = "pkg.torch.onnx.name_scopes"  # where torch's exporter notes the module of a node
+SCOPES = "pkg.torch.onnx.name_scopes"  # node metadata of torch's exporter: the modules that contain the operation
 
 
 def export_graph(model: nn.Module, inputs: tuple[Tensor, ...], outputs: int, fold: bool, dynamic_batch: bool) -> Any:
-    need("onnxscript")  # torch's exporter is written in it
-    if dynamic_batch and inputs[0].shape[0] == 1:  # the exporter takes an axis of one entry for a constant
+    need("onnxscript")  # torch's exporter needs it
+    if dynamic_batch and inputs[0].shape[0] == 1:  # the exporter treats an axis of size 1 as constant
         inputs = tuple(torch.cat([x, x]) for x in inputs)
     shapes = tuple({0: torch.export.Dim("batch")} for _ in inputs) if dynamic_batch else None
     try:
@@ -44,24 +44,24 @@ def export_graph(model: nn.Module, inputs: tuple[Tensor, ...], outputs: int, fol
                 optimize=fold,
                 verbose=False,
             )
-    except Exception as error:  # the exporter has many ways to fail, each with its own type
+    except Exception as error:  # the exporter raises many types of errors
         raise SmartpruneError(f"export_onnx: torch could not export the model ({_cause(error)})") from error
     assert program is not None
     return program.model_proto
 
 
 def _cause(error: BaseException) -> str:
-    """What went wrong in the end: exporters wrap an error in others that say less, in colours and with lists of their steps."""
-    seen = [error]
-    while (inner := seen[-1].__cause__) is not None and inner not in seen:
-        seen.append(inner)
-    lines = [line for line in str(seen[-1]).strip().splitlines() if line.strip()] or [""]
-    return text.escape(f"{type(seen[-1]).__name__}: {lines[0].strip()[:300]}")
+    """The first line of the innermost error. Exporters wrap it in others that say less, with colours and lists of steps."""
+    errors = [error]
+    while (inner := errors[-1].__cause__) is not None and inner not in errors:
+        errors.append(inner)
+    lines = [line for line in str(errors[-1]).strip().splitlines() if line.strip()] or [""]
+    return text.escape(f"{type(errors[-1]).__name__}: {lines[0].strip()[:300]}")
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the warnings that exporters and quantizers give on every model; what they print is no result of ours."""
+    """Hides warnings that exporters and quantizers give for every model, and sends what they print to stderr."""
     loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir", "root")]
     loggers.append(logging.getLogger("torch.onnx._internal.exporter._registration"))
     levels = [logger.level for logger in loggers]
@@ -77,9 +77,11 @@ def _quiet() -> Iterator[None]:
 
 
 def clean(graph: Any, cuts: Sequence[Cut]) -> list[str]:
-    """Drops what only the exporter cares about (paths of source files among it), and gives weights their own names back
-    where it stores them turned, under another name that they have, or once for several that are equal. Returns the weights
-    that are not in the graph."""
+    """Removes metadata of the exporter, such as paths of source files, and restores the names of weights.
+
+    The exporter may store a weight transposed, under another of its names, or once for several equal ones. Returns the weights
+    that are not in the graph.
+    """
     arrays = {tensor.name: need("onnx").numpy_helper.to_array(tensor) for tensor in graph.graph.initializer}
     free = [name for name in arrays if name not in {cut.weight for cut in cuts}]
     missing = []
@@ -93,26 +95,25 @@ def clean(graph: Any, cuts: Sequence[Cut]) -> list[str]:
             arrays[cut.weight] = arrays.pop(name)
         else:
             missing.append(cut)
-    found = _split(graph, arrays, cuts, missing)
+    restored = _split_merged(graph, arrays, cuts, missing)
     graph.doc_string = ""
     del graph.metadata_props[:]
     for part in (graph.graph, *graph.graph.node, *graph.graph.value_info, *graph.graph.initializer):
         part.doc_string = ""
         del part.metadata_props[:]
-    return [cut.weight for cut in missing if cut.weight not in found]
+    return [cut.weight for cut in missing if cut.weight not in restored]
 
 
 def _equal(array: Any, cut: Cut) -> bool:
-    given = cut.tensor.numpy()
-    return any(np.array_equal(array, form) for form in (given, given.T))
+    weight = cut.tensor.numpy()
+    return any(np.array_equal(array, form) for form in (weight, weight.T))
 
 
-def _split(graph: Any, arrays: Mapping[str, Any], cuts: Sequence[Cut], missing: Sequence[Cut]) -> set[str]:
-    """Gives equal weights that the exporter merged, such as small ones whose blocks are all gone, a tensor each again. Returns
-    those that got one.
+def _split_merged(graph: Any, arrays: Mapping[str, Any], cuts: Sequence[Cut], missing: Sequence[Cut]) -> set[str]:
+    """Gives equal weights that the exporter merged a tensor each, and returns them. Small weights without kept blocks are equal.
 
-    A node says which module it comes from, but after folding that may be the normalization: the nodes that are left go to
-    the weights that are left, in order, which changes nothing that is computed, for the values are equal.
+    The metadata of a node names its module, but after folding that may be the normalization. The remaining nodes go to the
+    remaining weights in order, which changes no result because the values are equal.
     """
     done: set[str] = set()
     for name in [cut.weight for cut in cuts if cut.weight in arrays]:
@@ -144,22 +145,22 @@ def _split(graph: Any, arrays: Mapping[str, Any], cuts: Sequence[Cut], missing: 
 
 
 def _scopes(node: Any) -> list[str]:
-    """The modules that a node comes from, by name, as torch's exporter writes them."""
-    said = next((entry.value for entry in node.metadata_props if entry.key == SCOPES), "[]")
+    """The names of the modules that a node comes from, as torch's exporter writes them."""
+    value = next((entry.value for entry in node.metadata_props if entry.key == SCOPES), "[]")
     try:
-        found = ast.literal_eval(said)
+        scopes = ast.literal_eval(value)
     except (ValueError, SyntaxError):
         return []
-    return [name for name in found[1:-1] if isinstance(name, str)] if isinstance(found, list) else []
+    return [name for name in scopes[1:-1] if isinstance(name, str)] if isinstance(scopes, list) else []
 
 
 def _fits(node: Any, index: int, array: Any, cut: Cut) -> bool:
-    """Whether a node that reads ``array`` can be the one of this weight, by the axes that it expects."""
-    turned = index == 1 and (
+    """Whether a node that reads ``array`` can belong to this weight, judging by the axes that it expects."""
+    transposed = index == 1 and (
         node.op_type == "MatMul" or (node.op_type == "Gemm" and not any(a.name == "transB" and a.i for a in node.attribute))
     )
     shape = tuple(cut.tensor.shape)
-    return tuple(array.shape) == (shape[::-1] if turned else shape)
+    return tuple(array.shape) == (shape[::-1] if transposed else shape)
 
 
 def _rename(graph: Any, old: str, new: str) -> None:
@@ -172,20 +173,20 @@ def _rename(graph: Any, old: str, new: str) -> None:
                 node.input[i] = new
 
 
-def describe(graph: Any, block: Block, receipt: Receipt | None) -> None:
-    said = {BLOCK: str(block)}
+def add_metadata(graph: Any, block: Block, receipt: Receipt | None) -> None:
+    metadata = {BLOCK: str(block)}
     if receipt is not None:
-        said[RECEIPT] = json.dumps(receipt.to_json(), sort_keys=True)
-    need("onnx").helper.set_model_props(graph, said)
+        metadata[RECEIPT] = json.dumps(receipt.to_json(), sort_keys=True)
+    need("onnx").helper.set_model_props(graph, metadata)
     graph.producer_name, graph.producer_version = "smartprune", ""
 
 
-def serialized(graph: Any) -> bytes:
+def serialize(graph: Any) -> bytes:
     try:
         need("onnx").checker.check_model(graph, full_check=True)
         data: bytes = graph.SerializeToString(deterministic=True)
     except Exception as error:
-        raise SmartpruneError(f"export_onnx: the graph is not sound ({str(error)[:300]})") from error
+        raise SmartpruneError(f"export_onnx: the graph is invalid ({str(error)[:300]})") from error
     return data
 
 
@@ -202,11 +203,11 @@ def session_of(data: bytes) -> Any:
 
 def outputs_of(session: Any, batch: tuple[Tensor, ...]) -> list[Tensor]:
     try:
-        found = session.run(None, _feed(session, batch))
+        outputs = session.run(None, _feed(session, batch))
     except Exception as error:
         shapes = ", ".join(text.format_shape(x.shape) for x in batch)
         raise SmartpruneError(f"export_onnx: the graph failed on inputs of {shapes} ({str(error)[:300]})") from error
-    return [torch.from_numpy(np.asarray(out)) for out in found]
+    return [torch.from_numpy(np.asarray(out)) for out in outputs]
 
 
 def _feed(session: Any, batch: tuple[Tensor, ...]) -> dict[str, Any]:
@@ -216,14 +217,16 @@ def _feed(session: Any, batch: tuple[Tensor, ...]) -> dict[str, Any]:
     return {name: x.numpy() for name, x in zip(names, batch, strict=True)}
 
 
-def quantized(data: bytes, batches: Sequence[tuple[Tensor, ...]]) -> tuple[bytes, list[str]]:
-    """The same graph with int8 weights and activations between QuantizeLinear and DequantizeLinear nodes; and those that stay
-    in float, the grouped transposed convolutions with a bias, for which onnxruntime has scales of one group only."""
+def quantize(data: bytes, batches: Sequence[tuple[Tensor, ...]]) -> tuple[bytes, list[str]]:
+    """The graph with int8 weights and activations between QuantizeLinear and DequantizeLinear nodes, and the nodes left in float.
+
+    Grouped transposed convolutions with a bias stay in float, because onnxruntime has the scales of only one group for them.
+    """
     quantization = need("onnxruntime.quantization")
     session = session_of(data)
     nodes = need("onnx").load_model_from_string(data).graph.node
     transposed = [node for node in nodes if node.op_type == "ConvTranspose" and len(node.input) > 2]
-    left = [node.name for node in transposed if any(a.name == "group" and a.i > 1 for a in node.attribute)]
+    unquantized = [node.name for node in transposed if any(a.name == "group" and a.i > 1 for a in node.attribute)]
     feeds = iter([_feed(session, batch) for batch in batches])
     reader = type("Reader", (quantization.CalibrationDataReader,), {"get_next": lambda self: next(feeds, None)})
     with tempfile.TemporaryDirectory() as folder, _quiet():
@@ -238,16 +241,16 @@ def quantized(data: bytes, batches: Sequence[tuple[Tensor, ...]]) -> tuple[bytes
                 per_channel=True,
                 activation_type=quantization.QuantType.QInt8,
                 weight_type=quantization.QuantType.QInt8,
-                nodes_to_exclude=left,
+                nodes_to_exclude=unquantized,
                 extra_options={"WeightSymmetric": True},
             )
         except Exception as error:
             raise SmartpruneError(f"export_onnx: onnxruntime could not quantize the graph ({str(error)[:300]})") from error
-        return after.read_bytes(), left
+        return after.read_bytes(), unquantized
 
 
 def check_half_steps(graph: Any, before: OnnxFile) -> None:
-    """Every int8 weight must lie within half a step of the float one, and zero must stand for zero."""
+    """Raises unless every int8 weight is within half a step of the float one, and zero represents zero."""
     numpy_helper = need("onnx").numpy_helper
     stored = {tensor.name: tensor for tensor in graph.graph.initializer}
     floats = {weight.initializer: weight for weight in before.weights.values()}
