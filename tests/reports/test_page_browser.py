@@ -78,11 +78,11 @@ def test_map_responds_to_mouse_and_keys(browser: Browser, run: Path) -> None:
         "const s = document.getElementById('map-layer'); s.value = arguments[0]; s.dispatchEvent(new Event('change'))", str(number)
     )
     browser.settle()
-    assert browser.text("#map-said") == f"{row.name}: {row.blocks.kept:,} of {row.blocks.total:,} blocks kept."
+    assert browser.text("#map-readout") == f"{row.name}: {row.blocks.kept:,} of {row.blocks.total:,} blocks kept."
     kept = row.mask().reshape(row.grid)
 
     def check_readout(out: int, inn: int, y: int, x: int) -> None:
-        words = browser.text("#map-said").split(" · ")
+        words = browser.text("#map-readout").split(" · ")
         flat = ((out * row.grid[1] + inn) * row.grid[2] + y) * row.grid[3] + x
         assert words[0] == f"block {flat:,} of {row.blocks.total:,}"
         assert words[1:4] == [f"outputs {4 * out}–{4 * out + 3}", f"inputs {2 * inn}–{2 * inn + 1}", f"kernel {y}, {x}"]
@@ -119,7 +119,7 @@ def test_layer_table_opens_the_map(browser: Browser, run: Path) -> None:
     browser.click("tr[data-layer] button")
     assert browser.run("return document.activeElement.id") == "map"
     name = browser.text("tr[data-layer] button")
-    assert browser.text("#map-said").startswith(f"{name}: ")
+    assert browser.text("#map-readout").startswith(f"{name}: ")
     assert name in browser.run("return document.getElementById('map').getAttribute('aria-label')")
 
 
@@ -222,7 +222,7 @@ def test_injected_scripts_do_not_run(browser: Browser, run: Path, tmp_path: Path
         with pytest.raises(TimeoutError):
             server.accept()
     browser.logs()
-    assert browser.text("#map-said")  # the page's own script ran
+    assert browser.text("#map-readout")  # the page's own script ran
 
 
 def test_zooming_a_million_blocks_is_smooth(browser: Browser, tmp_path: Path) -> None:

@@ -1,3 +1,5 @@
+"""The table and the text map of ``report()``."""
+
 import io
 import json
 import sys
@@ -27,11 +29,11 @@ def sparse_model() -> nn.Module:
     return model
 
 
-def test_counts_agree_with_slow_loops() -> None:
+def test_counts_match_a_slow_reference() -> None:
     model = sparse_model()
     for block in ((4, 4), (16, 8), (3, 5), (1, None, None)):
-        got = report(model, block)
-        for row in got.layers:
+        result = report(model, block)
+        for row in result.layers:
             weight = model.get_parameter(row.weight)
             index = reference.block_index(weight.shape, block)
             bits = reference.occupied(weight.flatten().tolist(), index)
@@ -40,16 +42,16 @@ def test_counts_agree_with_slow_loops() -> None:
             assert (row.blocks.total, row.blocks.kept) == (len(bits), sum(bits))
             assert row.weights.kept == sum(n for n, bit in zip(sizes, bits, strict=True) if bit)
             assert row.zeros == int((weight == 0).sum())
-        assert got.params == sum(p.numel() for p in model.parameters())
-        assert got.zeros == sum(int((p == 0).sum()) for p in model.parameters())
-        assert [row.name for row in got.layers] == ["0", "3", "6", "10"]
-        assert got.sparsity == got.blocks.removed / got.blocks.total
+        assert result.params == sum(p.numel() for p in model.parameters())
+        assert result.zeros == sum(int((p == 0).sum()) for p in model.parameters())
+        assert [row.name for row in result.layers] == ["0", "3", "6", "10"]
+        assert result.sparsity == result.blocks.removed / result.blocks.total
 
 
-def test_the_table() -> None:
-    got = report(sparse_model(), (4, 4))
+def test_table_of_a_small_model() -> None:
+    result = report(sparse_model(), (4, 4))
     assert (
-        got.text(ascii_only=True)
+        result.text(ascii_only=True)
         == """\
 Sequential, blocks of 4x4x1x1
 
@@ -61,18 +63,18 @@ layer  weight     kept/blocks  kept            sparsity
 
                                      total   zero   share
 blocks, layers with zero blocks        195    157  80.51%
-blocks, all these layers               240    157  65.42%
+blocks, all layers above               240    157  65.42%
 weights in zero blocks               3,672  2,512  68.41%
 weights in zero blocks, whole model  3,782  2,512  66.42%
 single zeros, whole model            3,782  2,563  67.77%"""
     )
-    assert "███" in got.text(ascii_only=False)
+    assert "███" in result.text(ascii_only=False)
 
 
-def test_map() -> None:
-    got = report(sparse_model(), (4, 4))
+def test_map_has_a_panel_per_kernel_position() -> None:
+    result = report(sparse_model(), (4, 4))
     assert (
-        got.map("3", ascii_only=True)
+        result.map("3", ascii_only=True)
         == """\
 3: 37 of 180 blocks of 4x4x1x1 kept; # kept, . zero
 0,0   0,1   0,2
@@ -94,9 +96,9 @@ def test_map() -> None:
 ....  ....  ....
 ....  ...#  ...."""
     )
-    assert got.map("6.weight", ascii_only=False).splitlines()[2:] == ["·····", "·····", "····█"]
-    with pytest.raises(SmartpruneError, match="there is no layer 'conv9'; it has: 0, 3, 6, 10"):
-        got.map("conv9")
+    assert result.map("6.weight", ascii_only=False).splitlines()[2:] == ["·····", "·····", "····█"]
+    with pytest.raises(SmartpruneError, match="there is no layer 'conv9'; choose one of: 0, 3, 6, 10"):
+        result.map("conv9")
 
 
 def test_map_of_a_transposed_convolution_has_outputs_downwards() -> None:
@@ -107,12 +109,12 @@ def test_map_of_a_transposed_convolution_has_outputs_downwards() -> None:
     assert report(layer, (2, 2)).map("weight", ascii_only=True).splitlines()[2:] == ["....", "....", "#..."]
 
 
-def test_map_of_other_dimensions() -> None:
+def test_map_of_1d_3d_and_linear_layers() -> None:
     for name in ("conv1d_net", "conv3d_net", "transformer_block"):
         model, _ = zoo.SMALL[name]()
-        got = report(model, (4, 4))
-        for row in got.layers:
-            drawn = got.map(row.name, ascii_only=True)
+        result = report(model, (4, 4))
+        for row in result.layers:
+            drawn = result.map(row.name, ascii_only=True)
             assert max(map(len, drawn.splitlines()[1:])) <= 80
             assert drawn.split("\n", 1)[1].count("#") == row.blocks.kept == row.blocks.total
 
@@ -123,51 +125,51 @@ def test_map_of_a_wide_layer_shares_characters() -> None:
     weight[0, 100] = 1
     drawn = report({"fc.weight": weight}, (1, 1)).map("fc", ascii_only=True).splitlines()
     assert max(map(len, drawn)) <= 80
-    assert drawn[1] == "3x3 blocks a character"
+    assert drawn[1] == "3x3 blocks per character"
     assert drawn[3] == "#" * 16 + "*" + "." * 16 + ":" + "." * 33
     assert len(drawn) == 3 + 7
     assert len({len(line) for line in drawn[3:]}) == 1
 
 
-def test_all_sources(tmp_path: Path) -> None:
+def test_all_kinds_of_sources_give_the_same_counts(tmp_path: Path) -> None:
     model = sparse_model()
     torch.save(model.state_dict(), tmp_path / "a.pt")
     save_file({k: v.clone() for k, v in model.state_dict().items()}, tmp_path / "model.safetensors")
-    want = report(model, (4, 4))
+    expected = report(model, (4, 4))
     for source in (model.state_dict(), tmp_path / "a.pt", tmp_path / "model.safetensors", tmp_path):
-        got = report(source, (4, 4))
-        assert {row.name: row.blocks for row in got.layers} == {row.name: row.blocks for row in want.layers}
-        assert (got.params, got.zeros) == (want.params, want.zeros)
+        result = report(source, (4, 4))
+        assert {row.name: row.blocks for row in result.layers} == {row.name: row.blocks for row in expected.layers}
+        assert (result.params, result.zeros) == (expected.params, expected.zeros)
     assert report(model).block == Block(16, 8)
     with pytest.raises(SmartpruneError, match="no weight can be cut"):
         report(nn.ReLU())
 
 
-def test_layers_that_cannot_be_cut_are_named() -> None:
+def test_layers_that_cannot_be_divided_are_listed() -> None:
     model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 4))
-    got = report(model, (2, 2))
-    assert "Embedding is neither a convolution nor a linear layer" in str(got)
-    assert [s.name for s in got.skipped] == ["0"]
-    assert got.params == 60
+    result = report(model, (2, 2))
+    assert "Embedding is neither a convolution nor a linear layer" in str(result)
+    assert [s.name for s in result.skipped] == ["0"]
+    assert result.params == 60
 
 
 @pytest.mark.parametrize("name", sorted(zoo.SMALL))
-def test_json_and_width(name: str) -> None:
+def test_json_is_plain_data_and_text_fits_80_columns(name: str) -> None:
     model, _ = zoo.SMALL[name]()
-    got = report(model, (4, 4))
-    data = got.to_json()
+    result = report(model, (4, 4))
+    data = result.to_json()
     assert json.loads(json.dumps(data)) == data
-    assert max(map(len, str(got).splitlines())) <= 80
+    assert max(map(len, str(result).splitlines())) <= 80
 
 
-def test_a_terminal_that_knows_ascii_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    got = report(sparse_model(), (4, 4))
+def test_text_is_ascii_where_the_terminal_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = report(sparse_model(), (4, 4))
 
     def shown(encoding: str) -> str:
         stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
         monkeypatch.setattr(sys, "stdout", stream)
-        print(got)
-        print(got.map("3"))
+        print(result)
+        print(result.map("3"))
         stream.flush()
         return stream.buffer.getvalue().decode(encoding)  # type: ignore[attr-defined]
 
@@ -177,10 +179,10 @@ def test_a_terminal_that_knows_ascii_only(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(sys, "stdout", None)
     assert text.stdout_is_ascii()
     monkeypatch.undo()
-    assert isinstance(got, Report)
+    assert isinstance(result, Report)
 
 
-def test_bars_and_percents_never_lie() -> None:
+def test_bars_and_percentages_are_never_rounded_to_none_or_all() -> None:
     assert text.percent(1, 10**9) == "0.01%"
     assert text.percent(10**9 - 1, 10**9) == "99.99%"
     assert text.percent(0, 0) == "0.00%"

@@ -1,4 +1,4 @@
-"""Reports: where a model's zeros are, for people."""
+"""Reports on pruned models: tables, figures and HTML pages."""
 
 from .table import Report, ReportRow, report
 

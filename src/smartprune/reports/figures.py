@@ -14,7 +14,7 @@ from ..files import write_atomic
 from ..run_files import STAGES
 from ..text import escape, shorten
 from .block_map import block_map
-from .draw import Drawing, Point, require_pillow, room
+from .draw import Drawing, Point, require_pillow, text_width
 from .plot import BOTTOM, HEIGHT, HISTOGRAM_BASE, LEFT, RIGHT, TOP, WIDTH, mark_stages, x_axis, y_axis
 from .runlog import RunLog, finite_number, sampled_blocks
 from .view import Array, LayerView, View
@@ -217,7 +217,7 @@ def mask_figure(view: View) -> Figure | None:
         role = "dim" if kept is not None and not kept[i] else "accent"
         points = [(to_x(x), to_y(y)) for x, y in zip(xs, values[:, i].tolist(), strict=True) if math.isfinite(y)]
         if len(points) > 1:
-            drawing.line(role, *points, size=1.1, strength=0.75)
+            drawing.line(role, *points, size=1.1, opacity=0.75)
     note = f"{sample} blocks, spread evenly over the network." + ("" if kept is None else " Kept blocks are in colour.")
     return Figure("mask", "Soft mask over time", note, drawing)
 
@@ -227,7 +227,7 @@ def layers_figure(view: View) -> Figure | None:
     layers = [layer for layer in view.layers if layer.pruned] or list(view.layers)
     with_names = len(layers) <= MAX_NAMED_LAYERS
     names = [shorten(escape(layer.row.name), 26) for layer in layers]
-    longest = max(room(name, 10) for name in names) if with_names else 0.0
+    longest = max(text_width(name, 10) for name in names) if with_names else 0.0
     step = max(6.0, min(26.0, 640 / len(layers)))
     left, top, bottom = LEFT, 30.0, 210.0
     right = left + step * len(layers)
@@ -252,7 +252,7 @@ def layers_figure(view: View) -> Figure | None:
         for j, (role, share) in enumerate(shares):
             drawing.box(role, x + j * wide, bottom - (bottom - top) * share, x + (j + 1) * wide, bottom)
         if with_names:
-            drawing.text("quiet", x + step * 0.5, bottom + 8, names[i], "end", 10, upright=True)
+            drawing.text("quiet", x + step * 0.5, bottom + 8, names[i], "end", 10, vertical=True)
     if not with_names:
         drawing.text("quiet", (left + right) / 2, bottom + 24, f"{len(layers)} layers in network order", "middle", 11)
     drawing.line("axis", (left, bottom), (right, bottom))

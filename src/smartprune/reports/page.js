@@ -8,14 +8,14 @@
   const dark = () =>
     root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
   const listeners = [];
-  const remember = (value) => { try { localStorage.setItem("smartprune-theme", value); } catch { /* not allowed here */ } };
-  try { const kept = localStorage.getItem("smartprune-theme"); if (kept === "dark" || kept === "light") root.dataset.theme = kept; } catch { /* as above */ }
+  const remember = (value) => { try { localStorage.setItem("smartprune-theme", value); } catch { /* the browser blocks storage */ } };
+  try { const kept = localStorage.getItem("smartprune-theme"); if (kept === "dark" || kept === "light") root.dataset.theme = kept; } catch { /* the browser blocks storage */ }
   const theme = id("theme");
   const tell = () => { theme.textContent = dark() ? "Light" : "Dark"; theme.setAttribute("aria-label", `Switch to ${dark() ? "light" : "dark"} colours`); listeners.forEach((call) => call()); };
   theme.addEventListener("click", () => { root.dataset.theme = dark() ? "light" : "dark"; remember(root.dataset.theme); tell(); });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", tell);
 
-  // copying, also where a page opened from a file has no clipboard
+  // copy buttons; a page opened from a file has no clipboard, so its text is selected instead
   for (const button of document.querySelectorAll("button.copy")) {
     button.addEventListener("click", async () => {
       const from = id(button.dataset.from), words = button.textContent;
@@ -30,10 +30,10 @@
     });
   }
 
-  // curves: the value under the pointer, or beside the arrow keys
+  // curves: show the value at the pointer, or move with the arrow keys
   const short = (v) => v === 0 ? "0" : Math.abs(v) >= 1e5 || Math.abs(v) < 1e-3 ? v.toExponential(2) : Number(v.toPrecision(4)).toString();
   for (const chart of data.charts) {
-    const figure = id(`figure-${chart.key}`), svg = figure.querySelector("svg"), said = figure.querySelector("output");
+    const figure = id(`figure-${chart.key}`), svg = figure.querySelector("svg"), readout = figure.querySelector("output");
     const rule = document.createElementNS("http://www.w3.org/2000/svg", "line");
     rule.setAttribute("class", "rule"); rule.setAttribute("y1", chart.top); rule.setAttribute("y2", chart.bottom); rule.setAttribute("visibility", "hidden");
     svg.append(rule);
@@ -42,7 +42,7 @@
       at = Math.max(0, Math.min(chart.x.length - 1, i));
       const x = chart.left + (chart.x[at] - chart.span[0]) / (chart.span[1] - chart.span[0]) * (chart.right - chart.left);
       rule.setAttribute("x1", x); rule.setAttribute("x2", x); rule.setAttribute("visibility", "visible");
-      said.textContent = `step ${chart.x[at].toLocaleString("en")}: ${short(chart.y[at])}`;
+      readout.textContent = `step ${chart.x[at].toLocaleString("en")}: ${short(chart.y[at])}`;
     };
     const near = (event) => {
       const box = svg.getBoundingClientRect();
@@ -63,7 +63,7 @@
   // the block map
   const canvas = id("map");
   if (canvas === null) { tell(); return; }
-  const select = id("map-layer"), where = id("map-kernel"), paint = id("map-paint"), said = id("map-said");
+  const select = id("map-layer"), where = id("map-kernel"), paint = id("map-paint"), readout = id("map-readout");
   const bytes = (text) => { const raw = atob(text), out = new Uint8Array(raw.length); for (let i = 0; i < raw.length; i++) out[i] = raw.charCodeAt(i); return out; };
   const half = (h) => {
     const sign = h & 0x8000 ? -1 : 1, power = (h >> 10) & 31, rest = h & 1023;
@@ -74,7 +74,7 @@
   let layer = null;
   const view = { x: 0, y: 0, sx: 1, sy: 1, fit: 1 };
   let cursor = null; // [panel, row, column]
-  let table = null, tableOf = ""; // sums over all cells above and to the left, for pixels that hold many cells
+  let table = null, tableOf = ""; // summed-area table, for pixels that cover many cells
 
   function open(index) {
     const raw = data.layers[index], axes = raw.axes.map(([parts, length, step]) => ({ parts, length, step, per: Math.ceil(length / step), count: parts * Math.ceil(length / step) }));
@@ -100,7 +100,7 @@
     const words = `${raw.name}: ${raw.counts[0].toLocaleString("en")} of ${raw.counts[1].toLocaleString("en")} blocks kept`;
     canvas.setAttribute("aria-label", `Block map of ${words}. Arrow keys move from block to block, plus and minus zoom.`);
     canvas.textContent = words;
-    said.textContent = `${words}.`;
+    readout.textContent = `${words}.`;
   }
 
   /** The kernel position of a panel. */
@@ -126,7 +126,7 @@
     const box = canvas.getBoundingClientRect();
     view.fit = Math.min(box.width / layer.wide, box.height / layer.high, 28);
     view.sx = view.fit;
-    view.sy = Math.max(view.fit, Math.min(24, box.height) / layer.high); // a map that is almost a line stays visible
+    view.sy = Math.max(view.fit, Math.min(24, box.height) / layer.high); // keep a map of one row or column visible
     view.x = (layer.wide - box.width / view.sx) / 2;
     view.y = (layer.high - box.height / view.sy) / 2;
     zoomed();
@@ -146,7 +146,7 @@
     zoomed();
   }
 
-  /** Value of a block for painting, 0 to 1. */
+  /** The value that colours a block, 0 to 1. */
   function levels() {
     const mode = paint.value, n = layer.n, out = new Float32Array(n);
     if (mode === "kept") { out.set(layer.kept); return out; }
@@ -187,7 +187,7 @@
     palette = { ground: (255 << 24 | ground[2] << 16 | ground[1] << 8 | ground[0]) >>> 0, shades, edge: `rgb(${edge.join(",")})` };
   }
 
-  /** For every pixel along an axis: which panel, and the cells from .. to that it covers; -1 where there is none. */
+  /** For every pixel along an axis: its panel (-1 for none) and the range of cells that it covers. */
   function cut(pixels, ratio, start, scale, size, count, gap) {
     const panel = new Int32Array(pixels).fill(-1), from = new Int32Array(pixels), to = new Int32Array(pixels), line = new Uint8Array(pixels);
     for (let i = 0; i < pixels; i++) {
@@ -251,7 +251,7 @@
     parts.push(layer.kept[i] ? (norm === 0 ? "kept, but zero" : "kept") : "removed");
     if (layer.scores !== null) parts.push(`score ${short(layer.scores[i])}`);
     if (norm !== null) parts.push(`norm ${short(norm)}`);
-    said.textContent = parts.join(" \u00b7 ");
+    readout.textContent = parts.join(" \u00b7 ");
     draw();
   }
 
@@ -278,7 +278,7 @@
     }
     const [p, r, c] = cursor, q = layer.only >= 0 ? 0 : p, box = canvas.getBoundingClientRect();
     const x = (q % layer.across) * (layer.columns + layer.gap) + c, y = Math.floor(q / layer.across) * (layer.rows + layer.gap) + r;
-    if (view.sx > view.fit * 1.01) { // keep it in sight
+    if (view.sx > view.fit * 1.01) { // scroll to the cursor
       view.x = Math.min(x, Math.max(view.x, x + 1 - box.width / view.sx));
       view.y = Math.min(y, Math.max(view.y, y + 1 - box.height / view.sy));
     }
@@ -298,7 +298,7 @@
   });
   for (const name of ["pointerup", "pointercancel"]) canvas.addEventListener(name, () => { drag = null; });
   canvas.addEventListener("wheel", (event) => {
-    if (!event.ctrlKey && !event.metaKey && document.activeElement !== canvas) return; // the page scrolls
+    if (!event.ctrlKey && !event.metaKey && document.activeElement !== canvas) return; // let the page scroll
     const box = canvas.getBoundingClientRect();
     zoom(2 ** (-event.deltaY / 240), event.clientX - box.left, event.clientY - box.top);
     event.preventDefault();
@@ -323,9 +323,9 @@
   let width = 0;
   new ResizeObserver((seen) => { const now = seen[0].contentRect.width; if (now !== width) { width = now; requestAnimationFrame(arrange); } }).observe(canvas.parentElement);
   listeners.push(() => { palette = null; draw(); });
-  let worn = null; // paper is light
-  addEventListener("beforeprint", () => { worn = root.dataset.theme ?? ""; root.dataset.theme = "light"; palette = null; paintNow(); });
-  addEventListener("afterprint", () => { if (worn) root.dataset.theme = worn; else delete root.dataset.theme; palette = null; draw(); });
+  let saved = null; // pages are printed in light colours
+  addEventListener("beforeprint", () => { saved = root.dataset.theme ?? ""; root.dataset.theme = "light"; palette = null; paintNow(); });
+  addEventListener("afterprint", () => { if (saved) root.dataset.theme = saved; else delete root.dataset.theme; palette = null; draw(); });
   open(data.first);
   tell();
 })();

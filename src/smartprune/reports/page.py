@@ -105,7 +105,7 @@ def _map_section(mapped: Sequence[LayerView], with_values: bool) -> str:
         '<button type="button" id="zoom-in" aria-label="Zoom in">+</button>'
         '<button type="button" id="zoom-fit" aria-label="Fit the whole map">Fit</button></span></div>'
         '<div id="map-box"><canvas id="map" tabindex="0" role="application" aria-roledescription="block map" '
-        'aria-label="Block map" aria-describedby="map-said"></canvas></div><output id="map-said" aria-live="polite"></output>'
+        'aria-label="Block map" aria-describedby="map-readout"></canvas></div><output id="map-readout" aria-live="polite"></output>'
     )
 
 

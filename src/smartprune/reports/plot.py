@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 
 from ..run_files import STAGE_NAMES, STAGES
-from .draw import Drawing, room, ticks
+from .draw import Drawing, text_width, ticks
 from .runlog import RunLog
 
 WIDTH, HEIGHT = 440.0, 250.0
@@ -22,7 +22,7 @@ def mark_stages(drawing: Drawing, log: RunLog, end: float) -> None:
         left, right = (LEFT + (RIGHT - LEFT) * x / end for x in (start, start + steps))
         if stage == "search":
             drawing.box("band", left, TOP, right, BOTTOM)
-        if steps and room(STAGE_NAMES[stage], 11) < right - left:
+        if steps and text_width(STAGE_NAMES[stage], 11) < right - left:
             drawing.text("quiet", (left + right) / 2, TOP - 8, STAGE_NAMES[stage], "middle", 11)
         start += steps
 
@@ -43,7 +43,7 @@ def y_axis(drawing: Drawing, low: float, high: float, name: str, log: bool, whol
         if TOP - 1 <= y <= BOTTOM + 1:
             drawing.line("grid", (LEFT, y), (RIGHT, y))
             drawing.text("quiet", LEFT - 7, y + 4, short(mark), "end", 11)
-    drawing.text("quiet", 12, (TOP + BOTTOM) / 2, name, "middle", 11, upright=True)
+    drawing.text("quiet", 12, (TOP + BOTTOM) / 2, name, "middle", 11, vertical=True)
     return to_y
 
 

@@ -1,4 +1,4 @@
-"""The report as text: a row per layer, bars, totals, and a map of the blocks of any layer."""
+"""``report()``: a row per layer, totals, and a text map of the blocks of any layer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SHADES, ASCII_SHADES = "·░▒▓█", ".:+*#"
 
 @dataclass(frozen=True, eq=False)
 class ReportRow:
-    """One weight. ``weights`` counts those in blocks that are not zero as kept, ``zeros`` all single zeros."""
+    """One weight. ``weights`` counts the numbers in non-zero blocks as kept, ``zeros`` counts every zero."""
 
     name: str
     weight: str
@@ -54,7 +54,7 @@ class ReportRow:
 
 @dataclass(frozen=True, eq=False)
 class Report:
-    """What :func:`report` found. ``str`` is a table 80 columns wide; ``map(layer)`` draws a layer's blocks."""
+    """The result of :func:`report`. ``str`` is a table 80 columns wide; ``map(layer)`` draws the blocks of a layer."""
 
     where: str
     block: Block
@@ -71,17 +71,17 @@ class Report:
 
     @property
     def blocks(self) -> Count:
-        """Blocks of all layers that can be cut."""
+        """Blocks of all layers that can be divided into blocks."""
         return Count.sum([row.blocks for row in self.layers])
 
     @property
     def weights(self) -> Count:
-        """Weights of all layers that can be cut; those in zero blocks are the removed ones."""
+        """Weights of these layers. Weights in zero blocks count as removed."""
         return Count.sum([row.weights for row in self.layers])
 
     @property
     def sparsity(self) -> float:
-        """Share of zero blocks, over all layers that can be cut."""
+        """Share of zero blocks, over all layers that can be divided into blocks."""
         return self.blocks.removed / self.blocks.total
 
     def to_json(self) -> dict[str, object]:
@@ -103,7 +103,7 @@ class Report:
         return self.text()
 
     def text(self, ascii_only: bool | None = None) -> str:
-        """The table; in plain ASCII if asked for, or if standard output can show nothing else."""
+        """The table. By default it is plain ASCII only if standard output cannot show other characters."""
         ascii_only = text.stdout_is_ascii() if ascii_only is None else ascii_only
         rows = [
             (
@@ -115,19 +115,19 @@ class Report:
             )
             for row in self.layers
         ]
-        about = f", blocks of {self.block}"
+        suffix = f", blocks of {self.block}"
         lines = [
-            text.shorten(text.escape(self.where), WIDTH - len(about)) + about,
+            text.shorten(text.escape(self.where), WIDTH - len(suffix)) + suffix,
             "",
             *text.table(("layer", "weight", "kept/blocks", "kept", "sparsity"), rows, "<<><>", WIDTH, (0, 1)),
         ]
         if self.skipped:
-            left = [(s.name, text.format_shape(s.shape), s.reason) for s in self.skipped]
-            lines += ["", *text.table(("not in blocks", "weight", "reason"), left, "<<<", WIDTH, (0, 2))]
+            skipped = [(s.name, text.format_shape(s.shape), s.reason) for s in self.skipped]
+            lines += ["", *text.table(("skipped", "weight", "reason"), skipped, "<<<", WIDTH, (0, 2))]
         pruned = Count.sum([row.blocks for row in self.pruned])
         totals = [
             ("blocks, layers with zero blocks", pruned.total, pruned.removed),
-            ("blocks, all these layers", self.blocks.total, self.blocks.removed),
+            ("blocks, all layers above", self.blocks.total, self.blocks.removed),
             ("weights in zero blocks", self.weights.total, self.weights.removed),
             ("weights in zero blocks, whole model", self.params, self.weights.removed),
             ("single zeros, whole model", self.params, self.zeros),
@@ -137,22 +137,22 @@ class Report:
         return "\n".join([*lines, *assumed_axes_lines(self.assumed, WIDTH)])
 
     def map(self, layer: str, ascii_only: bool | None = None) -> str:
-        """The blocks of one layer, a character each, a panel per kernel position; output channels run downwards.
+        """The blocks of one layer: a character per block, a panel per kernel position, output channels downwards.
 
-        A layer with more columns than fit shares characters: the darker, the more blocks are kept.
+        In a layer with more columns than fit, several blocks share a character. It is darker the more of them are kept.
         """
         row = next((row for row in self.layers if layer in (row.name, row.weight)), None)
         if row is None:
             known = ", ".join(row.name for row in self.layers)
-            raise SmartpruneError(f"report: there is no layer {layer!r}; it has: {known}")
+            raise SmartpruneError(f"report: there is no layer {layer!r}; choose one of: {known}")
         shades = ASCII_SHADES if (text.stdout_is_ascii() if ascii_only is None else ascii_only) else SHADES
         outs, ins = (1, 0) if row.transposed else (0, 1)
         kernel = row.grid[2:]
         panels = row.occupied.reshape(row.grid).float().movedim((outs, ins), (-2, -1))
         panels = panels.reshape(math.prod(kernel), row.grid[outs], row.grid[ins])
-        share = -(-panels.shape[2] // WIDTH)
-        if share > 1:
-            panels = avg_pool2d(panels[:, None], share, ceil_mode=True, count_include_pad=False)[:, 0]
+        side = -(-panels.shape[2] // WIDTH)  # of the squares of blocks that share a character
+        if side > 1:
+            panels = avg_pool2d(panels[:, None], side, ceil_mode=True, count_include_pad=False)[:, 0]
         drawn = [_draw(panel, shades) for panel in panels]
         names = [_position(i, kernel) for i in range(len(drawn))]
         lines = textwrap.wrap(
@@ -160,7 +160,7 @@ class Report:
             f"{shades[-1]} kept, {shades[0]} zero",
             WIDTH,
         )
-        lines += [f"{share}x{share} blocks a character"] if share > 1 else []
+        lines += [f"{side}x{side} blocks per character"] if side > 1 else []
         across = kernel[-1] if kernel and kernel[-1] * (len(drawn[0][0]) + 2) <= WIDTH + 2 else 1
         for first in range(0, len(drawn), across):
             group, titles = drawn[first : first + across], names[first : first + across]
@@ -180,19 +180,19 @@ def report(
     *,
     model: Model | None = None,
 ) -> Report:
-    """Where the zeros of a model are: anybody's model, state dict, file or run folder (see :func:`smartprune.verify`).
+    """Counts the zero blocks of every layer of a model, state dict, file or run folder (see :func:`smartprune.verify`).
 
-    ``block`` is the receipt's in a run folder, a packed file's own, else 16x8, unless given. ``model`` is the torch.nn.Module
-    that a state dict or a file belongs to: it says which layers are transposed or grouped. Without it, axes that nothing
-    else tells are taken as (out, in, ...), and ``assumed`` names those weights.
+    ``block`` defaults to the block of the receipt or of the packed file, else to 16x8. ``model`` is the torch.nn.Module
+    that a state dict or a file belongs to: it says which layers are transposed or grouped. Without it, axes that are not
+    known are assumed to be (out, in, ...), and ``assumed`` lists those weights.
 
     >>> import torch
     >>> w = torch.zeros(4, 6)
     >>> w[:2, 2:] = 1
-    >>> found = report({"fc.weight": w}, block=(2, 2))
-    >>> found.blocks.kept, found.blocks.total
+    >>> result = report({"fc.weight": w}, block=(2, 2))
+    >>> result.blocks.kept, result.blocks.total
     (2, 6)
-    >>> print(found.map("fc", ascii_only=True))
+    >>> print(result.map("fc", ascii_only=True))
     fc: 2 of 6 blocks of 2x2x1x1 kept; # kept, . zero
     <BLANKLINE>
     .##
@@ -204,7 +204,7 @@ def report(
 
 @dataclass(frozen=True)
 class Slices:
-    """A source cut into blocks, and what could not be."""
+    """The weights of a source divided into blocks, and the weights that could not be."""
 
     block: Block
     cuts: tuple[Cut, ...]
@@ -212,7 +212,7 @@ class Slices:
 
 
 def cut_source(source: Source, block: Block | str | Sequence[int | None] | None) -> Slices:
-    """Cuts the weights into ``block``, or into the block that the source itself says, or into 16x8."""
+    """Divides the weights into ``block``, by default into the block of the source, else into 16x8."""
     if block is None:
         block = (source.block or (16, 8)) if source.receipt is None else source.receipt.block
     block = Block.of(block)
@@ -224,6 +224,7 @@ def cut_source(source: Source, block: Block | str | Sequence[int | None] | None)
 
 
 def report_of(source: Source, slices: Slices) -> Report:
+    """Counts the zero blocks of a source that is divided into blocks."""
     block, cuts, skipped = slices.block, slices.cuts, slices.skipped
     assumed = tuple(cut.weight for cut in cuts if cut.assumed)
     return Report(source.where, block, tuple(_row(cut) for cut in cuts), skipped, source.params, source.zeros, assumed)
@@ -231,10 +232,10 @@ def report_of(source: Source, slices: Slices) -> Report:
 
 def _row(cut: Cut) -> ReportRow:
     try:
-        used = nonzero(cut.tensor)
+        nonzeros = nonzero(cut.tensor)
     except SmartpruneError as error:
         raise SmartpruneError(f"{cut.weight}: {error}") from None
-    bits = cut.grid.sum(used).bool().cpu()
+    bits = cut.grid.sum(nonzeros).bool().cpu()
     return ReportRow(
         name=cut.name,
         weight=cut.weight,
@@ -243,14 +244,14 @@ def _row(cut: Cut) -> ReportRow:
         grid=cut.grid.shape,
         transposed=cut.transposed,
         blocks=Count(cut.grid.n, int(bits.sum())),
-        weights=Count(used.numel(), int(cut.grid.sizes()[bits].sum())),
-        zeros=used.numel() - int(used.sum()),
+        weights=Count(nonzeros.numel(), int(cut.grid.sizes()[bits].sum())),
+        zeros=nonzeros.numel() - int(nonzeros.sum()),
         occupied=bits,
     )
 
 
 def _draw(panel: Tensor, shades: str) -> list[str]:
-    """A character per entry; anything kept at all shows, and only what is wholly kept is full."""
+    """A character per entry. Only 0 has the lightest shade and only 1 the darkest."""
     top = len(shades) - 1
     return [
         "".join(shades[0 if v <= 0 else top if v >= 1 else min(max(round(v * top), 1), top - 1)] for v in line)
@@ -259,8 +260,9 @@ def _draw(panel: Tensor, shades: str) -> list[str]:
 
 
 def _position(index: int, kernel: Sequence[int]) -> str:
-    out = []
+    """The kernel position of a panel, such as ``0,2``."""
+    position = []
     for size in reversed(kernel):
-        index, rest = divmod(index, size)
-        out.append(str(rest))
-    return ",".join(reversed(out))
+        index, remainder = divmod(index, size)
+        position.append(str(remainder))
+    return ",".join(reversed(position))

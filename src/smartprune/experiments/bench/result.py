@@ -11,7 +11,7 @@ from typing import Any
 from ... import text
 from ...errors import SmartpruneError
 from ...files import write_atomic
-from ...reports.draw import Drawing, room
+from ...reports.draw import Drawing, text_width
 from .engines import KINDS, is_ours, list_reasons
 
 WIDTH = 80
@@ -116,7 +116,7 @@ class Bench:
     def drawing(self) -> Drawing:
         """Bars of milliseconds, one panel per batch size."""
         timings = [t for t in self.timings if t.failed is None]
-        left = 24 + max((room(t.engine, 12) for t in timings), default=0)
+        left = 24 + max((text_width(t.engine, 12) for t in timings), default=0)
         height = 44 + sum(34 + 22 * sum(t.batch == batch for t in timings) for batch in self.batches)
         drawing = Drawing(CHART_WIDTH, height, f"{self.model}: milliseconds per call, by engine")
         title = f"{self.model}, {100 * self.sparsity:.1f} % of {self.block} blocks zero: ms per call"
