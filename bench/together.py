@@ -42,12 +42,12 @@ def steps_a_second(model: str, compiled: bool, seconds: float, ready: Barrier) -
     import torch
     from train import make_run
 
-    from smartprune.training.run import settled
+    from smartprune.training.run import deterministic
     from smartprune.training.step import steps_of_epoch, take_step
 
     asked = argparse.Namespace(model=model, batch=128, device="cuda", amp="bf16", compile=compiled, pictures=50_000)
     run = make_run("search", asked, "auto")
-    with settled(run.config):
+    with deterministic(run.config):
         batches = (batch for _ in iter(int, 1) for batch in steps_of_epoch(run))  # epoch after epoch
         for _ in range(WARM):
             take_step(run, *next(batches))

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 
 from smartprune.tasks.cifar10 import Cifar10, Split
+from smartprune.training.check import resolve
 from smartprune.training.config import configure
-from smartprune.training.run import Run, enter, settled
+from smartprune.training.run import Run, deterministic, enter_stage
 from smartprune.training.step import take_step
-from smartprune.training.train import resolved
 
 KINDS = ("dense", "search", "frozen")
 LONG = 10_000  # epochs of a search that does not end while it is timed
@@ -30,7 +30,7 @@ LONG = 10_000  # epochs of a search that does not end while it is timed
 
 def make_run(kind: str, args: argparse.Namespace, graph: str) -> Run:
     given = {"task": "cifar10", "model": args.model, "batch": args.batch, "device": args.device, "search_epochs": LONG}
-    config = resolved(configure({**given, "amp": args.amp, "compile": "on" if args.compile else "off"}))
+    config = resolve(configure({**given, "amp": args.amp, "compile": "on" if args.compile else "off"}))
     config = replace(config, graph=graph)
     device = torch.device(config.device)
     task = Cifar10()
@@ -49,11 +49,11 @@ def make_run(kind: str, args: argparse.Namespace, graph: str) -> Run:
         validation=Split(pictures[:0], labels[:0], False, 0, False),
         losses=torch.zeros((), dtype=torch.float64, device=device),
     )
-    enter(run, "dense" if kind == "dense" else "search")
+    enter_stage(run, "dense" if kind == "dense" else "search")
     if kind == "frozen":
         assert run.pruner is not None
         run.pruner.freeze(force=True)
-        enter(run, "finetune")
+        enter_stage(run, "finetune")
     return run
 
 
@@ -63,7 +63,7 @@ def epoch(run: Run) -> float:
         torch.cuda.synchronize()
     began = time.perf_counter()
     run.losses.zero_()
-    for batch in run.training.batches(run.config.batch, run.config.seed, run.epoch):
+    for batch in run.training_data.batches(run.config.batch, run.config.seed, run.epoch):
         take_step(run, batch)
     float(run.losses)  # waits for the device
     return time.perf_counter() - began
@@ -81,7 +81,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     cuda = args.device == "cuda"
-    config = resolved(configure({"task": "cifar10", "device": args.device, "amp": args.amp}))
+    config = resolve(configure({"task": "cifar10", "device": args.device, "amp": args.amp}))
     told: dict[str, Any] = {
         "question": "seconds per epoch: dense, search, frozen",
         "model": args.model,
@@ -96,7 +96,7 @@ def main() -> None:
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
         "rows": [],
     }
-    with settled(config):
+    with deterministic(config):
         for mode in ("eager", "graph") if cuda else ("eager",):
             runs = {kind: make_run(kind, args, "auto" if mode == "graph" else "off") for kind in KINDS}
             for run in runs.values():

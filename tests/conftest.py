@@ -21,4 +21,4 @@ def _seeded() -> None:
 @pytest.fixture(autouse=True)
 def _no_onnx(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs write ONNX files only on request, because loading the exporter takes longer than most tests."""
-    monkeypatch.setattr("smartprune.training.outputs.missing", lambda: ["onnx"])
+    monkeypatch.setattr("smartprune.training.outputs.missing_packages", lambda: ["onnx"])

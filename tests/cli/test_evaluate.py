@@ -58,7 +58,7 @@ def test_eval_of_runs_and_weights_and_invalid_arguments(tmp_path: Path, capsys: 
         ([str(alone), "--dense"], "--dense is for run folders"),
         (["--detections", "a.json"], "--detections and --annotations go together"),
         (["--detections", "a.json", "--annotations", "b.json", "--task-set", "size=64"], "--task-set is for a model; finds are"),
-        ([str(folder), "--device", "tpu"], "device='tpu'; it is one of auto, cpu, cuda"),
+        ([str(folder), "--device", "tpu"], "device='tpu' must be one of auto, cpu, cuda"),
     ):
         with pytest.raises(SystemExit, match="2"):
             main(["eval", *wrong])

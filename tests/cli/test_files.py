@@ -117,7 +117,7 @@ def test_names_that_a_receipt_cannot_hold(name: str) -> None:
 def test_names_that_a_packed_file_cannot_hold(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "run"
     assert run_cli("train", *QUICK, "--model", f"{__name__}:odd_name", "--out", str(out)) == 2
-    assert r"'a\nb.weight' is a name that a packed file cannot hold" in capsys.readouterr().err
+    assert r"a packed file cannot hold the name 'a\nb.weight'" in capsys.readouterr().err
     assert not out.exists()
 
 
@@ -148,7 +148,7 @@ def test_progress_that_nobody_reads(error: Exception, tmp_path: Path) -> None:
     tick = Tick("dense", 1, 1, 1, 1, 0.5, "accuracy", None, None, None, 1.0)
     for _ in range(4):
         progress(tick)
-    progress.say("that it is silent")
+    progress.message("that it is silent")
     progress.close()
     assert stream.asked == 2
 
@@ -212,20 +212,20 @@ def test_a_bench_that_failed_leaves_what_was_measured(
 def test_an_unknown_setting_is_no_reason_to_crash(done: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "c.json").write_text('{"a": 1}')
     assert run_cli("train", "--resume", "--config", str(tmp_path / "c.json"), "--out", str(done)) == 2
-    assert "unknown setting 'a'; a run has: task" in capsys.readouterr().err
+    assert "unknown setting 'a'; the settings of a run are: task" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["train", "--threads", "4097"], "threads=4097 should be 4096 at most"),
-        (["train", "--threads", "99999999999999999999"], "should be 4096 at most"),
-        (["bench", "digits", "--threads", "4097"], "--threads 4097 should be 4096 at most"),
-        (["train", "--lr", "1e39"], "lr=1e+39 should be 3.4e+38 at most"),
-        (["train", "--search-lr", "1e39"], "search_lr=1e+39 should be"),
-        (["train", "--finetune-lr", "1e39"], "finetune_lr=1e+39 should be"),
-        (["train", "--score-lr", "1e39"], "score_lr=1e+39 should be"),
-        (["train", "--weight-decay", "1e39"], "weight_decay=1e+39 should be"),
+        (["train", "--threads", "4097"], "threads=4097 must be at most 4096"),
+        (["train", "--threads", "99999999999999999999"], "must be at most 4096"),
+        (["bench", "digits", "--threads", "4097"], "--threads 4097 must be at most 4096"),
+        (["train", "--lr", "1e39"], "lr=1e+39 must be at most 3.4e+38"),
+        (["train", "--search-lr", "1e39"], "search_lr=1e+39 must be"),
+        (["train", "--finetune-lr", "1e39"], "finetune_lr=1e+39 must be"),
+        (["train", "--score-lr", "1e39"], "score_lr=1e+39 must be"),
+        (["train", "--weight-decay", "1e39"], "weight_decay=1e+39 must be"),
         (["plan", "digits", "--input", "99999999x99999"], "--input 99999999x99999 takes more memory than is available"),
         (["plan", "digits", "--input", "9999999999999999999999x1"], "takes more memory than is available"),
         (
@@ -310,7 +310,7 @@ def test_a_folder_that_may_not_be_read(tmp_path: Path, done: Path, monkeypatch: 
     monkeypatch.setattr(os, "scandir", guarded)
     found = compare([done, tmp_path])
     assert len(found.runs) == 1
-    assert list(found.left_out) == [(closed, "cannot be read (Permission denied); make it readable")]
+    assert list(found.seconds_left_out) == [(closed, "cannot be read (Permission denied); make it readable")]
 
 
 def test_a_name_that_is_no_text_is_told(tmp_path: Path, done: Path, capsys: pytest.CaptureFixture[str]) -> None:

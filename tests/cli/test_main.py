@@ -147,18 +147,18 @@ def test_json_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
             "sparsity=93.0 is outside [0, 1): it is the share to remove; write sparsity=0.93",
         ),
         (["train", "--sparsity", "many"], "argument --sparsity: invalid float value: 'many'"),
-        (["train", "--sparsity", "0.5", "--macs", "0.5"], "give one of them"),
+        (["train", "--sparsity", "0.5", "--macs", "0.5"], "set exactly one of them"),
         (["train", "--block", "0x4"], "block"),
-        (["train", "--method", "snip"], "unknown method 'snip'; there are: smart"),
-        (["train", "mnist"], "unknown task 'mnist'; there are: digits"),
-        (["train", "--model", "vgg"], "model='vgg' does not fit digits; it takes: resnet8, resnet18"),
-        (["train", "--set", "strat=1"], "unknown setting 'strat' for smart; it has: start, end"),
+        (["train", "--method", "snip"], "unknown method 'snip'; choose one of: smart"),
+        (["train", "mnist"], "unknown task 'mnist'; choose one of: digits"),
+        (["train", "--model", "vgg"], "model='vgg' is unknown to the task digits; its networks are: resnet8, resnet18"),
+        (["train", "--set", "strat=1"], "unknown setting 'strat' for smart; its settings are: start, end"),
         (["train", "--set", "start"], "'start' is not a setting; write NAME=VALUE"),
-        (["train", "--set", "start=hot"], "smart: start='hot' should be float"),
+        (["train", "--set", "start=hot"], "smart: start='hot' must be float"),
         (["train", "--set", "schedule=sudden"], "schedule='sudden' is not known; it can be:"),
-        (["train", "--task-set", "depth=3"], "unknown setting 'depth' for digits; it has: width, shift"),
-        (["train", "digits", "--data", "nowhere"], "digits brings its data along and reads no folder; leave --data"),
-        (["plan", "digits", "--data", "nowhere"], "digits brings its data along and reads no folder; leave --data nowhere out"),
+        (["train", "--task-set", "depth=3"], "unknown setting 'depth' for digits; its settings are: width, shift"),
+        (["train", "digits", "--data", "nowhere"], "digits includes its data and reads no folder; remove --data"),
+        (["plan", "digits", "--data", "nowhere"], "digits includes its data and reads no folder; remove --data nowhere"),
         (["train", "--floor", "0.9"], "floor=0.9 needs"),
         (["train", "--dense", "nowhere.safetensors"], "nowhere.safetensors cannot be read"),
         (["train", "--config", "nowhere.json"], "nowhere.json cannot be read as a configuration"),
@@ -304,7 +304,7 @@ FAILS = """
 import sys
 import smartprune.cli
 def verb(verbs):
-    def run_cli(args):
+    def run(args):
         print("a result")
         raise OSError({error})
     verbs.add_parser("fails").set_defaults(run=run)

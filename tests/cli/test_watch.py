@@ -14,7 +14,7 @@ import pytest
 from helpers import training_jobs
 from smartprune.cli import main
 from smartprune.reports.runlog import read_rows
-from smartprune.training import monitor as follow
+from smartprune.training import monitor
 
 CONFIG = {
     "model": "resnet8",
@@ -57,18 +57,18 @@ def test_a_line_that_is_being_written_is_not_read(tmp_path: Path) -> None:
 
 
 def test_time_left_by_hand(tmp_path: Path) -> None:
-    found = follow.snapshot(folder(tmp_path / "run", ROWS))
+    found = monitor.read_snapshot(folder(tmp_path / "run", ROWS))
     # the search takes 0.3 s a step and has 10 steps left; fine-tuning, of 10 steps, is taken to be as slow
-    assert found.left == pytest.approx(10 * 0.3 + 10 * 0.3)
-    one = follow.snapshot(folder(tmp_path / "run", ROWS[:3]))
-    assert one.left == pytest.approx(20 * 0.1 + 10 * 0.1)  # only the pace of the dense stage is known
-    assert follow.snapshot(folder(tmp_path / "run", [])).left is None
-    assert follow.snapshot(folder(tmp_path / "run", ROWS[:1])).left is None
+    assert found.seconds_left == pytest.approx(10 * 0.3 + 10 * 0.3)
+    one = monitor.read_snapshot(folder(tmp_path / "run", ROWS[:3]))
+    assert one.seconds_left == pytest.approx(20 * 0.1 + 10 * 0.1)  # only the pace of the dense stage is known
+    assert monitor.read_snapshot(folder(tmp_path / "run", [])).seconds_left is None
+    assert monitor.read_snapshot(folder(tmp_path / "run", ROWS[:1])).seconds_left is None
 
 
 def test_what_is_shown(tmp_path: Path) -> None:
-    found = follow.snapshot(folder(tmp_path / "run", ROWS))
-    shown = follow.lines(found, ascii_only=True)
+    found = monitor.read_snapshot(folder(tmp_path / "run", ROWS))
+    shown = monitor.status_lines(found, ascii_only=True)
     assert shown[1:] == [
         "dense       ########################      20/20",
         "search      ################........      20/30",
@@ -79,32 +79,32 @@ def test_what_is_shown(tmp_path: Path) -> None:
         "tau             1.00e-02  #_",
         "undecided              7  #_",
         "churn                  1  #_",
-        "time left   0:06, if later stages keep this pace",
+        "time left   0:06, if later stages run at the same pace",
     ]
-    assert "█" in "".join(follow.lines(found, ascii_only=False))
-    assert max(map(len, follow.lines(found, True, width=40))) <= 40
-    assert follow.lines(follow.snapshot(folder(tmp_path / "run", [])), True)[1] == "no epoch has ended yet"
+    assert "█" in "".join(monitor.status_lines(found, ascii_only=False))
+    assert max(map(len, monitor.status_lines(found, True, width=40))) <= 40
+    assert monitor.status_lines(monitor.read_snapshot(folder(tmp_path / "run", [])), True)[1] == "no epoch has finished yet"
 
 
 def test_a_run_that_went_quiet_says_so(tmp_path: Path) -> None:
-    found = follow.snapshot(folder(tmp_path / "run", ROWS))
-    assert not any(line.startswith("quiet") for line in follow.lines(found, True))
-    late = follow.Snapshot(found.log, age=1000.0)
-    assert follow.lines(late, True)[-1].startswith("quiet       nothing was written for 16:40")
-    assert "may have stopped" not in follow.one_line(found)
-    assert follow.one_line(late).endswith("undecided 7  nothing new was written; it may have stopped")
-    later = follow.Snapshot(found.log, age=2000.0)
-    assert follow.one_line(later) == follow.one_line(late)  # a log has it once
-    none = follow.Snapshot(follow.snapshot(folder(tmp_path / "run", [])).log, age=1000.0)
-    assert follow.one_line(none).startswith("no epoch has ended yet  nothing new")
+    found = monitor.read_snapshot(folder(tmp_path / "run", ROWS))
+    assert not any(line.startswith("stalled") for line in monitor.status_lines(found, True))
+    late = monitor.Snapshot(found.log, age=1000.0)
+    assert monitor.status_lines(late, True)[-1].startswith("stalled     no new output for 16:40")
+    assert "may have stopped" not in monitor.status_line(found)
+    assert monitor.status_line(late).endswith("undecided 7  no new output; the run may have stopped")
+    later = monitor.Snapshot(found.log, age=2000.0)
+    assert monitor.status_line(later) == monitor.status_line(late)  # a log has it once
+    none = monitor.Snapshot(monitor.read_snapshot(folder(tmp_path / "run", [])).log, age=1000.0)
+    assert monitor.status_line(none).startswith("no epoch has finished yet  no new output")
 
 
 def test_sparks() -> None:
-    assert follow.spark([], True) == ""
-    assert follow.spark([5, 5, 5], True) == "___"
-    assert len(follow.spark(list(range(1000)), False)) == follow.POINTS
-    assert follow.spark([1e-6, 1e-3, 1.0], True, log=True) == "_=#"
-    assert follow.spark([0.0], True, log=True) == ""
+    assert monitor.sparkline([], True) == ""
+    assert monitor.sparkline([5, 5, 5], True) == "___"
+    assert len(monitor.sparkline(list(range(1000)), False)) == monitor.POINTS
+    assert monitor.sparkline([1e-6, 1e-3, 1.0], True, log=True) == "_=#"
+    assert monitor.sparkline([0.0], True, log=True) == ""
 
 
 class Changes:
@@ -132,13 +132,13 @@ def test_it_follows_to_the_end_through_a_resume(tmp_path: Path) -> None:
         end,
     )
     stream = io.StringIO()
-    found = follow.follow(run, 0.5, stream, live=False, sleep=sleep)
-    assert found.ended
+    found = monitor.follow(run, 0.5, stream, live=False, sleep=sleep)
+    assert found.finished
     assert not sleep.changes
     said = stream.getvalue().splitlines()
     assert [line.split()[0] for line in said] == ["no", "search", "dense", "fine-tuning", "fine-tuning"]
     assert said[1].split("  ", 1)[1].strip() == "epoch    2  step     20/30  loss 0.5000  tau 1.00e-02  undecided 7  0:06 left"
-    assert said[-1].endswith("ended: accuracy 70.00%")
+    assert said[-1].endswith("finished: accuracy 70.00%")
     assert "\x1b" not in stream.getvalue()
     assert stream.getvalue().isascii()
 
@@ -150,7 +150,7 @@ def test_on_a_terminal_it_stays_in_its_place(tmp_path: Path) -> None:
     def end() -> None:
         (run / "result.json").write_text("{}")
 
-    follow.follow(run, 0.5, stream, live=True, sleep=Changes(lambda: None, end))
+    monitor.follow(run, 0.5, stream, live=True, sleep=Changes(lambda: None, end))
     parts = stream.getvalue().split("\x1b[J")
     first = parts[0].count("\n")
     assert parts[1].startswith(f"\x1b[{first}F")
@@ -214,4 +214,4 @@ def test_a_real_run_is_followed_while_it_trains(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     out, error = watcher.communicate(timeout=30)
     assert watcher.returncode == 0, error
-    assert "ended: accuracy" in out.splitlines()[-1]
+    assert "finished: accuracy" in out.splitlines()[-1]

@@ -14,11 +14,13 @@ from torch import Tensor
 
 from helpers.training_jobs import metric_rows, small_config
 from smartprune import SmartpruneError
+from smartprune.run_files import STAGES
 from smartprune.tasks import TASKS
 from smartprune.tasks.augment import Augmented, augment, within
 from smartprune.tasks.task import every_batch
-from smartprune.training.run import shown
-from smartprune.training.train import check, train
+from smartprune.training.check import check
+from smartprune.training.run import data_of_stage
+from smartprune.training.train import train
 
 CPU = torch.device("cpu")
 
@@ -118,8 +120,9 @@ def test_a_sample_is_changed_by_its_place_alone(name: str) -> None:
 )
 def test_the_stages_that_it_is_for(over: str, stages: set[str], tmp_path: Path) -> None:
     config, data = small_config(tmp_path / "a", augment=1.0, augment_over=over), Simple()
-    assert {stage for stage in ("dense", "search", "finetune") if isinstance(shown(data, config, stage), Augmented)} == stages
-    assert shown(data, small_config(tmp_path / "a", augment_over=over), "search") is data
+    augmented = {stage for stage in STAGES if isinstance(data_of_stage(data, config, stage), Augmented)}
+    assert augmented == stages
+    assert data_of_stage(data, small_config(tmp_path / "a", augment_over=over), "search") is data
 
 
 def test_a_run_sees_them_in_its_search_alone(tmp_path: Path) -> None:
@@ -158,10 +161,10 @@ def test_a_task_without_pictures_is_told_before_the_run(tmp_path: Path, monkeypa
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ({"augment": -0.5}, r"augment=-0\.5 should not be negative"),
-        ({"augment": 3.5}, r"augment=3\.5 should be 0 to 3"),
-        ({"augment": "strong"}, r"augment='strong' should be float"),
-        ({"augment_over": "finetune"}, r"augment_over='finetune'; it is one of search, pruning, all"),
+        ({"augment": -0.5}, r"augment=-0\.5 must not be negative"),
+        ({"augment": 3.5}, r"augment=3\.5 must be from 0 to 3"),
+        ({"augment": "strong"}, r"augment='strong' must be float"),
+        ({"augment_over": "finetune"}, r"augment_over='finetune' must be one of search, pruning, all"),
     ],
 )
 def test_wrong_settings(setting: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -20,9 +20,10 @@ from smartprune import SmartpruneError
 from smartprune.cli import main
 from smartprune.tasks.imagefolder import ImageFolder, Split
 from smartprune.tasks.images import MEAN, STD, ImageStore, crop_and_resize
-from smartprune.training.config import configure, load
+from smartprune.training.check import check
+from smartprune.training.config import configure, load_config
 from smartprune.training.page import run_cycles
-from smartprune.training.train import check, resume, train
+from smartprune.training.train import resume, train
 
 Image = pytest.importorskip("PIL.Image")
 CPU = torch.device("cpu")
@@ -326,7 +327,7 @@ def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one(
     ]  # fmt: skip
     assert main(["train", "imagefolder", *flags, "--out", str(tmp_path / "a")]) == 0
     assert "accuracy" in capsys.readouterr().out
-    config = load(tmp_path / "a/config.json")
+    config = load_config(tmp_path / "a/config.json")
     steps = iter(range(100))
     with pytest.raises(SmartpruneError, match="stopped in dense, after step 5 of 6"):
         train(configure({**vars(config), "out": str(tmp_path / "b")}), stop=lambda: next(steps) == 4)

@@ -17,7 +17,8 @@ from smartprune.tasks.coco_eval import evaluator
 from smartprune.tasks.sceneboxes import ground_truth
 from smartprune.tasks.scenes import SCENES, compose
 from smartprune.training.config import configure
-from smartprune.training.train import Result, resume, train
+from smartprune.training.result import Result
+from smartprune.training.train import resume, train
 
 
 def test_boxes_of_scenes_enclose_the_digits() -> None:
@@ -76,7 +77,7 @@ def test_a_run_without_an_evaluator_can_be_scored_later(
         assert (result.dense, result.pruned, result.verified) == (None, None, True)
         assert result == Result.load(folder) == resume(folder)
         assert all(row["mAP"] is None for row in metric_rows(folder))
-        assert "not scored yet; what judges it is not installed here" in result.shown("pruned")
+        assert "not scored yet, because a package for scoring is not installed" in result.metrics_line("pruned")
         assert main(["train", "--resume", "--out", str(folder)]) == 0
         assert f"smartprune eval {folder}" in capsys.readouterr().out
         with pytest.raises(SmartpruneError, match="dense is not scored yet; score it with: smartprune eval"):

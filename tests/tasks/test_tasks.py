@@ -19,7 +19,7 @@ from smartprune.tasks.digits import MEAN, STD, Digits, load, shift_images
 from smartprune.tasks.sceneboxes import SceneBoxes, ground_truth
 from smartprune.tasks.scenes import compose
 from smartprune.training.config import make_task
-from smartprune.training.evaluate import judge
+from smartprune.training.evaluate import evaluate
 
 CPU = torch.device("cpu")
 TASK_MODELS = {"segnet", "boxnet"}  # models that are not in MODELS
@@ -101,7 +101,7 @@ class Lookup(torch.nn.Module):
 
 
 def test_evaluation_on_the_training_split_sees_unchanged_images() -> None:
-    _, predictions = judge(SceneBoxes(), Lookup(), "train", CPU)
+    _, predictions = evaluate(SceneBoxes(), Lookup(), "train", CPU)
     detections = {(row["image_id"], row["category_id"], *row["bbox"]) for row in predictions or ()}
     expected = {
         (image.id, label, x1, y1, x2 - x1, y2 - y1)
@@ -119,7 +119,7 @@ def test_evaluation_on_the_training_split_sees_unchanged_images() -> None:
                 - 1.0 * (~equal.any(1))[:, None]
             )
 
-    figures, _ = judge(Digits(), DigitLookup(), "train", CPU)
+    figures, _ = evaluate(Digits(), DigitLookup(), "train", CPU)
     assert figures == {"accuracy": 1.0}
 
 
@@ -189,8 +189,8 @@ def test_missing_scikit_learn_names_the_package_to_install(monkeypatch: pytest.M
     [
         ({"width": 0}, "width=0 is too small; use at least 1"),
         ({"shift": 4}, "shift=4 is outside 0 to 3"),
-        ({"widht": 8}, "unknown setting 'widht' for digits; it has: width, shift"),
-        ({"width": "8"}, "digits: width='8' should be int"),
+        ({"widht": 8}, "unknown setting 'widht' for digits; its settings are: width, shift"),
+        ({"width": "8"}, "digits: width='8' must be int"),
     ],
 )
 def test_invalid_settings_raise(settings: dict[str, object], message: str) -> None:

@@ -12,16 +12,17 @@ import smartprune as sp
 from helpers.training_jobs import small_config
 from smartprune import SmartpruneError, cli, run_files
 from smartprune.hardware.npu import read_npu
-from smartprune.training import outputs as deliver
+from smartprune.training import outputs
 from smartprune.training.config import make_task
-from smartprune.training.train import Result, train
+from smartprune.training.result import Result
+from smartprune.training.train import train
 
-REAL = deliver.missing  # before conftest.py takes it away, so that other tests need no ONNX
+REAL = outputs.missing_packages  # before conftest.py takes it away, so that other tests need no ONNX
 needs_onnx = pytest.mark.skipif(bool(REAL()), reason=f"not installed: {', '.join(REAL())}")
 
 
 def test_a_run_leaves_a_packed_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deliver, "missing", lambda: ["onnxscript"])
+    monkeypatch.setattr(outputs, "missing_packages", lambda: ["onnxscript"])
     result = train(small_config(tmp_path / "run", onnx="auto"))
     assert list(result.files) == ["packed", "page"]
     assert (tmp_path / "run" / "report.html").exists()
@@ -37,10 +38,10 @@ def test_a_run_leaves_a_packed_file(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_run_leaves_onnx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     import onnxruntime  # type: ignore[import-untyped, unused-ignore]
 
-    monkeypatch.setattr(deliver, "missing", REAL)
+    monkeypatch.setattr(outputs, "missing_packages", REAL)
     config = small_config(tmp_path / "run", onnx="on")
     result = train(config)
-    assert "opened and compared" in result.files["onnx"]
+    assert "compared with the model: largest difference" in result.files["onnx"]
     assert result == Result.load(tmp_path / "run")
     assert sp.verify(tmp_path / "run" / run_files.ONNX).ok
     task = make_task(config.task, config.task_settings)
@@ -58,15 +59,15 @@ def test_a_network_that_onnx_cannot_hold_does_not_lose_the_run(tmp_path: Path, m
     def fails(*_: object, **__: object) -> None:
         raise SmartpruneError("export_onnx: no such operator")
 
-    monkeypatch.setattr(deliver, "missing", list)
-    monkeypatch.setattr(deliver, "export_onnx", fails)
+    monkeypatch.setattr(outputs, "missing_packages", list)
+    monkeypatch.setattr(outputs, "export_onnx", fails)
     result = train(small_config(tmp_path / "run", onnx="auto"))
     assert result.verified
     assert result.files["onnx"] == "not written: export_onnx: no such operator"
 
 
 def test_onnx_that_cannot_be_written_is_said_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deliver, "missing", lambda: ["onnx"])
+    monkeypatch.setattr(outputs, "missing_packages", lambda: ["onnx"])
     with pytest.raises(SmartpruneError, match=r"onnx='on' needs onnx; install it with: pip install 'smartprune\[onnx\]'"):
         train(small_config(tmp_path / "run", onnx="on"))
     assert not (tmp_path / "run").exists()
@@ -75,7 +76,7 @@ def test_onnx_that_cannot_be_written_is_said_before_training(tmp_path: Path, mon
 def test_a_run_with_a_budget_in_cycles(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "run"
     config = small_config(out, sparsity=None, cycles=0.6, npu="edge")
-    assert config.asked == ("cycles", 0.6)
+    assert config.budget == ("cycles", 0.6)
     train(config)
     task = make_task(config.task, config.task_settings)
     model, npu = task.model(config.model), read_npu("edge")
@@ -87,7 +88,7 @@ def test_a_run_with_a_budget_in_cycles(tmp_path: Path, capsys: pytest.CaptureFix
     assert 0 < sum(row.pruned.latency for row in rows) <= 0.4 * sum(row.dense.latency for row in rows)
     assert cli.main(["compare", str(out)]) == 0
     assert "cycles 0.6" in capsys.readouterr().out
-    with pytest.raises(SmartpruneError, match=r"sparsity=0.5, macs=None, cycles=0.6, budget=None: give one of them"):
+    with pytest.raises(SmartpruneError, match=r"sparsity=0.5, macs=None, cycles=0.6, budget=None: set exactly one of them"):
         small_config(out, cycles=0.6)
     with pytest.raises(SmartpruneError, match="npu 'toaster' is not known; there are: "):
         small_config(out, sparsity=None, cycles=0.6, npu="toaster")

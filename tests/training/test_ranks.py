@@ -27,7 +27,8 @@ from smartprune.artifacts.receipt import Receipt
 from smartprune.tasks import TASKS
 from smartprune.training import ranks
 from smartprune.training.config import configure, make_task
-from smartprune.training.train import Result, resume, train
+from smartprune.training.result import Result
+from smartprune.training.train import resume, train
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
 TESTS = Path(__file__).parents[1]
@@ -116,9 +117,9 @@ def test_only_the_first_rank_shows_progress_and_both_say_what_is_wrong(done: Pat
     assert second["ticks"] == 0
     held, odd, graph, large, sync = first["errors"]
     assert "already holds a run" in held
-    assert "batch=127 cannot be shared among 2 processes equally; choose a multiple of 2" in odd
+    assert "batch=127 cannot be split equally among 2 processes; choose a multiple of 2" in odd
     assert "graph='on'" in graph
-    assert "batch=4096 is more than there is to train on" in large
+    assert "batch=4096 is larger than the training data" in large
     assert "sync_bn='on' needs GPUs" in sync
     assert "rank 1" in second["errors"][0]
     assert not (done / "x").exists()
@@ -177,7 +178,7 @@ def test_torchrun_is_stopped_and_goes_on(tmp_path: Path) -> None:
 def test_an_error_on_one_rank_ends_the_other(done: Path) -> None:
     first, second = (json.loads((done / f"rank{rank}.json").read_text())["failure"] for rank in (0, 1))
     assert second.startswith("rank 1: the loss is nan in dense, step 10 of 21")
-    assert first.startswith("rank 0: another process ended before its time; its error is the one to read")
+    assert first.startswith("rank 0: another process ended too early; read its error first")
 
 
 def test_a_killed_rank_ends_the_other(tmp_path: Path) -> None:
@@ -187,7 +188,7 @@ def test_a_killed_rank_ends_the_other(tmp_path: Path) -> None:
     processes[1].kill()
     said, _ = finish(processes, 60)
     assert processes[0].returncode == 1
-    assert "smartprune: rank 0: another process ended before its time" in said
+    assert "smartprune: rank 0: another process ended too early" in said
     assert "Traceback" not in said
 
 
@@ -250,24 +251,24 @@ def test_units_are_modules_that_are_called() -> None:
 
     block = [nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(4)]
     model = nn.Sequential(nn.Linear(8, 8), nn.ModuleList(block), nn.Sequential(nn.ReLU(), nn.Flatten()))
-    assert ranks.units(model, most=80) == block
-    assert ranks.units(model, most=10) == []
+    assert ranks.fsdp_units(model, largest=80) == block
+    assert ranks.fsdp_units(model, largest=10) == []
     resnet = make_task("digits", {}).model("resnet18")
-    found = ranks.units(resnet, sum(p.numel() for p in resnet.parameters()) // ranks.UNITS)
+    found = ranks.fsdp_units(resnet, sum(p.numel() for p in resnet.parameters()) // ranks.FSDP_UNITS)
     ids = [id(p) for unit in found for p in unit.parameters()]
     assert len(found) > 4
     assert len(ids) == len(set(ids))
 
 
 def test_a_world_of_one_costs_nothing() -> None:
-    assert (ranks.world(), ranks.rank()) == (1, 0)
-    assert ranks.any_of(True, False) == (True, False)
-    assert ranks.gathered(3) == [3]
-    assert ranks.first(lambda: 4) == 4
-    ranks.require_same("it", "abc")
+    assert (ranks.world_size(), ranks.rank()) == (1, 0)
+    assert ranks.any_rank(True, False) == (True, False)
+    assert ranks.gather(3) == [3]
+    assert ranks.on_first(lambda: 4) == 4
+    ranks.require_equal("it", "abc")
 
 
 def test_disagreement_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks, "gathered", lambda value: [value, "b" * 64])
+    monkeypatch.setattr(ranks, "gather", lambda value: [value, "b" * 64])
     with pytest.raises(SmartpruneError, match=r"the ranks do not agree on the mask: 0: aaaaaaaaaaaa, 1: bbbbbbbbbbbb"):
-        ranks.require_same("the mask", "a" * 64)
+        ranks.require_equal("the mask", "a" * 64)

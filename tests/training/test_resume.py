@@ -26,7 +26,8 @@ from smartprune.cli import main
 from smartprune.experiments.compare import compare
 from smartprune.training.folder import append_row, locked
 from smartprune.training.progress import Progress
-from smartprune.training.train import Result, resume, train
+from smartprune.training.result import Result
+from smartprune.training.train import resume, train
 
 
 @pytest.fixture(scope="module")
@@ -222,7 +223,7 @@ def test_damaged_checkpoint_is_an_error_not_a_crash(damage: str, tmp_path: Path)
         at = data.index(largest) + len(largest) // 2  # among the numbers of a tensor: torch would load it
         flip = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
         path.write_bytes({"empty": b"", "cut": data[:at], "noise": b"\x80\x02" + bytes(500), "flip": flip}[damage])
-    with pytest.raises(SmartpruneError, match=r"checkpoint\.pt is (damaged|not a checkpoint).*delete it to start") as error:
+    with pytest.raises(SmartpruneError, match=r"checkpoint\.pt is (damaged|not a checkpoint).*delete it to restart") as error:
         resume(out)
     assert "weights_only" not in str(error.value)  # torch's advice is to run what is in there
 
@@ -266,7 +267,7 @@ def test_lost_rows_do_not_lose_the_run(left: str, whole: Path, tmp_path: Path) -
     kept = {"one": [1], "torn": [0], "noise": [0]}.get(left, [])
     with pytest.raises(SmartpruneError, match="stopped in search, after step 12 "):
         resume(out, Progress(shown), After(6))
-    assert f"{2 - len(kept)} rows of {path} are lost; the run goes on, and its curves have gaps\n" in shown.getvalue()
+    assert f"{path} has lost {2 - len(kept)} rows; the run continues, and its curves have gaps\n" in shown.getvalue()
     shown = io.StringIO()
     with path.open("a") as file:
         file.write(json.dumps({"stage": "finetune", "epoch": 1, "step": 7}) + "\n")  # after the checkpoint
@@ -283,7 +284,7 @@ def test_lost_rows_do_not_lose_the_run(left: str, whole: Path, tmp_path: Path) -
 def test_lost_rows_are_told_to_whom_shows_no_text(tmp_path: Path) -> None:
     stopped_run(tmp_path / "a")
     (tmp_path / "a" / "metrics.jsonl").unlink()
-    with pytest.warns(UserWarning, match=r"2 rows of .*metrics\.jsonl are lost"):
+    with pytest.warns(UserWarning, match=r"metrics\.jsonl has lost 2 rows"):
         resume(tmp_path / "a")
 
 
@@ -318,11 +319,13 @@ def test_a_damaged_result_is_told_with_its_cure(wrong: dict[str, object], whole:
     (tmp_path / "config.json").write_bytes((whole / "config.json").read_bytes())
     (tmp_path / "result.json").write_text(json.dumps(result | wrong))
     where = f"{tmp_path / 'result.json'}: "
-    with pytest.raises(SmartpruneError, match=rf"^{where}.*; it must be .*delete it, and the run is finished once more"):
+    with pytest.raises(
+        SmartpruneError, match=rf"^{where}.*; it must be .*Delete result.json and finish the run again from its last checkpoint"
+    ):
         resume(tmp_path)
     for text in ("", "[]", "{}", '{"a": NaN}'):
         (tmp_path / "result.json").write_text(text)
-        with pytest.raises(SmartpruneError, match="delete it, and the run is finished once more"):
+        with pytest.raises(SmartpruneError, match=r"Delete result\.json and finish the run again from its last checkpoint"):
             resume(tmp_path)
 
 

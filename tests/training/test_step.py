@@ -14,17 +14,19 @@ from helpers.cifar10_folders import write_binary
 from helpers.training_jobs import metric_rows, small_config
 from smartprune import METHODS, SmartpruneError
 from smartprune.methods import capabilities
+from smartprune.training.check import check, resolve
 from smartprune.training.config import Config, configure
 from smartprune.training.cuda_graph import place_rates
-from smartprune.training.optimizer import set_rates, share_of_rate
-from smartprune.training.train import Result, check, resolved, resume, train
+from smartprune.training.optimizer import lr_factor, set_learning_rates
+from smartprune.training.result import Result
+from smartprune.training.train import resume, train
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 STEPS = {"dense": 10, "search": 4, "finetune": 12}
 
 
 def shares(config: Config, stage: str) -> list[float]:
-    return [share_of_rate(config, stage, step, STEPS.__getitem__, 2) for step in range(STEPS[stage])]
+    return [lr_factor(config, stage, step, STEPS.__getitem__, 2) for step in range(STEPS[stage])]
 
 
 def test_one_cosine_over_search_and_fine_tuning() -> None:
@@ -47,11 +49,11 @@ def test_rates_on_the_device_change_in_place() -> None:
     optimizer = torch.optim.SGD(groups, fused=True)
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]
-    set_rates(optimizer, 0.5)
+    set_learning_rates(optimizer, 0.5)
     assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.2]
     place_rates(optimizer, torch.device("cpu"))
     placed = [group["lr"] for group in optimizer.param_groups]
-    set_rates(optimizer, 0.25)
+    set_learning_rates(optimizer, 0.25)
     assert all(group["lr"] is rate for group, rate in zip(optimizer.param_groups, placed, strict=True))
     for parameter in parameters:
         parameter.grad = torch.ones(3)
@@ -66,7 +68,7 @@ def test_bfloat16_run_on_a_cpu(tmp_path: Path) -> None:
 
 
 def test_what_is_left_to_the_machine() -> None:
-    config = resolved(configure({"amp": "auto", "device": "cpu"}))
+    config = resolve(configure({"amp": "auto", "device": "cpu"}))
     assert (config.device, config.amp) == ("cpu", "off")
     with pytest.raises(SmartpruneError, match="graph='on' needs a CUDA device; use --graph off or auto"):
         check(replace(configure({"device": "cpu", "graph": "on"}), out="x"))

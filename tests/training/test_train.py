@@ -19,9 +19,11 @@ from smartprune.artifacts.receipt import Receipt
 from smartprune.artifacts.verify import verify
 from smartprune.cli.train import asked, train_verb
 from smartprune.tasks.digits import Digits
-from smartprune.training.config import configure, load
+from smartprune.training.check import check, resolve
+from smartprune.training.config import configure, load_config
 from smartprune.training.progress import Progress, Tick
-from smartprune.training.train import Result, check, resolved, resume, train
+from smartprune.training.result import Result
+from smartprune.training.train import resume, train
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +74,7 @@ def test_baked_model_is_plain_and_as_accurate_as_stated(done: Path) -> None:
 def test_config_round_trip_repeats_the_run(done: Path, tmp_path: Path) -> None:
     again = tmp_path / "again"
     torch.rand(3)  # what happened in the process before does not matter
-    train(replace(load(done / "config.json"), out=str(again)))
+    train(replace(load_config(done / "config.json"), out=str(again)))
     assert_same_run(done, again)
     first, second = (json.loads((path / "config.json").read_text()) for path in (done, again))
     assert first | {"out": ""} == second | {"out": ""}
@@ -203,10 +205,10 @@ def test_dense_file_that_does_not_fit(done: Path, tmp_path: Path) -> None:
     with pytest.raises(SmartpruneError, match=r"cannot be read as a \.safetensors file"):
         check(small_config(tmp_path / "a", dense=str(file)))
     tensors = load_file(done / "dense.safetensors")
-    with pytest.raises(SmartpruneError, match=r"conv1.weight is \(4, 1, 3, 3\) there and \(8, 1, 3, 3\) in the model"):
+    with pytest.raises(SmartpruneError, match=r"conv1.weight has shape \(4, 1, 3, 3\) in the file and \(8, 1, 3, 3\) in the model"):
         check(small_config(tmp_path / "a", dense=str(done / "dense.safetensors"), task_settings={"width": 8}))
     save_file({name: value for name, value in tensors.items() if not name.startswith("fc")}, file)
-    with pytest.raises(SmartpruneError, match=r"lacks fc.bias, fc.weight; give the one it was made with"):
+    with pytest.raises(SmartpruneError, match=r"lacks fc.bias, fc.weight; give the model it was saved from"):
         check(small_config(tmp_path / "a", dense=str(file)))
     save_file({**tensors, "fc.bias": tensors["fc.bias"] * math.nan}, file)
     with pytest.raises(SmartpruneError, match=r"fc\.bias holds NaN or infinity"):
@@ -216,26 +218,26 @@ def test_dense_file_that_does_not_fit(done: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"sparsity": 93}, "sparsity=93 is outside"),
-        ({"sparsity": "0.9"}, "sparsity='0.9' should be"),
-        ({"sparsity": math.nan}, "sparsity=nan should be"),
-        ({"macs": 0.5, "sparsity": 0.5}, "give one of them"),
+        ({"sparsity": 93}, r"sparsity=93\.0 is outside"),
+        ({"sparsity": "0.9"}, "sparsity='0.9' must be"),
+        ({"sparsity": math.nan}, "sparsity=nan must be"),
+        ({"macs": 0.5, "sparsity": 0.5}, "set exactly one of them"),
         ({"block": "8y4"}, "block='8y4' cannot be read"),
-        ({"lr": 0.0}, "lr=0.0 should be above 0"),
-        ({"finetune_epochs": 0}, "finetune_epochs=0 should be above 0"),
-        ({"dense_epochs": -1}, "dense_epochs=-1 should not be negative"),
-        ({"batch": 1.5}, "batch=1.5 should be int"),
-        ({"batch": True}, "batch=True should be int"),
-        ({"seed": 2**32}, r"should be below 2\*\*32"),
-        ({"device": "tpu"}, "device='tpu'; it is one of auto, cpu, cuda"),
-        ({"schedule": "step"}, "schedule='step'; it is one of cosine, poly, linear, constant"),
-        ({"method": "snip"}, "unknown method 'snip'; there are: smart"),
-        ({"task": "mnist"}, "unknown task 'mnist'; there are: digits"),
-        ({"model": "vgg"}, "model='vgg' does not fit digits; it takes: resnet8, resnet18"),
-        ({"settings": {"strat": 1}}, "unknown setting 'strat' for smart; it has: start, end"),
-        ({"settings": {"start": "hot"}}, "smart: start='hot' should be float"),
-        ({"skip": "conv1"}, "skip='conv1' should be"),
-        ({"epochs": 3}, "unknown setting 'epochs'; a run has: task,"),
+        ({"lr": 0.0}, "lr=0.0 must be above 0"),
+        ({"finetune_epochs": 0}, "finetune_epochs=0 must be above 0"),
+        ({"dense_epochs": -1}, "dense_epochs=-1 must not be negative"),
+        ({"batch": 1.5}, "batch=1.5 must be int"),
+        ({"batch": True}, "batch=True must be int"),
+        ({"seed": 2**32}, r"must be below 2\*\*32"),
+        ({"device": "tpu"}, "device='tpu' must be one of auto, cpu, cuda"),
+        ({"schedule": "step"}, "schedule='step' must be one of cosine, poly, linear, constant"),
+        ({"method": "snip"}, "unknown method 'snip'; choose one of: smart"),
+        ({"task": "mnist"}, "unknown task 'mnist'; choose one of: digits"),
+        ({"model": "vgg"}, "model='vgg' is unknown to the task digits; its networks are: resnet8, resnet18"),
+        ({"settings": {"strat": 1}}, "unknown setting 'strat' for smart; its settings are: start, end"),
+        ({"settings": {"start": "hot"}}, "smart: start='hot' must be float"),
+        ({"skip": "conv1"}, "skip='conv1' must be"),
+        ({"epochs": 3}, "unknown setting 'epochs'; the settings of a run are: task,"),
     ],
 )
 def test_wrong_configurations(change: dict[str, Any], message: str) -> None:
@@ -254,7 +256,7 @@ def test_wrong_configurations(change: dict[str, Any], message: str) -> None:
 def test_wrong_configuration_files(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(SmartpruneError, match=message):
-        load(tmp_path / "config.json")
+        load_config(tmp_path / "config.json")
 
 
 def test_resuming_a_finished_run_changes_nothing(done: Path) -> None:
@@ -282,11 +284,11 @@ def test_threads_are_decided_once(tmp_path: Path) -> None:
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
-        config = resolved(small_config(tmp_path / "run", threads=0))
+        config = resolve(small_config(tmp_path / "run", threads=0))
     finally:
         torch.set_num_threads(before)
     assert config.threads == 2
-    assert resolved(config).threads == 2
+    assert resolve(config).threads == 2
 
 
 def test_a_dense_file_that_went_away(done: Path, tmp_path: Path) -> None:
@@ -373,7 +375,7 @@ def test_settings_of_a_file_that_are_none(words: list[str], tmp_path: Path) -> N
     (tmp_path / "f.json").write_text('{"settings": 5, "task_settings": [1]}')
     parser = argparse.ArgumentParser()
     train_verb(parser.add_subparsers())
-    with pytest.raises(SmartpruneError, match=r"settings=(5|\[1\]) should be dict"):
+    with pytest.raises(SmartpruneError, match=r"settings=(5|\[1\]) must be dict"):
         configure(asked(parser.parse_args(["train", "--config", str(tmp_path / "f.json"), *words])))
 
 
@@ -415,7 +417,7 @@ def test_progress_names_layers_that_lost_everything() -> None:
     progress = Progress(screen)  # type: ignore[arg-type]
     progress(tick(99))
     assert "empty" not in screen.text
-    progress(tick(100, empty=3))
+    progress(tick(100, empty_layers=3))
     assert "empty layers 3" in screen.text
 
 

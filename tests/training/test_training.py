@@ -36,16 +36,18 @@ from smartprune.tasks import TASKS
 from smartprune.tasks.digits import Digits
 from smartprune.tasks.distance import soft_distance
 from smartprune.training import run as run_module
-from smartprune.training import trackers as events
+from smartprune.training import trackers
 from smartprune.training import train as train_module
+from smartprune.training.check import check, resolve
 from smartprune.training.config import Config, configure
 from smartprune.training.distill import Teacher
-from smartprune.training.ema import Ema, ramped
+from smartprune.training.ema import Ema, decay_at
 from smartprune.training.folder import create_folder
-from smartprune.training.optimizer import make_optimizer, share_of_rate
-from smartprune.training.run import Run, settled, start
-from smartprune.training.step import learn, steps_of_epoch, take_step
-from smartprune.training.train import Result, check, resolved, resume, train
+from smartprune.training.optimizer import lr_factor, make_optimizer
+from smartprune.training.result import Result
+from smartprune.training.run import Run, deterministic, start_run
+from smartprune.training.step import steps_of_epoch, take_step, update_weights
+from smartprune.training.train import resume, train
 
 ALL: dict[str, Any] = {
     "schedule": "poly",
@@ -82,7 +84,7 @@ SHAPES = {
 def test_schedule_with_warm_up(shape: str) -> None:
     """Half an epoch of eight steps is four: from 0.2 to 1 in a straight line, then the shape over what is left."""
     config = configure({"schedule": shape, "poly_power": 0.7, "warmup_epochs": 0.5, "warmup_start": 0.2})
-    found = [share_of_rate(config, "dense", step, STEPS.__getitem__, 8) for step in range(20)]
+    found = [lr_factor(config, "dense", step, STEPS.__getitem__, 8) for step in range(20)]
     wanted = [0.2, 0.4, 0.6, 0.8, *(SHAPES[shape](step / 16) for step in range(16))]
     assert found == pytest.approx(wanted, abs=1e-12)
 
@@ -90,7 +92,7 @@ def test_schedule_with_warm_up(shape: str) -> None:
 def test_one_schedule_over_search_and_fine_tuning_warms_up_once() -> None:
     config = configure({"schedule": "linear", "warmup_epochs": 1, "warmup_start": 0.0, "schedule_over": "pruning"})
     found = [
-        share_of_rate(config, stage, step, STEPS.__getitem__, 4) for stage in ("search", "finetune") for step in range(STEPS[stage])
+        lr_factor(config, stage, step, STEPS.__getitem__, 4) for stage in ("search", "finetune") for step in range(STEPS[stage])
     ]
     assert found == pytest.approx([0, 0.25, 0.5, 0.75, *(1 - step / 16 for step in range(16))])
 
@@ -116,8 +118,8 @@ def slow_average(history: list[dict[str, Tensor]], decay: float) -> dict[str, Te
 
 
 def test_the_decay_rises_to_its_value() -> None:
-    assert ramped(0.99, 1) == pytest.approx(2 / 11)
-    assert ramped(0.99, 10**6) == 0.99
+    assert decay_at(0.99, 1) == pytest.approx(2 / 11)
+    assert decay_at(0.99, 10**6) == 0.99
 
 
 def test_average_against_a_plain_loop() -> None:
@@ -132,7 +134,7 @@ def test_average_against_a_plain_loop() -> None:
         ema.update(step)
         history.append(copy.deepcopy(dict(model.state_dict())))
     wanted = slow_average(history, 0.6)
-    with ema.in_place():
+    with ema.swapped_in():
         for name, value in model.state_dict().items():
             if value.is_floating_point():  # running_mean and running_var among them
                 torch.testing.assert_close(value.double(), wanted[name], rtol=1e-5, atol=1e-6)
@@ -195,11 +197,11 @@ def test_removed_blocks_are_zero_in_the_average() -> None:
         theirs = dict(other.named_parameters())
         with torch.no_grad():
             for name, value in model.named_parameters():
-                theirs[name].lerp_(value, 1 - ramped(0.5, step))
+                theirs[name].lerp_(value, 1 - decay_at(0.5, step))
         pruner.apply_to(other)
     assert ema is not None
     assert other is not None
-    ema.put_in()
+    ema.copy_to_model()
     for layer, mine, copied in zip(pruner.plan.layers, pruner.blocks.weights, sp.find_pruner(other).blocks.weights, strict=True):  # type: ignore[union-attr]
         gone = layer.grid.expand(pruner.mask[layer.start : layer.stop].float()) == 0
         assert torch.count_nonzero(mine.detach()[gone]) == 0
@@ -231,8 +233,8 @@ def test_distance_against_a_plain_loop(shape: tuple[int, ...]) -> None:
 def test_teacher_sees_what_the_student_sees() -> None:
     student, dense = nn.Linear(3, 4), nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5))
     teacher = Teacher(dense, soft_distance, weight=0.3, temperature=2.0)
-    teacher.watch(nn.Linear(3, 4))
-    teacher.watch(student)
+    teacher.attach(nn.Linear(3, 4))
+    teacher.attach(student)
     x = torch.randn(6, 3)
     out = student(x)
     loss = teacher.loss()
@@ -246,21 +248,21 @@ def test_teacher_sees_what_the_student_sees() -> None:
 def begun(config: Config) -> Run:
     """A run at its beginning, to be taken step by step."""
     create_folder(config)
-    return start(Path(config.out), resolved(config))
+    return start_run(Path(config.out), resolve(config))
 
 
 def test_distance_joins_the_loss_of_search_and_fine_tuning(tmp_path: Path) -> None:
     """The loss of the first step of a search, by hand."""
     from smartprune.run_files import DENSE
     from smartprune.training.folder import save_weights
-    from smartprune.training.run import enter
+    from smartprune.training.run import enter_stage
 
     config = plain(tmp_path / "a", distill=0.7, distill_temperature=2.0)
-    with settled(resolved(config)):
+    with deterministic(resolve(config)):
         run = begun(config)
         dense = copy.deepcopy(run.model)
         save_weights(run.model, run.folder / DENSE)
-        enter(run, "search")
+        enter_stage(run, "search")
         assert run.pruner is not None
         batch = next(iter(steps_of_epoch(run)))[0]
         masked = copy.deepcopy(run.model)
@@ -275,7 +277,7 @@ def test_distillation_needs_a_dense_model_and_a_task_that_knows_it(tmp_path: Pat
     with pytest.raises(SmartpruneError, match=r"distill=0\.5 needs a trained dense model; give --dense FILE"):
         check(small_config(tmp_path / "a", distill=0.5, dense_epochs=0))
     monkeypatch.delattr("smartprune.tasks.digits.Digits.distance")
-    with pytest.raises(SmartpruneError, match=r"distill=0\.5: digits does not say how far two outputs are apart; use --distill 0"):
+    with pytest.raises(SmartpruneError, match=r"distill=0\.5: the task digits has no distance\(\) .*; use --distill 0"):
         check(small_config(tmp_path / "a", distill=0.5))
 
 
@@ -291,7 +293,7 @@ def test_distillation_from_a_given_dense_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize("most", [0.01, 1e6])
 def test_clipping_against_the_norm_by_hand(most: float, tmp_path: Path) -> None:
     config = plain(tmp_path / "a", clip_norm=most, momentum=0.0, weight_decay=0.0)
-    with settled(resolved(config)):
+    with deterministic(resolve(config)):
         run = begun(config)
         batch = next(iter(steps_of_epoch(run)))[0]
         before = copy.deepcopy(run.model)
@@ -306,14 +308,14 @@ def test_clipping_against_the_norm_by_hand(most: float, tmp_path: Path) -> None:
 
 def test_clipping_leaves_the_scores_alone(tmp_path: Path) -> None:
     """They have a setting of their own, ``--set clip=1.0``."""
-    from smartprune.training.run import enter
+    from smartprune.training.run import enter_stage
 
     moved = []
     for most in (0.0, 1e-9):
         config = plain(tmp_path / f"{most}", clip_norm=most, momentum=0.0, settings={"follow": False})
-        with settled(resolved(config)):
+        with deterministic(resolve(config)):
             run = begun(config)
-            enter(run, "search")
+            enter_stage(run, "search")
             assert run.pruner is not None
             before = run.pruner.scores.clone()
             take_step(run, *next(iter(steps_of_epoch(run))))
@@ -338,11 +340,11 @@ def test_four_batches_are_as_one_of_four_times_the_size(tmp_path: Path) -> None:
 def test_an_epoch_may_end_with_a_shorter_step(tmp_path: Path) -> None:
     """14 batches, four at a time: the last step has two, and averages over these."""
     config = plain(tmp_path / "a", batch=64, accumulate=4, momentum=0.0, weight_decay=0.0)
-    with settled(resolved(config)):
+    with deterministic(resolve(config)):
         run = begun(config)
         groups = list(steps_of_epoch(run))
         assert [len(group) for group in groups] == [4, 4, 4, 2]
-        assert run.per_epoch == 4
+        assert run.steps_per_epoch == 4
         run.step = 3
         assert [len(group) for group in steps_of_epoch(run)] == [2]
         run.step = 0
@@ -431,20 +433,20 @@ def test_everything_is_recorded(whole: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"ema": 1.0}, r"ema=1\.0 should be at least 0 and below 1, such as 0\.999"),
-        ({"ema": -0.1}, r"ema=-0\.1 should be at least 0"),
-        ({"warmup_start": 1.5}, r"warmup_start=1\.5 should be 0 to 1"),
-        ({"warmup_epochs": 2.0}, "warmup_epochs=2 should be shorter than the dense stage, which has 2 epochs"),
-        ({"warmup_epochs": 1.5}, r"warmup_epochs=1\.5 should be shorter than the fine-tuning, which has 1 epochs"),
-        ({"accumulate": 0}, "accumulate=0 should be above 0"),
-        ({"accumulate": 1.5}, r"accumulate=1\.5 should be int"),
-        ({"clip_norm": -1.0}, r"clip_norm=-1\.0 should not be negative"),
-        ({"distill": -1.0}, r"distill=-1\.0 should not be negative"),
-        ({"distill_temperature": 0.0}, r"distill_temperature=0\.0 should be above 0"),
-        ({"poly_power": 0.0}, r"poly_power=0\.0 should be above 0"),
-        ({"parallel": "tp"}, "parallel='tp'; it is one of ddp, fsdp"),
-        ({"tensorboard": "yes"}, "tensorboard='yes'; it is one of on, off"),
-        ({"deterministic": "maybe"}, "deterministic='maybe'; it is one of on, off"),
+        ({"ema": 1.0}, r"ema=1\.0 must be at least 0 and below 1, such as 0\.999"),
+        ({"ema": -0.1}, r"ema=-0\.1 must be at least 0"),
+        ({"warmup_start": 1.5}, r"warmup_start=1\.5 must be from 0 to 1"),
+        ({"warmup_epochs": 2.0}, r"warmup_epochs=2 must be shorter than the dense stage \(2 epochs\)"),
+        ({"warmup_epochs": 1.5}, r"warmup_epochs=1\.5 must be shorter than the fine-tuning \(1 epochs\)"),
+        ({"accumulate": 0}, "accumulate=0 must be above 0"),
+        ({"accumulate": 1.5}, r"accumulate=1\.5 must be int"),
+        ({"clip_norm": -1.0}, r"clip_norm=-1\.0 must not be negative"),
+        ({"distill": -1.0}, r"distill=-1\.0 must not be negative"),
+        ({"distill_temperature": 0.0}, r"distill_temperature=0\.0 must be above 0"),
+        ({"poly_power": 0.0}, r"poly_power=0\.0 must be above 0"),
+        ({"parallel": "tp"}, "parallel='tp' must be one of ddp, fsdp"),
+        ({"tensorboard": "yes"}, "tensorboard='yes' must be one of on, off"),
+        ({"deterministic": "maybe"}, "deterministic='maybe' must be one of on, off"),
     ],
 )
 def test_wrong_settings(change: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -505,7 +507,7 @@ class Recorder:
 
     def __call__(self, batches: tuple[Any, ...]) -> None:
         self.run.optimizer.zero_grad()
-        learn(self.run, batches)
+        update_weights(self.run, batches)
 
     def close(self) -> None:
         self.closed = True
@@ -519,11 +521,11 @@ class Recorder:
 def test_nothing_of_a_run_outlives_it(tmp_path: Path, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither its end nor a stop leaves a file open, or a model in memory that waits for the garbage collector."""
     writers: list[Recorder] = []
-    monkeypatch.setattr(events, "require", lambda: lambda folder: writers.append(Recorder(folder)) or writers[-1])
+    monkeypatch.setattr(trackers, "import_writer", lambda: lambda folder: writers.append(Recorder(folder)) or writers[-1])
     monkeypatch.setattr(run_module, "make_graph", Recorder)
     models: list[weakref.ref[nn.Module]] = []
 
-    monkeypatch.setattr(train_module, "put_away", lambda run: models.append(weakref.ref(run.model)))
+    monkeypatch.setattr(train_module, "save_checkpoint", lambda run: models.append(weakref.ref(run.model)))
     gc.collect()
     gc.disable()
     try:
@@ -544,7 +546,7 @@ def test_what_ended_a_run_is_told_whatever_closing_it_raises(tmp_path: Path, mon
         def close(self) -> None:
             raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(events, "require", lambda: Full)
+    monkeypatch.setattr(trackers, "import_writer", lambda: Full)
     with pytest.raises(SmartpruneError, match="stopped in dense, after step 5"):
         train(small_config(tmp_path / "a", tensorboard="on"), stop=After(5))
 

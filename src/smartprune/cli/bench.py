@@ -10,7 +10,7 @@ from pathlib import Path
 
 from .. import run_files
 from ..errors import SmartpruneError, explain_memory_errors
-from ..training.config import MOST_THREADS
+from ..training.config import MAX_THREADS
 from .common import Verbs, add_verb, arguments, check_outputs, files_of_run
 from .export import from_run, load_weights, training_inputs
 from .inspect import find_model, sample
@@ -59,8 +59,8 @@ def run_bench(args: argparse.Namespace) -> int:
         for name in ("threads", "rounds"):
             if getattr(args, name) < 1:
                 raise SmartpruneError(f"--{name} {getattr(args, name)} should be at least 1")
-        if args.threads > MOST_THREADS:
-            raise SmartpruneError(f"--threads {args.threads} should be {MOST_THREADS} at most")
+        if args.threads > MAX_THREADS:
+            raise SmartpruneError(f"--threads {args.threads} must be at most {MAX_THREADS}")
         if min(args.batch) < 1 or not 0 < args.seconds < math.inf:
             raise SmartpruneError("--batch and --seconds should be above 0, and not without end")
         if args.plot and Path(args.plot).suffix not in (".svg", ".png"):
@@ -110,7 +110,7 @@ def run_bench(args: argparse.Namespace) -> int:
     elif out is not None:
         tell(f"no engine could be timed, so nothing is written and {out} stays as it is; --out FILE writes this all the same")
     if timed and folder.is_dir() and args.out is None:
-        write_run_page(folder, own=True)  # it shows the speed
+        write_run_page(folder, trusted=True)  # it shows the speed
     if args.plot:
         found.save(args.plot)
     print(data if args.json else found)

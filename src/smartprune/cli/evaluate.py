@@ -16,7 +16,7 @@ from .train import read_settings
 
 if TYPE_CHECKING:
     from ..training.config import Config
-    from ..training.evaluate import Figures
+    from ..training.evaluate import Metrics
 
 LARGEST_FILE = 4 << 30
 
@@ -70,8 +70,8 @@ def run_eval(args: argparse.Namespace) -> int:
 def _place(args: argparse.Namespace) -> tuple[Path, Config]:
     """The file of the weights, and the settings it was made with."""
     from ..artifacts.packfile import is_packed_file
-    from ..training.config import configure, load
-    from ..training.train import resolved
+    from ..training.check import resolve
+    from ..training.config import configure, load_config
 
     given = Path(args.path)
     path = given / (run_files.DENSE if args.dense else run_files.MODEL) if given.is_dir() else given
@@ -87,7 +87,7 @@ def _place(args: argparse.Namespace) -> tuple[Path, Config]:
             f"smartprune unpack {shlex.quote(str(path))} --out model.safetensors"
         )
     if args.task is None and (path.parent / run_files.CONFIG).exists():
-        values = asdict(load(path.parent / run_files.CONFIG))
+        values = asdict(load_config(path.parent / run_files.CONFIG))
     elif args.task is None:
         raise SmartpruneError(f"{path} lies in no run folder; say what it was trained on with --task, such as --task digits")
     else:
@@ -98,33 +98,33 @@ def _place(args: argparse.Namespace) -> tuple[Path, Config]:
     values["task_settings"] = {**values["task_settings"], **own}
     if args.model:
         values["model"] = args.model
-    return path, resolved(configure({**values, "device": args.device, "graph": "auto"}))
+    return path, resolve(configure({**values, "device": args.device, "graph": "auto"}))
 
 
 def _judged(path: Path, config: Config, split: str) -> dict[str, Any]:
     import torch
 
+    from ..training.check import model_flags
     from ..training.config import make_task
-    from ..training.evaluate import judge
+    from ..training.evaluate import evaluate
     from ..training.folder import load_weights
-    from ..training.run import settled
-    from ..training.train import network
+    from ..training.run import deterministic
 
     device = torch.device(config.device)
-    with settled(config):
+    with deterministic(config):
         task = make_task(config.task, config.task_settings)
-        with explain_memory_errors(network(config)):
+        with explain_memory_errors(model_flags(config)):
             model = task.model(config.model)
         load_weights(model, path)
         if task.data(split, device).steps(1) == 0:
             raise SmartpruneError(f"{config.task} has no {split} split")
-        figures, _ = judge(task, model.to(device), split, device)
+        figures, _ = evaluate(task, model.to(device), split, device)
     return {"file": str(path), "task": config.task, "model": config.model, "split": split, "figures": _scored(figures, task)}
 
 
 def _unscored(args: argparse.Namespace) -> bool:
     """Whether a run is to be scored by what its models found; their weights, which are large, may be elsewhere then."""
-    from ..training.train import Result
+    from ..training.result import Result
 
     folder = Path(args.path)
     if not (folder / run_files.RESULT).exists() or args.split != "test":
@@ -139,7 +139,7 @@ def _score_run(folder: Path, config: Config) -> list[dict[str, Any]]:
     from ..training.config import make_task
     from ..training.folder import locked, write_json
     from ..training.page import write_run_page
-    from ..training.train import Result
+    from ..training.result import Result
 
     out, task = [], make_task(config.task, config.task_settings)
     with locked(folder):
@@ -171,7 +171,7 @@ def _score_file(finds: Path, boxes: Path) -> dict[str, Any]:
     return {"file": str(finds), "annotations": str(boxes), "figures": _scored(mean_average_precision(truth, found), Detection)}
 
 
-def _scored(figures: Figures | dict[str, float] | None, task: Any) -> Figures:
+def _scored(figures: Metrics | dict[str, float] | None, task: Any) -> Metrics:
     if figures is None or figures[task.measure] is None:
         raise SmartpruneError(f"{task.measure} needs {task.needs}")
     return {**figures}

@@ -97,12 +97,12 @@ def run_export(args: argparse.Namespace) -> int:
 
 def from_run(folder: Path) -> tuple[nn.Module, Any, Any, Task, Config]:
     from ..artifacts.receipt import Receipt
-    from ..training.config import load, make_task
+    from ..training.config import load_config, make_task
 
     for name in (run_files.CONFIG, run_files.MODEL):
         if not (folder / name).is_file():
             raise SmartpruneError(f"{folder} has no {name}; give the folder of a finished run")
-    config = load(folder / run_files.CONFIG)
+    config = load_config(folder / run_files.CONFIG)
     task = make_task(config.task, config.task_settings)
     model = task.model(config.model)
     load_weights(model, folder / run_files.MODEL)

@@ -240,9 +240,9 @@ def _cycles(args: argparse.Namespace) -> Estimate:
         if args.model:
             model, _, example = find_model(args.model)
         elif (Path(args.path) / CONFIG).is_file():
-            from ..training.config import load, make_task
+            from ..training.config import load_config, make_task
 
-            config = load(Path(args.path) / CONFIG)
+            config = load_config(Path(args.path) / CONFIG)
             task = make_task(config.task, config.task_settings)
             model, example = task.model(config.model), task.example()
         else:

@@ -21,7 +21,7 @@ from .common import Verbs, add_verb, arguments
 from .streams import tell
 
 if TYPE_CHECKING:
-    from ..training.train import Result
+    from ..training.result import Result
 
 
 def train_verb(verbs: Verbs) -> None:
@@ -71,8 +71,8 @@ def run_train(args: argparse.Namespace) -> int:
     if args.resume or _restarted(args):
         folder = _folder_to_resume(args, given)
         return _carry_out(args, folder, resuming=True)
+    from ..training.check import check
     from ..training.config import configure
-    from ..training.train import check
 
     with arguments(args):
         config = configure({"out": "", **given})
@@ -99,7 +99,7 @@ def _carry_out(args: argparse.Namespace, folder: Path, resuming: bool, config: C
         tell(f"smartprune: the run in {folder} is finished; nothing to resume")
         return _print_result(args, folder, resume(folder))
     progress = Progress(None if ranks.rank() == 0 else io.StringIO())
-    with stop_signals(progress.say) as stop:
+    with stop_signals(progress.message) as stop:
         try:
             result = resume(folder, progress, stop) if config is None else train(config, progress, stop)
         finally:
@@ -138,13 +138,13 @@ def stop_signals(say: Callable[[str], None]) -> Iterator[Callable[[], bool]]:
 
 def asked(args: argparse.Namespace) -> dict[str, Any]:
     """The settings that were asked for, from the file and the flags."""
-    from ..training import config as configs
+    from ..training.config import load_config, read_config
 
     out: dict[str, Any] = {}
     if args.config:
-        out = configs.read(args.config)
+        out = read_config(args.config)
         if "task" in out:
-            configs.load(args.config)  # whether it is right by itself, told with its name
+            load_config(args.config)  # whether it is right by itself, told with its name
         out = {"task": args.task or "digits", "method": "smart", **out}
         out.pop("out", None)
     flagged = {field.name: getattr(args, field.name) for field in flags() if getattr(args, field.name) is not None}
@@ -172,7 +172,7 @@ def read_settings(kind: str, name: object, texts: Iterable[str]) -> dict[str, An
     ``"task"`` or ``"method"`` of that name takes it."""
     from ..methods import METHODS
     from ..tasks import TASKS
-    from ..training.config import takes
+    from ..training.config import accepts
 
     usual = {"task": "digits", "method": "smart"}[kind]
     records: dict[Any, Any] = {"task": dict(TASKS), "method": dict(METHODS)}[kind]
@@ -182,12 +182,13 @@ def read_settings(kind: str, name: object, texts: Iterable[str]) -> dict[str, An
         setting, equals, value = text.partition("=")
         if not equals or not setting:
             raise SmartpruneError(f"{text!r} is not a setting; write NAME=VALUE, such as end=1e-4")
-        read = _value(value)
-        out[setting] = value if record is not None and takes(record, setting, value) and not takes(record, setting, read) else read
+        parsed = _parse(value)
+        keep_text = record is not None and accepts(record, setting, value) and not accepts(record, setting, parsed)
+        out[setting] = value if keep_text else parsed
     return out
 
 
-def _value(text: str) -> Any:
+def _parse(text: str) -> Any:
     words: dict[str, Any] = {"none": None, "null": None, "true": True, "false": False}
     if text.lower() in words:
         return words[text.lower()]
@@ -204,7 +205,7 @@ def _default_out(config: Config) -> Path:
     from ..training.config import make_task
 
     own = make_task(config.task, config.task_settings).recipe.model
-    kind, number = config.asked
+    kind, number = config.budget_share
     share = f"{kind if kind != 'sparsity' else ''}{number:g}"
     parts = [config.task, *([config.model] if config.model != own else []), config.method, config.block, share]
     return Path("runs") / safe_name("-".join([*parts, f"s{config.seed}"]).replace("*", "all"))
@@ -224,10 +225,10 @@ def _free(base: Path) -> Path:
 
 def _folder_to_resume(args: argparse.Namespace, given: dict[str, Any]) -> Path:
     """The folder, once what was asked for agrees with the settings in it."""
-    from ..training.config import configure, load, require_known
+    from ..training.config import check_names, configure, load_config
 
     with arguments(args):
-        require_known(given)
+        check_names(given)
     if args.out:
         folder = Path(args.out)
     else:
@@ -240,7 +241,7 @@ def _folder_to_resume(args: argparse.Namespace, given: dict[str, Any]) -> Path:
             folder = path
     if not (folder / run_files.CONFIG).exists():
         raise SmartpruneError(f"{folder} holds no run to resume; start one without --resume, or give its folder as --out")
-    stored = load(folder / run_files.CONFIG)
+    stored = load_config(folder / run_files.CONFIG)
     with arguments(args):
         for name, value in given.items():
             kept = getattr(stored, name)
@@ -265,16 +266,16 @@ def _agrees(kept: Any, value: Any) -> bool:
 
 def _print_result(args: argparse.Namespace, folder: Path, result: Result) -> int:
     from ..artifacts.receipt import Receipt
-    from ..training.progress import clock
+    from ..training.progress import format_duration
 
     receipt = Receipt.load(folder / run_files.RECEIPT)
     if args.json:
         print(json.dumps({**asdict(result), "receipt": receipt.to_json()}, indent=2))
         return 0
-    stages = ", ".join(f"{stage} {clock(seconds)}" for stage, seconds in result.stage_seconds.items())
+    stages = ", ".join(f"{stage} {format_duration(seconds)}" for stage, seconds in result.stage_seconds.items())
     print(receipt)
-    print(f"dense    {result.measure} {result.shown('dense')}")
-    print(f"pruned   {result.measure} {result.shown('pruned')}")
+    print(f"dense    {result.measure} {result.metrics_line('dense')}")
+    print(f"pruned   {result.measure} {result.metrics_line('pruned')}")
     print(f"verified {'yes' if result.verified else 'NO'}")
     for name, written in result.files.items():
         print(f"{name:<8} {written}")

@@ -29,7 +29,7 @@ def watch_verb(verbs: Verbs) -> None:
 
 def run_watch(args: argparse.Namespace) -> int:
     from .. import text
-    from ..training.monitor import follow, lines, snapshot
+    from ..training.monitor import follow, read_snapshot, status_lines
 
     with arguments(args):
         if not 0.05 <= args.every <= 86_400:
@@ -43,7 +43,7 @@ def run_watch(args: argparse.Namespace) -> int:
         if not config.is_file():
             raise SmartpruneError(f"{args.path} holds no run (no {CONFIG}); add --wait if it is about to start")
         if args.once:
-            print("\n".join(lines(snapshot(args.path), text.stdout_is_ascii())))
+            print("\n".join(status_lines(read_snapshot(args.path), text.stdout_is_ascii())))
         else:
             follow(args.path, args.every)
     except KeyboardInterrupt:  # the way to stop watching

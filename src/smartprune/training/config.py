@@ -1,6 +1,6 @@
-"""Settings of a training run: a flat record that prints, goes to ``config.json`` and repeats the run.
+"""The settings of a training run: a flat dataclass that is stored as ``config.json`` and reproduces the run.
 
-Nothing here imports torch at the top, so the command line can show its help at once.
+This module does not import torch at the top, so the command line shows its help without delay.
 """
 
 from __future__ import annotations
@@ -23,87 +23,79 @@ if TYPE_CHECKING:
     from ..tasks import Task
 
 Setting = int | float | str | bool | None
-BUDGET_SETTINGS = ("sparsity", "macs", "cycles", "budget")  # a run has one of them
+BUDGET_SETTINGS = ("sparsity", "macs", "cycles", "budget")  # a run has exactly one of them
 
 
-def option(text: str, default: Any = MISSING, **more: Any) -> Any:
-    """A field that becomes a flag of the same name; without a default, the task's recipe fills it."""
-    return field(default=default, metadata={"help": text, **more})
+def option(text: str, default: Any = MISSING, **metadata: Any) -> Any:
+    """A field that becomes a command-line flag. A field without a default is filled from the task's recipe."""
+    return field(default=default, metadata={"help": text, **metadata})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Everything a run depends on. Made by :func:`configure`, kept as ``config.json``."""
+    """All settings of a run. :func:`configure` makes one from some of them."""
 
-    task: str = option("what to train on", "digits", flag=False)
+    task: str = option("task to train on", "digits", flag=False)
     task_settings: dict[str, Setting] = option("settings of the task", flag=False)  # noqa: RUF009
-    model: str = option("network: by name, timm/NAME, torchvision/NAME, or MODULE:FUNCTION of your own")
-    method: str = option("pruning method, by name", "smart")
+    model: str = option("network: a built-in name, timm/NAME, torchvision/NAME, or MODULE:FUNCTION")
+    method: str = option("pruning method", "smart")
     settings: dict[str, Setting] = option("settings of the method", flag=False)  # noqa: RUF009
-    block: str = option("block, output x input channels, such as 8x4")
+    block: str = option("block size, output x input channels, such as 8x4")
     sparsity: float | None = option("share of blocks to remove, in [0, 1)", None)
-    macs: float | None = option("share of multiply-accumulates to remove, in place of --sparsity", None)
-    cycles: float | None = option("share of the cycles on --npu to remove, in place of --sparsity", None)
-    budget: str | None = option("any budget in place of --sparsity, as KIND=SHARE, such as params=0.9", None)
-    npu: str = option("NPU whose cycles are counted: a preset, or a .json file of its settings", "edge")
-    floor: float | None = option("least share of its blocks that each layer keeps", None)
-    include: tuple[str, ...] = option("layers to prune although they are left alone by default (globs)", ())
-    skip: tuple[str, ...] = option("layers to leave alone (globs)", ())
-    dense: str | None = option("start from this trained dense model (.safetensors) and leave out the dense stage", None)
+    macs: float | None = option("share of multiply-accumulates to remove, instead of --sparsity", None)
+    cycles: float | None = option("share of the cycles on --npu to remove, instead of --sparsity", None)
+    budget: str | None = option("any budget instead of --sparsity, as KIND=SHARE, such as params=0.9", None)
+    npu: str = option("NPU whose cycles are counted: a preset, or a .json file with its settings", "edge")
+    floor: float | None = option("smallest share of its blocks that each layer keeps", None)
+    include: tuple[str, ...] = option("layers to prune although they are skipped by default (globs)", ())
+    skip: tuple[str, ...] = option("layers not to prune (globs)", ())
+    dense: str | None = option("trained dense model to start from (.safetensors); skips the dense stage", None)
     dense_epochs: int = option("epochs of dense training")
-    search_epochs: int = option("epochs in which the method searches")
-    finetune_epochs: int = option("epochs after the mask is fixed")
-    batch: int = option("samples per batch, over all processes together")
-    accumulate: int = option("batches per optimizer step: their gradients are averaged")
+    search_epochs: int = option("epochs of the search")
+    finetune_epochs: int = option("epochs of fine-tuning, with the mask fixed")
+    batch: int = option("samples per batch, over all processes")
+    accumulate: int = option("batches per optimizer step; their gradients are averaged")
     optimizer: str = option("sgd or adamw")
     lr: float = option("learning rate of the dense stage")
-    search_lr: float = option("learning rate of the weights in the search")
-    finetune_lr: float = option("learning rate of the fine-tuning")
+    search_lr: float = option("learning rate of the weights during the search")
+    finetune_lr: float = option("learning rate of fine-tuning")
     score_lr: float = option("learning rate of the scores")
-    schedule: str = option("learning rate over the dense stage and the fine-tuning: cosine, poly, linear or constant")
-    search_schedule: str = option("learning rate over the search: cosine, poly, linear or constant")
-    schedule_over: str = option(
-        "stage: every stage has its own schedule; pruning: one --schedule over the search and the fine-tuning together"
-    )
+    schedule: str = option("learning-rate schedule of the dense stage and of fine-tuning: cosine, poly, linear or constant")
+    search_schedule: str = option("learning-rate schedule of the search: cosine, poly, linear or constant")
+    schedule_over: str = option("stage: one schedule per stage; pruning: a single --schedule over search and fine-tuning together")
     poly_power: float = option("exponent of the poly schedule")
-    warmup_epochs: float = option("epochs at the beginning of every schedule in which the learning rate rises; parts count")
-    warmup_start: float = option("share of the learning rate at which such a rise begins")
-    momentum: float = option("momentum of sgd, in Nesterov's form")
-    weight_decay: float = option("weight decay of the weights (scores have none)")
-    clip_norm: float = option("largest norm of the weights' gradients together; 0 does not clip")
-    ema: float = option("decay of a running average of the weights, which is judged and kept in their place; 0: none")
+    warmup_epochs: float = option("epochs of learning-rate warm-up at the start of every schedule; may be fractional")
+    warmup_start: float = option("share of the learning rate at which the warm-up starts")
+    momentum: float = option("Nesterov momentum of sgd")
+    weight_decay: float = option("weight decay of the weights; scores have none")
+    clip_norm: float = option("maximum norm of all weight gradients together; 0: no clipping")
+    ema: float = option("decay of a moving average of the weights, which is evaluated and saved instead of them; 0: none")
     distill: float = option("weight of the distance to the dense model's outputs in the loss of search and fine-tuning", 0.0)
-    distill_temperature: float = option("temperature at which these outputs are compared", 4.0)
-    augment: float = option(
-        "how strongly training pictures are changed: contrast, colours, a blank square; 0: not, 1: clearly", 0.0
-    )
-    augment_over: str = option(
-        "stages in which --augment does it: search; pruning: fine-tuning too; all: dense stage too", "search"
-    )
+    distill_temperature: float = option("temperature of that distance", 4.0)
+    augment: float = option("strength of extra augmentation (contrast, colors, a blank square); 0: off, 1: clearly visible", 0.0)
+    augment_over: str = option("stages with --augment: search; pruning: fine-tuning too; all: the dense stage too", "search")
     seed: int = option("seed of the weights and of the data order", 0)
     device: str = option("auto, cpu or cuda", "auto")
-    threads: int = option("CPU threads; 0 leaves it to torch. Another number may change the last bits of the result")
+    threads: int = option("CPU threads; 0: torch's default. Another number may change the last bits of the result")
     amp: str = option("bf16 (autocast), off, or auto: bf16 on a GPU")
-    compile: str = option("torch.compile the model in training: on or off", "off")
-    graph: str = option("take a step as one CUDA graph: on, off, or auto: where it works", "auto")
-    deterministic: str = option(
-        "the same bits from run to run on a GPU too, at a price in speed: on or off (a CPU always is)", "off"
-    )
-    parallel: str = option("how several processes (torchrun) share the work: ddp, or fsdp, which also splits the weights", "ddp")
-    sync_bn: str = option("batch norm over the samples of all processes (on GPUs): on or off", "off")
+    compile: str = option("torch.compile the model for training: on or off", "off")
+    graph: str = option("run a step as one CUDA graph: on, off, or auto: where possible", "auto")
+    deterministic: str = option("bit-identical runs on a GPU too, at some cost in speed: on or off (a CPU always is)", "off")
+    parallel: str = option("training with several processes (torchrun): ddp, or fsdp, which also shards the weights", "ddp")
+    sync_bn: str = option("batch-norm statistics over all processes (GPUs only): on or off", "off")
     tensorboard: str = option("write the metrics for TensorBoard as well: on or off", "off")
     checkpoint_seconds: float = option("seconds between checkpoints; 0 writes one after every step")
-    onnx: str = option("write model.onnx at the end: on, off, or auto: where onnx and onnxruntime are installed", "auto")
+    onnx: str = option("write model.onnx at the end: on, off, or auto: if onnx and onnxruntime are installed", "auto")
     out: str = option("run folder", "", flag=False)
 
     @property
-    def asked(self) -> tuple[str, float]:
-        """The budget by its name, such as ``("sparsity", 0.95)``."""
-        return asked(vars(self))
+    def budget_share(self) -> tuple[str, float]:
+        """The name of the budget and its share, such as ``("sparsity", 0.95)``."""
+        return budget_share(vars(self))
 
 
-def asked(values: Mapping[str, Any]) -> tuple[str, float]:
-    """The budget that a run was given, by its name."""
+def budget_share(values: Mapping[str, Any]) -> tuple[str, float]:
+    """The name of the budget and its share, from the settings of a run."""
     name = next((name for name in BUDGET_SETTINGS if values.get(name) is not None), None)
     if name == "budget":
         return parse_budget(values[name])
@@ -123,38 +115,40 @@ def parse_budget(value: str) -> tuple[str, float]:
         raise SmartpruneError(f"budget={value!r} cannot be read; write KIND=SHARE, such as params=0.9") from None
 
 
-def configure(given: Mapping[str, Any]) -> Config:
-    """Fills what was not given from the task's recipe, and checks every value.
+def configure(settings: Mapping[str, Any]) -> Config:
+    """Fills missing settings from the task's recipe and checks every value.
 
     >>> configure({"sparsity": 0.8}).block
     '8x4'
     """
-    require_known(given)
-    task_name = _fitting("task", given.get("task", "digits"))
-    task = make_task(task_name, _fitting("task_settings", given.get("task_settings", {})))
+    check_names(settings)
+    task_name = _checked("task", settings.get("task", "digits"))
+    task = make_task(task_name, _checked("task_settings", settings.get("task_settings", {})))
     values: dict[str, Any] = {**asdict(task.recipe), "task": task_name, "task_settings": asdict(task)}  # type: ignore[call-overload]
-    if any(given.get(name) is not None for name in BUDGET_SETTINGS[1:]):
+    if any(settings.get(name) is not None for name in BUDGET_SETTINGS[1:]):
         values["sparsity"] = None
-    values |= {name: value for name, value in given.items() if name not in ("task", "task_settings")}
-    method_name = _fitting("method", values.get("method", "smart"))
-    method = make_method(method_name, _fitting("settings", values.get("settings", {})))
+    values |= {name: value for name, value in settings.items() if name not in ("task", "task_settings")}
+    method_name = _checked("method", values.get("method", "smart"))
+    method = make_method(method_name, _checked("settings", values.get("settings", {})))
     values |= {"method": method_name, "settings": asdict(method)}  # type: ignore[call-overload]
     for f in fields(Config):
-        values[f.name] = _fitting(f.name, values.get(f.name, f.default))
+        values[f.name] = _checked(f.name, values.get(f.name, f.default))
     config = Config(**values)
     _check(config, task)
     return config
 
 
-def require_known(given: Mapping[str, Any]) -> None:
-    """Refuses settings that no run has."""
-    unknown = sorted(set(given) - {f.name for f in fields(Config)})
+def check_names(settings: Mapping[str, Any]) -> None:
+    """Raises on settings that do not exist."""
+    unknown = sorted(set(settings) - {f.name for f in fields(Config)})
     if unknown:
-        raise SmartpruneError(f"unknown setting {unknown[0]!r}; a run has: {', '.join(f.name for f in fields(Config))}")
+        raise SmartpruneError(
+            f"unknown setting {unknown[0]!r}; the settings of a run are: {', '.join(f.name for f in fields(Config))}"
+        )
 
 
-def read(path: str | Path) -> dict[str, Any]:
-    """What a ``config.json`` says, as it stands there."""
+def read_config(path: str | Path) -> dict[str, Any]:
+    """The values in a ``config.json``, unchecked."""
     try:
         values = parse_json(Path(path).read_bytes(), str(path))
     except (OSError, SmartpruneError) as error:
@@ -164,9 +158,9 @@ def read(path: str | Path) -> dict[str, Any]:
     return values
 
 
-def load(path: str | Path) -> Config:
-    """Reads a ``config.json``."""
-    values = read(path)
+def load_config(path: str | Path) -> Config:
+    """Reads and checks a ``config.json``."""
+    values = read_config(path)
     try:
         return configure(values)
     except SmartpruneError as error:
@@ -176,47 +170,47 @@ def load(path: str | Path) -> Config:
 def make_task(name: str, settings: Mapping[str, Any]) -> Task:
     from ..tasks import TASKS
 
-    return _filled(TASKS, "task", name, settings)  # type: ignore[no-any-return]
-
-
-def make_budget(name: str, share: float, example: Any, npu: str) -> Budget:
-    """A budget by its name, ``sparsity`` or a kind. ``example`` and ``npu`` go to the budgets that have such a field."""
-    from ..core.budget import as_share
-    from ..hardware.npu import read_npu
-
-    if name not in budget_names():
-        raise SmartpruneError(f"unknown budget {name!r}; there are: {', '.join(BUDGETS)}")
-    options: dict[str, Callable[[], Any]] = {"example": lambda: example, "npu": lambda: read_npu(npu)}
-    given = {field: make() for field, make in options.items() if field in budget_fields(name)}
-    budget: Budget = BUDGETS["blocks" if name == SPARSITY else name](as_share(share, name), **given)
-    return budget
+    return _make(TASKS, "task", name, settings)  # type: ignore[no-any-return]
 
 
 def make_method(name: str, settings: Mapping[str, Any]) -> Method:
     from ..methods import METHODS
 
-    return _filled(METHODS, "method", name, settings)  # type: ignore[no-any-return]
+    return _make(METHODS, "method", name, settings)  # type: ignore[no-any-return]
 
 
-def _filled(choices: Mapping[str, Any], kind: str, name: str, settings: Mapping[str, Any]) -> Any:
-    """One of the dictionary's dataclasses with these settings; names and types are checked against its fields."""
-    if name not in choices:
-        raise SmartpruneError(f"unknown {kind} {name!r}; there are: {', '.join(choices)}")
-    hints = _hints(choices[name])
-    known = {f.name: hints[f.name] for f in fields(choices[name])}
+def make_budget(name: str, share: float, example: Any, npu: str) -> Budget:
+    """A budget by its name: ``sparsity`` or a kind. ``example`` and ``npu`` are passed to budgets that have such a field."""
+    from ..core.budget import as_share
+    from ..hardware.npu import read_npu
+
+    if name not in budget_names():
+        raise SmartpruneError(f"unknown budget {name!r}; choose one of: {', '.join(BUDGETS)}")
+    makers: dict[str, Callable[[], Any]] = {"example": lambda: example, "npu": lambda: read_npu(npu)}
+    values = {field: make() for field, make in makers.items() if field in budget_fields(name)}
+    budget: Budget = BUDGETS["blocks" if name == SPARSITY else name](as_share(share, name), **values)
+    return budget
+
+
+def _make(classes: Mapping[str, Any], kind: str, name: str, settings: Mapping[str, Any]) -> Any:
+    """An instance of the dataclass of that name, after a check of the settings' names and types."""
+    if name not in classes:
+        raise SmartpruneError(f"unknown {kind} {name!r}; choose one of: {', '.join(classes)}")
+    hints = _hints(classes[name])
+    known = {f.name: hints[f.name] for f in fields(classes[name])}
     for setting, value in settings.items():
-        if setting == "folder" and kind == "task" and setting not in known:  # what --data is called in there
-            raise SmartpruneError(f"{name} brings its data along and reads no folder; leave --data {value} out")
+        if setting == "folder" and kind == "task" and setting not in known:  # the setting behind --data
+            raise SmartpruneError(f"the task {name} includes its data and reads no folder; remove --data {value}")
         if setting not in known:
-            raise SmartpruneError(f"unknown setting {setting!r} for {name}; it has: {', '.join(known) or 'none'}")
-        if not _fits(value, known[setting]):
-            raise SmartpruneError(f"{name}: {setting}={value!r} should be {_named(known[setting])}")
-    return choices[name](**settings)
+            raise SmartpruneError(f"unknown setting {setting!r} for {name}; its settings are: {', '.join(known) or 'none'}")
+        if not _matches(value, known[setting]):
+            raise SmartpruneError(f"{name}: {setting}={value!r} must be {_type_name(known[setting])}")
+    return classes[name](**settings)
 
 
-def takes(record: type, setting: str, value: object) -> bool:
-    """Whether a value is of the type of a task's or a method's setting."""
-    return setting in {f.name for f in fields(record)} and _fits(value, _hints(record)[setting])
+def accepts(record: type, setting: str, value: object) -> bool:
+    """Whether a task or a method has this setting and the value has its type."""
+    return setting in {f.name for f in fields(record)} and _matches(value, _hints(record)[setting])
 
 
 @cache
@@ -224,39 +218,39 @@ def _hints(record: type) -> dict[str, Any]:
     return get_type_hints(record)
 
 
-def _fitting(name: str, value: Any) -> Any:
-    """The value of a field of Config, if it is of the field's type (a list from JSON may stand for a tuple)."""
+def _checked(name: str, value: Any) -> Any:
+    """The value, if it has the type of that field of Config. A list, as JSON has them, is accepted for a tuple."""
     hint = _hints(Config)[name]
     if get_origin(hint) is tuple and isinstance(value, (list, tuple)):
         value = tuple(value)
-    if not _fits(value, hint):
-        raise SmartpruneError(f"{name}={value!r} should be {_named(hint)}")
+    if not _matches(value, hint):
+        raise SmartpruneError(f"{name}={value!r} must be {_type_name(hint)}")
     return value
 
 
-def _fits(value: Any, hint: Any) -> bool:
-    origin, parts = get_origin(hint), get_args(hint)
+def _matches(value: Any, hint: Any) -> bool:
+    origin, args = get_origin(hint), get_args(hint)
     if origin is types.UnionType or type(hint).__name__ in ("_UnionGenericAlias", "Union"):
-        return any(_fits(value, part) for part in parts)
+        return any(_matches(value, arg) for arg in args)
     if origin is tuple:
-        return isinstance(value, tuple) and all(_fits(item, parts[0]) for item in value)
+        return isinstance(value, tuple) and all(_matches(item, args[0]) for item in value)
     if origin is dict:
-        return isinstance(value, dict) and all(isinstance(key, str) and _fits(v, parts[1]) for key, v in value.items())
+        return isinstance(value, dict) and all(isinstance(key, str) and _matches(v, args[1]) for key, v in value.items())
     if get_origin(hint) is not None and type(hint).__name__ == "_LiteralGenericAlias":
-        return value in parts
+        return value in args
     if hint is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool) and _finite(value)
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and _is_finite(value)
     return type(value) is hint or (hint is type(None) and value is None)
 
 
-def _finite(value: float) -> bool:
+def _is_finite(value: float) -> bool:
     try:
         return math.isfinite(value)
     except OverflowError:  # an integer of 400 digits
         return False
 
 
-def _named(hint: Any) -> str:
+def _type_name(hint: Any) -> str:
     if type(hint).__name__ == "_LiteralGenericAlias":
         return "one of " + ", ".join(map(repr, get_args(hint)))
     return str(getattr(hint, "__name__", None) or hint) if not get_args(hint) else str(hint)
@@ -271,8 +265,8 @@ NOT_NEGATIVE = (
     "distill", "augment",
 )  # fmt: skip
 SMALL = ("lr", "search_lr", "finetune_lr", "score_lr", "momentum", "weight_decay", "clip_norm", "distill", "distill_temperature")
-LARGEST = 2.0**128 - 2.0**104  # of the numbers that weights are made of, float32
-MOST_THREADS = 4096
+MAX_FLOAT32 = 2.0**128 - 2.0**104
+MAX_THREADS = 4096
 SCHEDULES = ("cosine", "poly", "linear", "constant")
 CHOICES = {
     "optimizer": ("sgd", "adamw"),
@@ -301,51 +295,50 @@ def _check(config: Config, task: Task) -> None:
 
     for name in POSITIVE:
         if getattr(config, name) <= 0:
-            raise SmartpruneError(f"{name}={getattr(config, name)} should be above 0")
+            raise SmartpruneError(f"{name}={getattr(config, name)} must be above 0")
     for name in NOT_NEGATIVE:
         if getattr(config, name) < 0:
-            raise SmartpruneError(f"{name}={getattr(config, name)} should not be negative")
+            raise SmartpruneError(f"{name}={getattr(config, name)} must not be negative")
     for name in SMALL:
-        if getattr(config, name) > LARGEST:
-            raise SmartpruneError(f"{name}={getattr(config, name):g} should be {LARGEST:.2g} at most, the largest float32 there is")
-    if config.threads > MOST_THREADS:
-        raise SmartpruneError(f"threads={config.threads} should be {MOST_THREADS} at most")
+        if getattr(config, name) > MAX_FLOAT32:
+            raise SmartpruneError(f"{name}={getattr(config, name):g} must be at most {MAX_FLOAT32:.2g}, the largest float32")
+    if config.threads > MAX_THREADS:
+        raise SmartpruneError(f"threads={config.threads} must be at most {MAX_THREADS}")
     for name, allowed in CHOICES.items():
         if getattr(config, name) not in allowed:
-            raise SmartpruneError(f"{name}={getattr(config, name)!r}; it is one of {', '.join(allowed)}")
+            raise SmartpruneError(f"{name}={getattr(config, name)!r} must be one of {', '.join(allowed)}")
     if not 0 <= config.ema < 1:
-        raise SmartpruneError(f"ema={config.ema} should be at least 0 and below 1, such as 0.999")
+        raise SmartpruneError(f"ema={config.ema} must be at least 0 and below 1, such as 0.999")
     if config.augment > STRONGEST:
-        raise SmartpruneError(f"augment={config.augment:g} should be 0 to {STRONGEST:g}")
+        raise SmartpruneError(f"augment={config.augment:g} must be from 0 to {STRONGEST:g}")
     if not 0 <= config.warmup_start <= 1:
-        raise SmartpruneError(f"warmup_start={config.warmup_start} should be 0 to 1")
+        raise SmartpruneError(f"warmup_start={config.warmup_start} must be from 0 to 1")
     for name, epochs in _schedules(config).items():
         if config.warmup_epochs and config.warmup_epochs >= epochs > 0:
-            raise SmartpruneError(
-                f"warmup_epochs={config.warmup_epochs:g} should be shorter than the {name}, which has {epochs} epochs"
-            )
+            raise SmartpruneError(f"warmup_epochs={config.warmup_epochs:g} must be shorter than the {name} ({epochs} epochs)")
     if config.seed >= 2**32:
-        raise SmartpruneError(f"seed={config.seed} should be below 2**32")
+        raise SmartpruneError(f"seed={config.seed} must be below 2**32")
     if sum(getattr(config, name) is not None for name in BUDGET_SETTINGS) != 1:
-        given = ", ".join(f"{name}={getattr(config, name)}" for name in BUDGET_SETTINGS)
-        raise SmartpruneError(f"{given}: give one of them")
-    name, share = config.asked
+        values = ", ".join(f"{name}={getattr(config, name)}" for name in BUDGET_SETTINGS)
+        raise SmartpruneError(f"{values}: set exactly one of them")
+    name, share = config.budget_share
     if name not in budget_names():
-        raise SmartpruneError(f"unknown budget {name!r}; there are: {', '.join(BUDGETS)}")
+        raise SmartpruneError(f"unknown budget {name!r}; choose one of: {', '.join(BUDGETS)}")
     as_share(share, name)
     if "npu" in budget_fields(name):
         read_npu(config.npu)
     if config.model not in task.models and not is_external(config.model):
         raise SmartpruneError(
-            f"model={config.model!r} does not fit {config.task}; it takes: {', '.join(task.models)}; or use {OTHER_NAMES}"
+            f"model={config.model!r} is unknown to the task {config.task}; its networks are: {', '.join(task.models)}; "
+            f"or use {OTHER_NAMES}"
         )
     if config.floor is not None:
-        as_share(config.floor, "floor", "the least share of its blocks that each layer keeps")
+        as_share(config.floor, "floor", "the smallest share of its blocks that each layer keeps")
     Block.of(config.block)
 
 
 def _schedules(config: Config) -> dict[str, int]:
-    """What has a schedule of its own, and its epochs."""
+    """The learning-rate schedules of a run and their lengths in epochs."""
     dense = {"dense stage": 0 if config.dense is not None else config.dense_epochs}
     if config.schedule_over == "pruning":
         return dense | {"search and fine-tuning": config.search_epochs + config.finetune_epochs}

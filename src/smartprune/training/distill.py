@@ -1,4 +1,4 @@
-"""Distillation: the pruned model is to answer as the dense one does."""
+"""Distillation: the outputs of the pruned model are pulled towards those of the dense model."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from ..tasks.distance import Distance
 
 
 class Teacher:
-    """The dense model. It sees what the student sees, in evaluation mode, and the distance of their outputs joins the loss."""
+    """The dense model in evaluation mode. It gets the inputs of the student; the distance of the outputs is added to the loss."""
 
     def __init__(self, model: nn.Module, distance: Distance, weight: float, temperature: float) -> None:
         self.model = model.eval().requires_grad_(False)
         self.distance, self.weight, self.temperature = distance, weight, temperature
-        self._heard: tuple[Any, Any, Any] | None = None
+        self._call: tuple[Any, Any, Any] | None = None  # inputs and output of the student's last forward pass
         self._hook: Any = None
 
-    def watch(self, student: nn.Module) -> None:
-        """From now on this is the student."""
+    def attach(self, student: nn.Module) -> None:
+        """Records the forward passes of this student, in place of an earlier one."""
         if self._hook is not None:
             self._hook.remove()
-        self._hook = student.register_forward_hook(self._hear, with_kwargs=True)
+        self._hook = student.register_forward_hook(self._record, with_kwargs=True)
 
-    def _hear(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+    def _record(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if torch.is_grad_enabled():
-            self._heard = (args, kwargs, out)
+            self._call = (args, kwargs, output)
 
     def loss(self) -> Tensor:
-        """Of the student's last forward pass."""
-        assert self._heard is not None, "the student has not been asked yet"
-        (args, kwargs, out), self._heard = self._heard, None
+        """The weighted distance for the student's last forward pass."""
+        assert self._call is not None, "the student had no forward pass yet"
+        (args, kwargs, output), self._call = self._call, None
         with torch.no_grad():
-            wanted = self.model(*args, **kwargs)
-        return self.weight * self.distance(out, wanted, self.temperature)
+            target = self.model(*args, **kwargs)
+        return self.weight * self.distance(output, target, self.temperature)

@@ -1,4 +1,4 @@
-"""A running average of the weights, which is often better than the last ones: judged and kept in their place."""
+"""A moving average of the weights. It is often better than the last weights, so the run evaluates and saves it."""
 
 from __future__ import annotations
 
@@ -11,56 +11,55 @@ from torch import Tensor, nn
 from ..core import sharding
 
 
-def ramped(decay: float, step: int) -> float:
-    """The decay after so many steps: short memory first, so that the beginning is soon forgotten."""
+def decay_at(decay: float, step: int) -> float:
+    """The decay after so many steps. It starts low, so that the first weights are soon forgotten."""
     return min(decay, (1 + step) / (10 + step))
 
 
 class Ema:
-    """Averages every parameter and every buffer of numbers, such as the statistics of batch norm; others are the model's.
+    """The average of every parameter and of every floating-point buffer, such as batch-norm statistics.
 
-    It holds numbers, not a second model: to use the average, it takes the place of the weights. Removed blocks of a
-    frozen model are zero in every step's weights, so they are zero in the average.
+    It holds tensors, not a second model: to use the average, it is copied into the model. Removed blocks of a frozen
+    model are zero at every step, so they are zero in the average.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.decay = decay
-        tensors = [*model.parameters(), *(b for b in model.buffers() if b.is_floating_point())]
-        self.own = tensors  # of the model
-        self.average = [sharding.local_tensor(tensor).detach().clone() for tensor in tensors]
+        self.tensors = [*model.parameters(), *(b for b in model.buffers() if b.is_floating_point())]  # of the model
+        self.average = [sharding.local_tensor(tensor).detach().clone() for tensor in self.tensors]
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """After step number ``step``, counted from 1. Nothing waits for a GPU."""
-        torch._foreach_lerp_(self.average, self._parts(), 1 - ramped(self.decay, step))
+        """Updates the average after a step; the first step is number 1. Does not synchronize with the GPU."""
+        torch._foreach_lerp_(self.average, self._parts(), 1 - decay_at(self.decay, step))
 
     @torch.no_grad()
-    def put_in(self) -> None:
-        """The model has the averaged weights from now on."""
-        for own, average in zip(self.own, self.average, strict=True):
-            sharding.local_tensor(own).copy_(average)
+    def copy_to_model(self) -> None:
+        """Replaces the weights of the model by the average."""
+        for tensor, average in zip(self.tensors, self.average, strict=True):
+            sharding.local_tensor(tensor).copy_(average)
 
     @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """The model has the averaged weights in here, and its own again afterwards, bit for bit."""
-        kept = [own.clone() for own in self._parts()]
-        self.put_in()
+    def swapped_in(self) -> Iterator[None]:
+        """A context in which the model has the averaged weights. Its own weights are restored bit for bit."""
+        weights = [part.clone() for part in self._parts()]
+        self.copy_to_model()
         try:
             yield
         finally:
-            self.average, kept = kept, self.average
-            self.put_in()
-            self.average = kept
+            self.average, weights = weights, self.average
+            self.copy_to_model()
+            self.average = weights
 
     def state(self) -> list[Tensor]:
-        """The averages, in whole."""
-        return [sharding.full_tensor(sharding.from_local(a, own)) for a, own in zip(self.average, self.own, strict=True)]
+        """The averages as whole tensors, also where the model is sharded."""
+        return [sharding.full_tensor(sharding.from_local(a, tensor)) for a, tensor in zip(self.average, self.tensors, strict=True)]
 
-    def load(self, state: Sequence[Tensor]) -> None:
-        for own, average, saved in zip(self.own, self.average, state, strict=True):
-            if saved.shape != own.shape:
-                raise ValueError(f"an average of {tuple(saved.shape)} for a tensor of {tuple(own.shape)}")
-            average.copy_(sharding.local_tensor(sharding.shard_like(saved, own)))
+    def load_state(self, state: Sequence[Tensor]) -> None:
+        for tensor, average, saved in zip(self.tensors, self.average, state, strict=True):
+            if saved.shape != tensor.shape:
+                raise ValueError(f"the average has shape {tuple(saved.shape)} for a tensor of shape {tuple(tensor.shape)}")
+            average.copy_(sharding.local_tensor(sharding.shard_like(saved, tensor)))
 
     def _parts(self) -> list[Tensor]:
-        return [sharding.local_tensor(tensor).detach() for tensor in self.own]
+        return [sharding.local_tensor(tensor).detach() for tensor in self.tensors]

@@ -1,4 +1,4 @@
-"""Judging a model: the figures of a task on a split, and what the model found there where a task keeps that."""
+"""Evaluation: the metrics of a model on a split of its task and, for detectors, the detections."""
 
 from __future__ import annotations
 
@@ -13,40 +13,41 @@ from ..errors import SmartpruneError
 from ..files import write_atomic
 from ..tasks import Data, Task
 
-Figures = dict[str, float | None]  # by name, the task's measure first; None: not scored
+Metrics = dict[str, float | None]  # by name, the task's measure first; None: not scored yet
+Detections = list[dict[str, Any]]
 
 
-def judge(task: Task, model: nn.Module, split: str, device: torch.device) -> tuple[Figures, list[dict[str, Any]] | None]:
-    """The model's figures, and what it found; a task that is judged at once finds nothing to keep.
+def evaluate(task: Task, model: nn.Module, split: str, device: torch.device) -> tuple[Metrics, Detections | None]:
+    """The metrics of the model, and its detections where the task has detections.
 
-    A task may need a package to be judged that is not installed here. Its measure is None then, and what was found can be
-    scored later, by ``smartprune eval``.
+    Scoring detections may need a package that is not installed. The measure is then None, and ``smartprune eval`` can
+    score the detections later.
     """
-    data, training, own = _still(task, split, device), model.training, _deferred(task)
+    data, training = _evaluation_data(task, split, device), model.training
+    detector: Any = task if hasattr(task, "predictions") else None
     model.eval()
     try:
         with torch.no_grad():
-            if own is None:
+            if detector is None:
                 return {task.measure: task.metric(model, data)}, None
-            found: list[dict[str, Any]] = own.predictions(model, data)
+            detections: Detections = detector.predictions(model, data)
     finally:
         model.train(training)
-    return own.score(found, split) or {task.measure: None}, found
+    return detector.score(detections, split) or {task.measure: None}, detections
 
 
-def _still(task: Task, split: str, device: torch.device) -> Data:
-    """A split to judge by. That to train on is shuffled and changed, and its last samples may be left out."""
+def _evaluation_data(task: Task, split: str, device: torch.device) -> Data:
+    """A split in order and without augmentation. The training split is shuffled and augmented, and may drop its last samples."""
     data: Any = task.data(split, device)
     if split == "train" and not hasattr(data, "still"):
-        raise SmartpruneError(f"{type(task).__name__}: its training split cannot be had as it is; judge on test or validation")
+        raise SmartpruneError(
+            f"{type(task).__name__}: its training split has no still(), which gives the samples in order and without "
+            "augmentation; evaluate on test or validation"
+        )
     return data.still() if split == "train" else data  # type: ignore[no-any-return]
 
 
-def _deferred(task: Any) -> Any:
-    return task if hasattr(task, "predictions") else None
-
-
-def write_found(path: Path, found: list[dict[str, Any]]) -> None:
-    """One line per find, so that files can be looked at and compared."""
-    lines = ",\n".join(json.dumps(find, allow_nan=False) for find in found)
+def write_detections(path: Path, detections: Detections) -> None:
+    """Writes one detection per line, so that files can be read and compared."""
+    lines = ",\n".join(json.dumps(detection, allow_nan=False) for detection in detections)
     write_atomic(path, f"[\n{lines}\n]\n".encode())

@@ -1,4 +1,4 @@
-"""The run folder: files that are whole or absent at every moment, whenever the process is killed."""
+"""The run folder. Its files are complete or absent at every moment, even if the process is killed."""
 
 from __future__ import annotations
 
@@ -30,12 +30,15 @@ from ..run_files import CHECKPOINT, CONFIG, METRICS
 from . import ranks
 from .config import Config
 
-UNREADABLE = (zipfile.BadZipFile, zlib.error)  # what a damaged checkpoint raises, beside built-in errors
+DAMAGED = (zipfile.BadZipFile, zlib.error)  # raised for a damaged checkpoint, besides built-in errors
 
 
 def create_folder(config: Config) -> Path:
-    """Makes the run folder with its ``config.json``; both appear together, unless an empty folder is there already: it may be the
-    one we are in, or one that is mounted, and stays."""
+    """Creates the run folder with its ``config.json``.
+
+    A new folder appears together with the file. An existing empty folder is used as it is, because it may be the working
+    directory or a mount point.
+    """
     out = Path(config.out)
     check_name(out)
     if out.exists() and not out.is_dir():
@@ -56,7 +59,7 @@ def create_folder(config: Config) -> Path:
         write_json(temporary / CONFIG, asdict(config))
         os.rename(temporary, out)
     except OSError as error:
-        raise SmartpruneError(f"{out}: the run folder cannot be made ({error.strerror or error})") from None
+        raise SmartpruneError(f"{out}: the run folder cannot be created ({error.strerror or error})") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return out
@@ -64,10 +67,10 @@ def create_folder(config: Config) -> Path:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keeps a second process out of the folder. The system drops the lock when the process ends, however it ends."""
+    """Keeps other processes from training in the folder. The system releases the lock when this process ends in any way."""
     try:
         import fcntl
-    except ImportError:  # a system without it
+    except ImportError:  # not on this system
         yield
         return
     handle = os.open(folder, os.O_RDONLY)
@@ -82,44 +85,44 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def remove_temporary_files(folder: Path) -> None:
-    """Removes temporary files that a killed process left behind."""
+    """Removes temporary files of a killed process."""
     for path in folder.glob(".*.part"):
         path.unlink(missing_ok=True)
 
 
-def save_checkpoint(folder: Path, state: Mapping[str, Any]) -> None:
-    buffer, checked = io.BytesIO(), torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(True)  # what a checkpoint is read by, whatever else this process saves without
+def write_checkpoint(folder: Path, state: Mapping[str, Any]) -> None:
+    buffer, crc32 = io.BytesIO(), torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(True)  # reading checks the checksums, so they must be there
     try:
         torch.save(dict(state), buffer)
     finally:
-        torch.serialization.set_crc32_options(checked)
+        torch.serialization.set_crc32_options(crc32)
     write_atomic(folder / CHECKPOINT, buffer.getvalue())
 
 
-def load_checkpoint(folder: Path) -> dict[str, Any] | None:
+def read_checkpoint(folder: Path) -> dict[str, Any] | None:
     """The checkpoint as tensors and plain values, or None if there is none yet. Never runs code from the file."""
     path = folder / CHECKPOINT
-    anew = "delete it to start the run from its beginning"
+    restart = "delete it to restart the run"
     try:
         if not path.exists():
             return None
-        with zipfile.ZipFile(path) as archive:  # torch writes checksums and does not look at them
+        with zipfile.ZipFile(path) as archive:  # torch writes checksums but does not check them
             if (entry := archive.testzip()) is not None:
-                raise zipfile.BadZipFile(f"{entry} is not as it was written")
+                raise zipfile.BadZipFile(f"the checksum of {entry} is wrong")
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError:  # torch would have the reader run what is in it
+    except pickle.UnpicklingError:
         raise SmartpruneError(
-            f"{path} is damaged, or holds more than plain tensors, and code in files is never run; {anew}"
+            f"{path} is damaged or holds more than plain tensors, and code in files is never run; {restart}"
         ) from None
-    except (*UNREADABLE, RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
-        if isinstance(error, OSError) and error.errno is not None:  # of the system, which says nothing about what is in it
+    except (*DAMAGED, RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # from the system: the file itself may be intact
             raise SmartpruneError(
-                f"{path} cannot be read ({error.strerror or error}); it may well be whole: make it readable, then resume again"
+                f"{path} cannot be read ({error.strerror or error}); the file may be intact: make it readable, then resume again"
             ) from None
-        raise SmartpruneError(f"{path} is damaged ({first_line(error)}); {anew}") from None
+        raise SmartpruneError(f"{path} is damaged ({first_line(error)}); {restart}") from None
     if not isinstance(state, dict) or state.get("version") != 1:
-        raise SmartpruneError(f"{path} is not a checkpoint that this version writes; {anew}")
+        raise SmartpruneError(f"{path} is not a checkpoint of this version; {restart}")
     return state
 
 
@@ -133,27 +136,29 @@ def append_row(folder: Path, row: Mapping[str, object]) -> None:
         with path.open("a") as file:
             file.write(json.dumps(_finite(row), allow_nan=False) + "\n")
             file.flush()
-            os.fsync(file.fileno())  # a checkpoint counts the rows, so that it must not outlive one
+            os.fsync(file.fileno())  # a checkpoint counts the rows, so no row may be lost after it
     except OSError as error:
         raise SmartpruneError(f"{path}: cannot be written ({error.strerror or error})") from error
 
 
 def trim_metrics(folder: Path, done: Callable[[str, int], bool]) -> int:
-    """Drops the rows that were written after the checkpoint, for the resumed run writes them again, and what is no row. ``done``
-    says whether the checkpoint has that step of that stage behind it. Returns how many rows are left."""
+    """Removes rows that a resumed run writes again, and damaged rows. Returns how many rows are left.
+
+    ``done(stage, step)`` says whether the checkpoint was written after that step.
+    """
     path = folder / METRICS
     try:
         data = path.read_bytes() if path.exists() else None
     except OSError as error:
         raise SmartpruneError(f"{path} cannot be read ({error.strerror or error}); make it readable, then resume again") from None
-    rows = [line for line in (data or b"").splitlines(keepends=True) if (place := _place(line)) and done(*place)]
+    rows = [line for line in (data or b"").splitlines(keepends=True) if (position := _position(line)) and done(*position)]
     if data != b"".join(rows):
         write_atomic(path, b"".join(rows))
     return len(rows)
 
 
-def _place(line: bytes) -> tuple[str, int] | None:
-    """Stage and step of a row; None where a line is none, or only a part of one."""
+def _position(line: bytes) -> tuple[str, int] | None:
+    """Stage and step of a row of metrics; None for an incomplete or invalid line."""
     try:
         row = json.loads(line)
         stage, step = row["stage"], row["step"]
@@ -167,33 +172,35 @@ def write_json(path: Path, value: object) -> None:
 
 
 def save_weights(model: nn.Module, path: Path) -> None:
-    """Whole tensors, written by the first rank; all ranks must call it."""
+    """Rank 0 writes the whole tensors. All ranks must call it."""
     state = {name: full_tensor(value.detach()).cpu() for name, value in model.state_dict().items()}
-    ranks.first(lambda: write_atomic(path, save({name: value.contiguous().clone() for name, value in state.items()})))
+    ranks.on_first(lambda: write_atomic(path, save({name: value.contiguous().clone() for name, value in state.items()})))
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
-    """Loads a ``.safetensors`` file that must fit the model exactly."""
+    """Loads a ``.safetensors`` file whose tensors must match the model exactly."""
     try:
-        with path.open("rb"):  # which says why not, as safetensors does not
+        with path.open("rb"):  # gives a reason if it fails; safetensors does not
             tensors = load_file(path)
     except (OSError, SafetensorError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise SmartpruneError(f"{path} cannot be read as a .safetensors file ({reason})") from None
     check_header(path)
-    wanted = model.state_dict()
-    missing, extra = sorted(set(wanted) - set(tensors)), sorted(set(tensors) - set(wanted))
+    state = model.state_dict()
+    missing, extra = sorted(set(state) - set(tensors)), sorted(set(tensors) - set(state))
     if missing or extra:
-        parts = [f"lacks {_listed(missing)}"] * bool(missing) + [f"also has {_listed(extra)}"] * bool(extra)
-        raise SmartpruneError(f"{path} does not fit the model: it {' and '.join(parts)}; give the one it was made with")
-    for name, value in wanted.items():
+        parts = [f"it lacks {_listed(missing)}"] * bool(missing) + [f"it also has {_listed(extra)}"] * bool(extra)
+        raise SmartpruneError(f"{path} does not fit the model: {' and '.join(parts)}; give the model it was saved from")
+    for name, value in state.items():
         if value.shape != tensors[name].shape:
-            given, own = tuple(tensors[name].shape), tuple(value.shape)
-            raise SmartpruneError(f"{path} does not fit the model: {name} is {given} there and {own} in the model")
+            raise SmartpruneError(
+                f"{path} does not fit the model: {name} has shape {tuple(tensors[name].shape)} in the file and "
+                f"{tuple(value.shape)} in the model"
+            )
         if value.is_floating_point() and not bool(tensors[name].isfinite().all()):
-            raise SmartpruneError(f"{path}: {name} holds NaN or infinity; give a model that was trained to its end")
-    wanted.update(tensors)  # which keeps the versions that torch notes beside the tensors, and some modules ask for
-    model.load_state_dict(wanted)
+            raise SmartpruneError(f"{path}: {name} holds NaN or infinity; give a model whose training succeeded")
+    state.update(tensors)  # keeps the version numbers that torch stores with the tensors and some modules need
+    model.load_state_dict(state)
 
 
 def to_cpu(value: Any) -> Any:
@@ -206,7 +213,7 @@ def to_cpu(value: Any) -> Any:
 
 
 def _finite(value: Any) -> Any:
-    """The same with None for numbers that JSON cannot write."""
+    """The value with None for NaN and infinity, which JSON cannot hold."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

@@ -1,6 +1,6 @@
-"""What a search leaves behind for its report: a sample of the mask over time, and the scores it ended with.
+"""What a search records for its report: a sample of the mask over time, and the final scores.
 
-Both are written at moments when the run waits for the device anyway, the ends of epochs, and change nothing that it computes.
+Both are written at the end of an epoch, when the run waits for the device anyway. They do not change what the run computes.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
 
 def mask_sample(pruner: Pruner) -> list[float]:
-    """The mask of the same few blocks at every call, rounded for a row of metrics. All ranks must call it."""
+    """The mask of a fixed sample of blocks, rounded for a row of metrics. All ranks must call it."""
     mask = pruner.mask
-    places = torch.tensor(sampled_blocks(mask.numel()), device=mask.device)
-    return [round(value, 4) for value in mask[places].float().tolist()]
+    blocks = torch.tensor(sampled_blocks(mask.numel()), device=mask.device)
+    return [round(value, 4) for value in mask[blocks].float().tolist()]
 
 
 def save_scores(pruner: Pruner, folder: Path) -> None:
-    """Writes what the blocks were ranked by when the mask was made hard, if the method ranks them, as float32 [N]."""
+    """Writes the scores [N] that ranked the blocks when the mask became hard, as float32, if the method has scores."""
     scores: Tensor | None = pruner.ranked
     if scores is not None:
-        found = scores.detach().float().cpu().reshape(-1).clone()
-        ranks.first(lambda: write_atomic(folder / SCORES, save({"scores": found})))
+        values = scores.detach().float().cpu().reshape(-1).clone()
+        ranks.on_first(lambda: write_atomic(folder / SCORES, save({"scores": values})))

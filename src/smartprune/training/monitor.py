@@ -1,4 +1,4 @@
-"""A run, followed from outside: its folder is read, and nothing in it is touched. The folder may be on another machine's disk."""
+"""Monitoring of a run from outside: its folder is only read. It may be on a mounted disk of another machine."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from typing import TextIO
 from .. import text
 from ..reports.runlog import RunLog, finite_number, read_run_log
 from ..run_files import CHECKPOINT, CONFIG, METRICS, RESULT, STAGE_NAMES, STAGES
-from .progress import clock
+from .progress import format_duration
 
 SPARKS, ASCII_SPARKS = "▁▂▃▄▅▆▇█", "_.-=*#"
-POINTS = 24  # of a small curve
-QUIET = 120.0  # seconds without news that are worth a word, or three epochs
-QUIET_WORDS = "  nothing new was written; it may have stopped"
+POINTS = 24  # of a sparkline
+STALLED_SECONDS = 120.0  # a run without news for so long, and for three epochs, may have stopped
+STALLED = "  no new output; the run may have stopped"
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Where a run stands after its last whole epoch."""
+    """The state of a run after its last complete epoch."""
 
     log: RunLog
-    age: float | None  # seconds since anything was written
+    age: float | None  # seconds since the last write
 
     @property
-    def ended(self) -> bool:
+    def finished(self) -> bool:
         return self.log.result is not None
 
     @property
-    def quiet(self) -> bool:
-        """Whether nothing was written for so long that the run may have died."""
-        return not self.ended and self.age is not None and self.age > max(QUIET, 3 * _epoch_seconds(self.log))
+    def stalled(self) -> bool:
+        """Whether nothing was written for so long that the run may have stopped."""
+        return not self.finished and self.age is not None and self.age > max(STALLED_SECONDS, 3 * _epoch_seconds(self.log))
 
     @property
-    def left(self) -> float | None:
-        """Seconds to go, at the pace of the last epochs of each stage; None where no pace is known."""
+    def seconds_left(self) -> float | None:
+        """The remaining time at the pace of the last epochs of each stage; None if no pace is known."""
         log = self.log
         if not log.rows:
             return None
@@ -57,14 +57,14 @@ class Snapshot:
 
 
 def _pace(log: RunLog, stage: str) -> float | None:
-    """Seconds of a step, over the last epochs of a stage."""
+    """Seconds per step over the last epochs of a stage."""
     rows = [row for row in log.rows if row["stage"] == stage and finite_number(row.get("seconds")) is not None][-6:]
     steps = rows[-1]["step"] - rows[0]["step"] if rows else 0
     return max(0.0, float(rows[-1]["seconds"] - rows[0]["seconds"])) / float(steps) if steps > 0 else None
 
 
-def snapshot(folder: str | Path) -> Snapshot:
-    """Reads a run folder as it is now."""
+def read_snapshot(folder: str | Path) -> Snapshot:
+    """Reads the current state of a run folder."""
     folder = Path(folder)
     times = []
     for name in (METRICS, CHECKPOINT, RESULT, CONFIG):
@@ -75,24 +75,24 @@ def snapshot(folder: str | Path) -> Snapshot:
     return Snapshot(read_run_log(folder), max(0.0, time.time() - max(times)) if times else None)
 
 
-def lines(found: Snapshot, ascii_only: bool, width: int = 80) -> list[str]:
-    """The state of a run in a few lines, none wider than ``width``."""
-    log = found.log
+def status_lines(snapshot: Snapshot, ascii_only: bool, width: int = 80) -> list[str]:
+    """The state of a run in a few lines of at most ``width`` columns."""
+    log = snapshot.log
     config, rows = log.config, log.rows
     named = [text.escape(str(config[key])) for key in ("model", "task", "method") if isinstance(config.get(key), str)]
     out = [", ".join([text.escape(str(log.folder)), *named])]
     if not rows:
-        out.append("no epoch has ended yet" if not found.ended else "no metrics")
+        out.append("no epoch has finished yet" if not snapshot.finished else "no metrics")
     for stage in STAGES:
         length = log.stage_steps(stage)
-        own = [row for row in rows if row["stage"] == stage]
-        done = own[-1]["step"] if own else 0
+        stage_rows = [row for row in rows if row["stage"] == stage]
+        done = stage_rows[-1]["step"] if stage_rows else 0
         if length:
             bar = text.bar(done, length, 24, ascii_only)
             out.append(f"{STAGE_NAMES[stage]:<11} {bar} {done:>7,}/{length:,}")
     if rows:
         last = rows[-1]
-        if not found.ended:
+        if not snapshot.finished:
             out.append(f"now         {STAGE_NAMES[last['stage']]}, epoch {last['epoch']:,}, step {last['step']:,}")
         for key, name, form in (
             ("loss", "loss", "{:.4f}"),
@@ -104,19 +104,20 @@ def lines(found: Snapshot, ascii_only: bool, width: int = 80) -> list[str]:
             values = [value for row in rows if (value := finite_number(row.get(key))) is not None]
             if values:
                 out.append(
-                    f"{name[:11]:<11} {form.format(values[-1]):>12}  {spark(values, ascii_only, log=key in ('tau', 'loss'))}"
+                    f"{name[:11]:<11} {form.format(values[-1]):>12}  {sparkline(values, ascii_only, log=key in ('tau', 'loss'))}"
                 )
-    if found.ended:
+    if snapshot.finished:
         figures = [f"{name} {value:.2%}" for name in ("dense", "pruned") if (value := log.result_number(name)) is not None]
         seconds = log.result_number("seconds")
-        figures += [] if seconds is None else [f"{clock(seconds)} in all"]
-        out.append(f"ended       {', '.join(figures)}".rstrip())
-    elif found.left is not None:
+        figures += [] if seconds is None else [f"elapsed {format_duration(seconds)}"]
+        out.append(f"finished    {', '.join(figures)}".rstrip())
+    elif snapshot.seconds_left is not None:
         out.append(
-            f"time left   {clock(found.left)}" + ("" if rows[-1]["stage"] == "finetune" else ", if later stages keep this pace")
+            f"time left   {format_duration(snapshot.seconds_left)}"
+            + ("" if rows[-1]["stage"] == "finetune" else ", if later stages run at the same pace")
         )
-    if found.quiet and found.age is not None:
-        out.append(f"quiet       nothing was written for {clock(found.age)}; it may have stopped")
+    if snapshot.stalled and snapshot.age is not None:
+        out.append(f"stalled     no new output for {format_duration(snapshot.age)}; the run may have stopped")
     return [text.shorten(line, width) for line in out]
 
 
@@ -125,10 +126,10 @@ def _epoch_seconds(log: RunLog) -> float:
     return (pace or 0.0) * (log.steps_per_epoch or 0)
 
 
-def spark(values: Sequence[float], ascii_only: bool, log: bool = False, points: int = POINTS) -> str:
-    """A curve in characters: the mean of each stretch, from the lowest to the highest.
+def sparkline(values: Sequence[float], ascii_only: bool, log: bool = False, points: int = POINTS) -> str:
+    """A curve in characters: the means of ``points`` equal parts, scaled from the lowest to the highest.
 
-    >>> spark([0, 1, 2, 3, 4, 5], ascii_only=True)
+    >>> sparkline([0, 1, 2, 3, 4, 5], ascii_only=True)
     '_.-=*#'
     """
     if log:
@@ -154,34 +155,34 @@ def follow(
     live: bool | None = None,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Snapshot:
-    """Shows a run until it ends: over and over in the same place on a terminal, elsewhere only what is new, a line at a time."""
+    """Shows a run until it is finished: in place on a terminal, elsewhere one line for every change."""
     stream = sys.stdout if stream is None else stream
     live = stream.isatty() if live is None else live
     ascii_only = not text.supports_unicode(stream)
-    shown, said = 0, ""
+    height, last_line = 0, ""
     while True:
-        found = snapshot(folder)
+        snapshot = read_snapshot(folder)
         if live:
             width = shutil.get_terminal_size((80, 24)).columns
-            now = lines(found, ascii_only, width - 1)
-            stream.write((f"\x1b[{shown}F" if shown else "") + "".join(f"\x1b[2K{line}\n" for line in now) + "\x1b[J")
-            shown = len(now)
+            now = status_lines(snapshot, ascii_only, width - 1)
+            stream.write((f"\x1b[{height}F" if height else "") + "".join(f"\x1b[2K{line}\n" for line in now) + "\x1b[J")
+            height = len(now)
         else:
-            line = one_line(found)
-            if line != said:
+            line = status_line(snapshot)
+            if line != last_line:
                 stream.write(f"{line}\n")
-                said = line
+                last_line = line
         stream.flush()
-        if found.ended:
-            return found
+        if snapshot.finished:
+            return snapshot
         sleep(every)
 
 
-def one_line(found: Snapshot) -> str:
-    """The state in a line, for a log."""
-    log = found.log
+def status_line(snapshot: Snapshot) -> str:
+    """The state of a run in one line, for a log."""
+    log = snapshot.log
     if not log.rows:
-        return "ended" if found.ended else "no epoch has ended yet" + QUIET_WORDS * found.quiet
+        return "finished" if snapshot.finished else "no epoch has finished yet" + STALLED * snapshot.stalled
     last = log.rows[-1]
     parts = [
         f"{STAGE_NAMES[last['stage']]:<11}",
@@ -197,9 +198,9 @@ def one_line(found: Snapshot) -> str:
             parts.append(form.format(value))
     if (undecided := finite_number(last.get("undecided"))) is not None:
         parts.append(f"undecided {undecided:.0f}")
-    if found.ended:
+    if snapshot.finished:
         pruned = log.result_number("pruned")
-        parts.append("ended" if pruned is None else f"ended: {text.escape(log.measure or 'metric')} {pruned:.2%}")
-    elif found.left is not None and not found.quiet:
-        parts.append(f"{clock(found.left)} left")
-    return "  ".join(parts) + QUIET_WORDS * found.quiet
+        parts.append("finished" if pruned is None else f"finished: {text.escape(log.measure or 'metric')} {pruned:.2%}")
+    elif snapshot.seconds_left is not None and not snapshot.stalled:
+        parts.append(f"{format_duration(snapshot.seconds_left)} left")
+    return "  ".join(parts) + STALLED * snapshot.stalled

@@ -1,4 +1,4 @@
-"""What a finished run hands over besides its model: a packed file, and ONNX where that can be written."""
+"""The files that a finished run writes besides its model: a packed file and, where possible, ONNX."""
 
 from __future__ import annotations
 
@@ -16,35 +16,40 @@ from ..tasks import Task
 from .config import Config
 from .folder import load_weights
 
-NEEDED = ("onnx", "onnxscript", "onnxruntime")
+ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 
 
-def missing() -> list[str]:
-    """Packages that ONNX needs and that are not installed."""
-    return [name for name in NEEDED if importlib.util.find_spec(name) is None]
+def missing_packages() -> list[str]:
+    """The packages that ONNX export needs and that are not installed."""
+    return [name for name in ONNX_PACKAGES if importlib.util.find_spec(name) is None]
 
 
-def require(config: Config) -> None:
-    """Raises now what would come up at the end of the run."""
-    if config.onnx == "on" and missing():
+def check_packages(config: Config) -> None:
+    """Raises before the run if a package that it needs at its end is missing."""
+    if config.onnx == "on" and missing_packages():
         raise SmartpruneError(
-            f"onnx='on' needs {', '.join(missing())}; install it with: pip install 'smartprune[onnx]', or use --onnx auto or off"
+            f"onnx='on' needs {', '.join(missing_packages())}; install it with: pip install 'smartprune[onnx]', "
+            "or use --onnx auto or off"
         )
 
 
-def deliver(folder: Path, config: Config, task: Task, receipt: Receipt) -> dict[str, str]:
-    """Writes the files from the stored weights, and says what each of them is. A network that ONNX cannot hold is no reason
-    to lose a run: the reason stands in the file's place."""
+def write_outputs(folder: Path, config: Config, task: Task, receipt: Receipt) -> dict[str, str]:
+    """Writes the files from the stored weights and returns a description of each.
+
+    If a network cannot be exported to ONNX, the run does not fail: the description says why.
+    """
     packed = pack(folder, folder / run_files.PACKED)
-    out = {"packed": f"{run_files.PACKED}, {packed.size:,} bytes: {100 * packed.share:.1f} % of the dense file"}
-    if config.onnx == "off" or (config.onnx == "auto" and missing()):
-        return out
+    descriptions = {"packed": f"{run_files.PACKED}, {packed.size:,} bytes: {100 * packed.share:.1f} % of the dense file"}
+    if config.onnx == "off" or (config.onnx == "auto" and missing_packages()):
+        return descriptions
     with torch.random.fork_rng(devices=[]):
         model = task.model(config.model)
     load_weights(model, folder / run_files.MODEL)
     try:
-        found = export_onnx(model.eval(), folder / run_files.ONNX, task.example(), receipt=receipt)
-        out["onnx"] = f"{run_files.ONNX}, {found.size:,} bytes, opened and compared: differs by {found.difference:.1e} at most"
+        exported = export_onnx(model.eval(), folder / run_files.ONNX, task.example(), receipt=receipt)
+        descriptions["onnx"] = (
+            f"{run_files.ONNX}, {exported.size:,} bytes, compared with the model: largest difference {exported.difference:.1e}"
+        )
     except SmartpruneError as error:
-        out["onnx"] = f"not written: {error}"
-    return out
+        descriptions["onnx"] = f"not written: {error}"
+    return descriptions

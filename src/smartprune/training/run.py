@@ -1,4 +1,4 @@
-"""A run under way: how it starts, enters a stage, and is put away and brought back. (Its steps: ``step.py``.)"""
+"""The state of a run: how it starts, enters a stage, is saved to a checkpoint and restored. (Its steps are in ``step.py``.)"""
 
 from __future__ import annotations
 
@@ -20,67 +20,66 @@ from ..pruning.pruner import Pruner, attach
 from ..run_files import STAGES
 from ..tasks import Data, Task
 from ..tasks.augment import Augmented
-from . import config as configs
 from . import ranks
-from .config import Config
+from .config import Config, make_budget, make_method, make_task
 from .cuda_graph import Graph
 from .distill import Teacher
 from .ema import Ema
-from .folder import first_line, load_checkpoint, load_weights, remove_temporary_files, save_checkpoint, to_cpu, trim_metrics
+from .evaluate import Metrics
+from .folder import first_line, load_weights, read_checkpoint, remove_temporary_files, to_cpu, trim_metrics, write_checkpoint
 from .optimizer import make_optimizer
 from .step import make_graph, require_finite
-from .trackers import Events
+from .trackers import TensorBoard
 
 
 @dataclass
 class Run:
-    """What a checkpoint keeps, and what is rebuilt from the configuration."""
+    """What a checkpoint stores, and what is rebuilt from the configuration."""
 
     config: Config
     task: Task
     folder: Path
     device: torch.device
     model: nn.Module
-    plain: Data  # what there is to train on
+    data: Data  # the training split, not augmented
     validation: Data
-    losses: Tensor  # summed over the batches of the epoch so far, of this rank
+    losses: Tensor  # the sum over the batches of this epoch so far, on this rank
     optimizer: torch.optim.Optimizer = field(init=False)
-    forward: nn.Module = field(init=False)  # the model, or its form for several processes, or its compiled form
+    forward: nn.Module = field(init=False)  # the model, possibly wrapped in DDP or compiled
     pruner: Pruner | None = None
-    average: Ema | None = None  # of the weights in this stage
-    teacher: Teacher | None = None  # the dense model, to distil from
-    events: Events | None = None  # the metrics for TensorBoard
-    graph: Graph | None = None  # the step of this stage, recorded
+    ema: Ema | None = None  # of the weights in this stage
+    teacher: Teacher | None = None  # the dense model, for distillation
+    tensorboard: TensorBoard | None = None
+    graph: Graph | None = None  # the recorded step of this stage
     stage: str = STAGES[0]
     step: int = 0  # within the stage
-    rows: int = 0
-    lost: int = 0  # rows that were written before the checkpoint and are not there any more
-    dense: float | None = None  # the metric of the dense model
-    also: dict[str, dict[str, float | None]] = field(default_factory=dict)  # other figures, see ``Result``
-    loss: float | None = None  # mean of the last epoch
-    value: float | None = None  # of the metric, on the validation split, after it
+    rows: int = 0  # of metrics
+    lost_rows: int = 0  # rows that the checkpoint counts and the file lacks
+    dense: float | None = None  # the test metric of the dense model
+    other_metrics: dict[str, Metrics] = field(default_factory=dict)  # besides the measure, of "dense" and "pruned"
+    loss: float | None = None  # the mean of the last epoch
+    metric: float | None = None  # on the validation split, after the last epoch
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
-    clock: float = field(default_factory=time.monotonic)
+    last_time: float = field(default_factory=time.monotonic)
 
     @property
-    def training(self) -> Data:
-        """What there is to train on, as it is shown in this stage."""
-        return shown(self.plain, self.config, self.stage)
+    def training_data(self) -> Data:
+        """The training split as this stage sees it."""
+        return data_of_stage(self.data, self.config, self.stage)
 
     @property
-    def batches(self) -> int:
-        """In an epoch."""
-        return self.plain.steps(self.config.batch)
+    def batches_per_epoch(self) -> int:
+        return self.data.steps(self.config.batch)
 
     @property
-    def per_epoch(self) -> int:
-        """Steps of an epoch; its last one may have fewer batches than the others."""
-        return -(-self.batches // self.config.accumulate)
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps. The last one of an epoch may have fewer batches than the others."""
+        return -(-self.batches_per_epoch // self.config.accumulate)
 
     @property
-    def seen(self) -> int:
+    def batches_done(self) -> int:
         """Batches of this epoch so far."""
-        return min(self.step % self.per_epoch * self.config.accumulate, self.batches)
+        return min(self.step % self.steps_per_epoch * self.config.accumulate, self.batches_per_epoch)
 
     def epochs(self, stage: str) -> int:
         return {
@@ -90,85 +89,91 @@ class Run:
         }[stage]
 
     def steps(self, stage: str) -> int:
-        return self.epochs(stage) * self.per_epoch
+        return self.epochs(stage) * self.steps_per_epoch
+
+    @property
+    def total_steps(self) -> int:
+        return sum(map(self.steps, STAGES))
 
     @property
     def epoch(self) -> int:
-        """Number of the epoch over all stages. It chooses the data order, so ``--dense`` must not change it."""
+        """The number of the epoch over all stages. It determines the data order, so ``--dense`` must not change it."""
         before = {"dense": 0, "search": self.config.dense_epochs}
         before["finetune"] = before["search"] + self.config.search_epochs
-        return before[self.stage] + self.step // self.per_epoch
+        return before[self.stage] + self.step // self.steps_per_epoch
 
-    def done(self, stage: str, step: int) -> int:
-        """Steps of the whole run when so many of a stage are done."""
+    def global_step(self, stage: str, step: int) -> int:
+        """The step within the whole run for a step of a stage."""
         return sum(self.steps(earlier) for earlier in STAGES[: STAGES.index(stage)]) + step
 
-    def tell_time(self) -> float:
-        """Seconds so far, over all processes that worked on this run."""
+    def elapsed(self) -> float:
+        """Training time in seconds so far, over all processes that worked on this run. Adds the time since the last call."""
         now = time.monotonic()
-        self.seconds[self.stage] += now - self.clock
-        self.clock = now
+        self.seconds[self.stage] += now - self.last_time
+        self.last_time = now
         return sum(self.seconds.values())
 
 
 @contextmanager
-def settled(config: Config) -> Iterator[None]:
-    """Seed, threads and determinism for a run; all of them are put back afterwards."""
-    threads, strict = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+def deterministic(config: Config) -> Iterator[None]:
+    """Sets the seed, the threads and torch's determinism for a run, and restores them afterwards."""
+    threads, previous = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     benchmark, exact = torch.backends.cudnn.benchmark, config.device == "cpu" or config.deterministic == "on"
     if exact and config.device == "cuda":
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what deterministic matrix products on a GPU ask for
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required for deterministic matrix products on a GPU
     with torch.random.fork_rng(devices=[torch.cuda.current_device()] if config.device == "cuda" else []):
         torch.manual_seed(config.seed)
         if config.threads:
             torch.set_num_threads(config.threads)
         torch.use_deterministic_algorithms(exact)
-        torch.backends.cudnn.benchmark = not exact  # trying out kernels may choose another one next time
+        torch.backends.cudnn.benchmark = not exact  # benchmarking may choose another kernel next time
         try:
             yield
         finally:
             torch.set_num_threads(threads)
-            torch.use_deterministic_algorithms(strict)
+            torch.use_deterministic_algorithms(previous)
             torch.backends.cudnn.benchmark = benchmark
 
 
-def start(folder: Path, config: Config) -> Run:
+def start_run(folder: Path, config: Config) -> Run:
     """A run at its beginning, or at its last checkpoint."""
-    task, device = configs.make_task(config.task, config.task_settings), torch.device(config.device)
-    model = fresh(task, config, dense_file(folder, config), device)
-    if config.sync_bn == "on" and ranks.world() > 1:
+    task, device = make_task(config.task, config.task_settings), torch.device(config.device)
+    model = make_model(task, config, dense_weights(folder, config), device)
+    if config.sync_bn == "on" and ranks.world_size() > 1:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    if config.parallel == "fsdp" and ranks.world() > 1:
-        ranks.shard(model, device)
+    if config.parallel == "fsdp" and ranks.world_size() > 1:
+        ranks.shard_fsdp(model, device)
     run = Run(
         config=config,
         task=task,
         folder=folder,
         device=device,
         model=model,
-        plain=task.data("train", device),
+        data=task.data("train", device),
         validation=task.data("validation", device),
         losses=torch.zeros((), dtype=torch.float64, device=device),
     )
-    ranks.require_shares(run.plain, config.batch)
-    state = load_checkpoint(folder)
-    enter(run, "dense")
-    if state:
-        restore(run, state)
+    ranks.require_divisible(run.data, config.batch)
+    checkpoint = read_checkpoint(folder)
+    enter_stage(run, "dense")
+    if checkpoint:
+        restore(run, checkpoint)
     if ranks.rank() == 0:
         remove_temporary_files(folder)
-        here = run.done(run.stage, run.step)
-        kept = trim_metrics(folder, lambda stage, step: stage in STAGES and run.done(stage, step) <= here)
-        run.rows, run.lost = kept, run.rows - kept
+        current = run.global_step(run.stage, run.step)
+        rows = trim_metrics(folder, lambda stage, step: stage in STAGES and run.global_step(stage, step) <= current)
+        run.rows, run.lost_rows = rows, run.rows - rows
     if config.tensorboard == "on" and ranks.rank() == 0:
-        run.events = Events(folder, folder / run_files.METRICS, run.done)
+        run.tensorboard = TensorBoard(folder, folder / run_files.METRICS, run.global_step)
     return run
 
 
 @contextmanager
 def closing(run: Run) -> Iterator[None]:
-    """Lets go of what the run holds open, and of what leads back to it and would keep its model, and a recording's memory, until
-    later. What ended the run is told, and not that a full disk, say, keeps TensorBoard from its end."""
+    """Closes what the run holds open and drops references that would keep its model in memory.
+
+    If the run fails, its own error is raised, not one from closing TensorBoard, such as that of a full disk.
+    """
     try:
         yield
     except BaseException:
@@ -179,21 +184,21 @@ def closing(run: Run) -> Iterator[None]:
 
 
 def _close(run: Run) -> None:
-    events, run.events, run.graph = run.events, None, None
-    if events is not None:
-        events.close()
+    tensorboard, run.tensorboard, run.graph = run.tensorboard, None, None
+    if tensorboard is not None:
+        tensorboard.close()
 
 
-def dense_file(folder: Path, config: Config) -> Path | None:
-    """The dense model that was given; where that is gone, the copy of it that a run keeps."""
+def dense_weights(folder: Path, config: Config) -> Path | None:
+    """The file given as ``--dense``, or the copy in the run folder if that file is gone."""
     if config.dense is None:
         return None
-    given, own = Path(config.dense), folder / run_files.DENSE
-    return own if own.exists() and not given.exists() else given
+    path, copy = Path(config.dense), folder / run_files.DENSE
+    return copy if copy.exists() and not path.exists() else path
 
 
-def fresh(task: Task, config: Config, weights: Path | None, device: torch.device) -> nn.Module:
-    """The configured network on the device, from a file or with the weights it is made with."""
+def make_model(task: Task, config: Config, weights: Path | None, device: torch.device) -> nn.Module:
+    """The configured network on the device, with the weights of a file or with its initial weights."""
     model = task.model(config.model)
     if weights is not None:
         load_weights(model, weights)
@@ -203,50 +208,50 @@ def fresh(task: Task, config: Config, weights: Path | None, device: torch.device
     return model
 
 
-def enter(run: Run, stage: str) -> None:
-    """The beginning of a stage: the search attaches the pruner; every stage has an optimizer, and an average, of its own.
+def enter_stage(run: Run, stage: str) -> None:
+    """Starts a stage with a new optimizer and a new average; the search attaches the pruner.
 
-    The search has no average: its mask moves, and nothing is judged by it.
+    The search has no average: its mask changes at every step, and the model is not evaluated.
     """
     config = run.config
-    run.tell_time()
-    run.stage, run.step, run.losses, run.loss, run.value = stage, 0, torch.zeros_like(run.losses), None, None
+    run.elapsed()
+    run.stage, run.step, run.losses, run.loss, run.metric = stage, 0, torch.zeros_like(run.losses), None, None
     if stage != "dense" and run.pruner is None:
-        run.pruner = prune(run.model, config, run.task, run.steps("search"))
+        run.pruner = attach_pruner(run.model, config, run.task, run.steps("search"))
     run.optimizer = make_optimizer(run.model, config, stage, run.pruner)
-    run.average = Ema(run.model, config.ema) if config.ema and stage != "search" else None
+    run.ema = Ema(run.model, config.ema) if config.ema and stage != "search" else None
     run.graph, run.forward = None, run.model
-    if ranks.world() > 1 and config.parallel == "ddp":
-        still = run.pruner is not None and not run.pruner.capabilities.trains_weights
-        run.forward = ranks.wrap(run.model, run.device, unused=still and stage == "search")
+    if ranks.world_size() > 1 and config.parallel == "ddp":
+        fixed_weights = run.pruner is not None and not run.pruner.capabilities.trains_weights
+        run.forward = ranks.wrap_ddp(run.model, run.device, unused=fixed_weights and stage == "search")
     if config.compile == "on":
         run.forward = torch.compile(run.forward)  # type: ignore[assignment]
     if config.distill and stage != "dense":
         if run.teacher is None:
             with torch.random.fork_rng(devices=[]):
-                dense = fresh(run.task, config, run.folder / run_files.DENSE, run.device)
+                dense = make_model(run.task, config, run.folder / run_files.DENSE, run.device)
             run.teacher = Teacher(dense, run.task.distance, config.distill, config.distill_temperature)  # type: ignore[attr-defined]
-        run.teacher.watch(run.forward)
+        run.teacher.attach(run.forward)
     run.graph = make_graph(run)
 
 
-def shown(data: Data, config: Config, stage: str) -> Data:
-    """The training data as this stage sees it."""
+def data_of_stage(data: Data, config: Config, stage: str) -> Data:
+    """The training data, augmented if the configuration asks for it in this stage."""
     stages = {"search": STAGES[1:2], "pruning": STAGES[1:], "all": STAGES}[config.augment_over]
     return Augmented(data, config.augment) if config.augment and stage in stages else data
 
 
-def prune(model: nn.Module, config: Config, task: Task, steps: int) -> Pruner:
+def attach_pruner(model: nn.Module, config: Config, task: Task, steps: int) -> Pruner:
     """Attaches the configured method; ``steps`` is the length of the search."""
-    first = next(model.parameters(), None)
-    if first is None:
-        raise SmartpruneError(f"model={config.model!r} has no parameters, so there is nothing to train or prune; give another one")
-    example = task.example().to(first.device)
+    parameter = next(model.parameters(), None)
+    if parameter is None:
+        raise SmartpruneError(f"model={config.model!r} has no parameters to train or prune; give another model")
+    example = task.example().to(parameter.device)
     return attach(
         model,
-        configs.make_method(config.method, config.settings),
+        make_method(config.method, config.settings),
         block=config.block,
-        budget=configs.make_budget(*config.asked, example, config.npu),
+        budget=make_budget(*config.budget_share, example, config.npu),
         floor=config.floor,
         include=config.include,
         skip=config.skip,
@@ -255,14 +260,14 @@ def prune(model: nn.Module, config: Config, task: Task, steps: int) -> Pruner:
     )
 
 
-def put_away(run: Run) -> None:
-    """Writes the checkpoint: whole tensors and plain values only, whatever the number of processes."""
+def save_checkpoint(run: Run) -> None:
+    """Writes the checkpoint. It holds whole tensors and plain values and does not depend on the number of processes."""
     require_finite(run)
-    run.tell_time()
-    losses = torch.tensor(ranks.gathered(float(run.losses)), dtype=torch.float64, device="cpu")
-    split = sharding.is_sharded(next(run.model.parameters()))  # then it takes all ranks to make them whole
-    state = to_cpu(_state(run) | {"losses": losses}) if split or ranks.rank() == 0 else {}
-    ranks.first(lambda: save_checkpoint(run.folder, state))
+    run.elapsed()
+    losses = torch.tensor(ranks.gather(float(run.losses)), dtype=torch.float64, device="cpu")
+    sharded = sharding.is_sharded(next(run.model.parameters()))  # gathering whole tensors takes all ranks
+    state = to_cpu(_state(run) | {"losses": losses}) if sharded or ranks.rank() == 0 else {}
+    ranks.on_first(lambda: write_checkpoint(run.folder, state))
 
 
 def _state(run: Run) -> dict[str, Any]:
@@ -272,12 +277,12 @@ def _state(run: Run) -> dict[str, Any]:
         "step": run.step,
         "rows": run.rows,
         "dense": run.dense,
-        "also": run.also,
+        "also": run.other_metrics,
         "loss": run.loss,
-        "value": run.value,
+        "value": run.metric,
         "seconds": dict(run.seconds),
         "model": dict(run.model.state_dict()),
-        "average": None if run.average is None else run.average.state(),
+        "average": None if run.ema is None else run.ema.state(),
         "optimizer": run.optimizer.state_dict(),
         "pruner": None if run.pruner is None else run.pruner.state_dict(),
         "random": torch.get_rng_state(),
@@ -286,40 +291,40 @@ def _state(run: Run) -> dict[str, Any]:
 
 
 def restore(run: Run, state: dict[str, Any]) -> None:
-    """Brings a fresh run to where a checkpoint was written, by as many processes or by another number."""
+    """Restores a new run from a checkpoint, which may come from another number of processes."""
     path = run.folder / run_files.CHECKPOINT
     try:
-        enter(run, state["stage"])
+        enter_stage(run, state["stage"])
         run.model.load_state_dict(sharding.shard_state(state["model"], run.model.state_dict()))
         if run.pruner is not None:
             run.pruner.load_state_dict(state["pruner"])
-        run.optimizer.load_state_dict(_split_state(state["optimizer"], run.optimizer))
-        if run.average is not None:
-            run.average.load(state["average"])
+        run.optimizer.load_state_dict(_sharded_state(state["optimizer"], run.optimizer))
+        if run.ema is not None:
+            run.ema.load_state(state["average"])
         run.step, run.rows, run.dense = state["step"], state["rows"], state["dense"]
-        run.loss, run.value, run.also = state["loss"], state["value"], state.get("also", {})
+        run.loss, run.metric, run.other_metrics = state["loss"], state["value"], state["also"]
         run.seconds.update(state["seconds"])
         losses = state["losses"].reshape(-1)
-        run.losses.copy_(losses[ranks.rank()] if len(losses) == ranks.world() else losses.mean())
+        run.losses.copy_(losses[ranks.rank()] if len(losses) == ranks.world_size() else losses.mean())
         torch.set_rng_state(state["random"])
         if run.device.type == "cuda":
             torch.cuda.set_rng_state(state["random_cuda"])
     except (IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise SmartpruneError(
-            f"{path} does not fit {run_files.CONFIG} beside it ({first_line(error)}); delete it to start the run from its beginning"
+            f"{path} does not fit {run_files.CONFIG} beside it ({first_line(error)}); delete it to restart the run"
         ) from None
 
 
-def _split_state(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The state of an optimizer in whole tensors, in the parts of the parameters that it belongs to."""
+def _sharded_state(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """An optimizer's state of whole tensors, sharded like the parameters."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    own = {
-        number: {name: sharding.shard_like(value, parameters[number]) for name, value in values.items()}
-        for number, values in state["state"].items()
+    sharded = {
+        index: {name: sharding.shard_like(value, parameters[index]) for name, value in values.items()}
+        for index, values in state["state"].items()
     }
-    return {**state, "state": own}
+    return {**state, "state": sharded}
 
 
-def averaged(run: Run) -> Any:
-    """In here the model has its averaged weights, if there is an average."""
-    return nullcontext() if run.average is None else run.average.in_place()
+def averaged_weights(run: Run) -> Any:
+    """A context in which the model has its averaged weights, if the run keeps an average."""
+    return nullcontext() if run.ema is None else run.ema.swapped_in()

@@ -1,4 +1,4 @@
-"""The metrics of a run for TensorBoard. ``metrics.jsonl`` is what counts; these files are made anew from it on resume."""
+"""The metrics of a run for TensorBoard. ``metrics.jsonl`` is the source: on resume these files are rebuilt from it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ..reports.figures import figures
 from ..reports.view import gather
 from ..run_files import TENSORBOARD
 
-PLACE = ("stage", "epoch", "step")  # of a row, and no measurement
+NOT_METRICS = ("stage", "epoch", "step")  # keys of a row
 
 
-def require() -> Any:
-    """TensorBoard's writer; an error says what to install."""
+def import_writer() -> Any:
+    """TensorBoard's ``SummaryWriter``. Raises with the install command if TensorBoard is missing."""
     try:
         from torch.utils.tensorboard import SummaryWriter  # type: ignore[attr-defined, unused-ignore]
     except ImportError:
@@ -30,25 +30,25 @@ def require() -> Any:
     return SummaryWriter
 
 
-class Events:
-    """Every number of every row, at the step of the whole run that ``at(stage, step)`` gives."""
+class TensorBoard:
+    """Writes every number of every row. ``global_step(stage, step)`` gives the step within the whole run."""
 
-    def __init__(self, folder: Path, metrics: Path, at: Callable[[str, int], int]) -> None:
-        writer = require()
+    def __init__(self, folder: Path, metrics: Path, global_step: Callable[[str, int], int]) -> None:
+        writer = import_writer()
         shutil.rmtree(folder / TENSORBOARD, ignore_errors=True)
-        self.at, self.writer = at, writer(str(folder / TENSORBOARD))
+        self.global_step, self.writer = global_step, writer(str(folder / TENSORBOARD))
         for line in metrics.read_text().splitlines() if metrics.exists() else []:
             self.add(json.loads(line))
 
     def add(self, row: Mapping[str, Any]) -> None:
-        step = self.at(row["stage"], row["step"])
+        step = self.global_step(row["stage"], row["step"])
         for name, value in row.items():
-            if name not in PLACE and isinstance(value, (int, float)):
+            if name not in NOT_METRICS and isinstance(value, (int, float)):
                 self.writer.add_scalar(name, value, step)
         self.writer.flush()
 
-    def draw(self, folder: Path, step: int) -> None:
-        """The figures of the run's page, as pictures; nothing where Pillow is not installed."""
+    def add_figures(self, folder: Path, step: int) -> None:
+        """Adds the figures of the run's report as images, if Pillow is installed."""
         try:
             from PIL import Image
         except ImportError:

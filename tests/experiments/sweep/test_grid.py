@@ -18,7 +18,7 @@ from smartprune.experiments.compare.identity import run_key
 from smartprune.experiments.sweep import Sweep
 from smartprune.experiments.sweep.grid import Cell, dense_config, dense_name, expand_grids, read_grids
 from smartprune.training.config import make_task
-from smartprune.training.run import prune
+from smartprune.training.run import attach_pruner
 
 
 def test_cells_are_ordered_by_method_sparsity_and_seed() -> None:
@@ -180,6 +180,6 @@ def test_every_cell_of_the_paper_can_be_attached(paper: list[Cell]) -> None:
         same = json.dumps([config.model, config.block, config.sparsity, config.method, config.settings])
         if same not in tried:
             task = make_task(config.task, config.task_settings)
-            assert prune(task.model(config.model), config, task, 390 * config.search_epochs).phase == "search"
+            assert attach_pruner(task.model(config.model), config, task, 390 * config.search_epochs).phase == "search"
             tried.add(same)
     assert len(tried) == 67

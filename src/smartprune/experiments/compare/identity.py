@@ -8,7 +8,7 @@ from typing import Any
 
 from ...budgets import SPARSITY, budget_fields, budget_names
 from ...fields import Fields
-from ...training.config import BUDGET_SETTINGS, asked
+from ...training.config import BUDGET_SETTINGS, budget_share
 from .labels import format_setting, method_label, task_label
 
 # settings with a place of their own in a table, and settings that only say where and how fast a run was
@@ -28,7 +28,7 @@ RunKey = tuple[str, str, str, str, str, tuple[str, float], int]  # task, model, 
 def run_key(config: Mapping[str, Any]) -> RunKey:
     """What identifies a run. Two runs with the same key are the same run."""
     method = method_label(config["method"], config["settings"])
-    return task_label(config), config["model"], config["block"], protocol(config), method, asked(config), config["seed"]
+    return task_label(config), config["model"], config["block"], protocol(config), method, budget_share(config), config["seed"]
 
 
 def row_keys(row: Mapping[str, Any], where: str) -> list[RunKey]:
@@ -54,7 +54,7 @@ def protocol(config: Mapping[str, Any]) -> str:
     settings = {name: value for name, value in config.items() if name not in (*SHOWN_APART, *IGNORED)}
     epochs = [settings.pop(name, "?") for name in ("dense_epochs", "search_epochs", "finetune_epochs")]
     parts = ["{} dense + {} search + {} fine-tuning epochs".format(*epochs)]
-    if "npu" not in budget_fields(asked(config)[0]):
+    if "npu" not in budget_fields(budget_share(config)[0]):
         settings.pop("npu", None)
     elif isinstance(settings.get("npu"), str):
         settings["npu"] = os.path.basename(settings["npu"])  # the folder of an NPU file does not matter

@@ -14,7 +14,7 @@ from ...errors import SmartpruneError
 from ...fields import Fields
 from ...files import parse_json, read_limited
 from ...run_files import CONFIG, RECEIPT, RESULT
-from ...training.config import asked
+from ...training.config import budget_share
 from .identity import protocol
 from .labels import method_label, task_label
 
@@ -53,7 +53,7 @@ class FinishedRun:
     @property
     def share(self) -> tuple[str, float]:
         """The budget: ``("sparsity", 0.9)`` or ``("macs", 0.5)``."""
-        return asked(self.config)
+        return budget_share(self.config)
 
 
 def find_run_folders(paths: Sequence[str | Path]) -> Iterator[tuple[Path, str | None]]:
@@ -95,7 +95,7 @@ def read_run(folder: Path) -> FinishedRun:
     for name in ("task_settings", "settings"):
         config.nested(name)
     config.integer("seed")
-    name, _ = asked(config.data)
+    name, _ = budget_share(config.data)
     if config.data.get("budget") is None:
         config.number(name)
     if not result.boolean("verified"):

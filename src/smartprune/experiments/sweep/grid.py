@@ -103,7 +103,7 @@ def _cell(grid: Grid, method: str, sparsity: float | None, seed: int) -> Cell:
     if values.get("dense"):
         values["dense"] = str(values["dense"]).replace("{seed}", str(seed))
     config = configure({"onnx": "off", **values})
-    kind, number = config.asked
+    kind, number = config.budget_share
     share = f"{kind if kind != 'sparsity' else ''}{number:g}"
     special = [f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}" for name, value in settings.items()]
     label = [grid.label] if grid.label is not None else []

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TextIO
 
 from ...text import shorten
-from ...training.progress import Screen, clock
+from ...training.progress import Screen, format_duration
 
 LIVE_SECONDS = 0.5  # between updates of the live block
 NAME_WIDTH = 40
@@ -50,10 +50,10 @@ class SweepProgress:
         columns = shutil.get_terminal_size((100, 20)).columns - 1
         head = f"sweep  {status.done}/{status.total} done, {len(status.running)} running"
         head += f", {status.failed} failed" if status.failed else ""
-        head += f", about {clock(status.seconds_left)} left" if status.seconds_left is not None else ""
+        head += f", about {format_duration(status.seconds_left)} left" if status.seconds_left is not None else ""
         width = min(NAME_WIDTH, max((len(run.name) for run in status.running), default=0), columns // 2)
         lines = [head] + [
-            f"  {shorten(run.name, width):<{width}}  {clock(run.seconds):>5}  {run.last_line}" for run in status.running
+            f"  {shorten(run.name, width):<{width}}  {format_duration(run.seconds):>5}  {run.last_line}" for run in status.running
         ]
         self._write("".join(f"{line[:columns]}\n" for line in lines))
         self._height = len(lines)

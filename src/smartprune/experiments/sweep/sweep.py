@@ -16,9 +16,10 @@ from typing import Literal
 
 from ...errors import SmartpruneError
 from ...run_files import CONFIG, METRICS, RESULT
-from ...training.config import Config, load
+from ...training.check import check
+from ...training.config import Config, load_config
 from ...training.folder import write_json
-from ...training.train import Result, check
+from ...training.result import Result
 from .dense import DenseModels
 from .grid import Cell
 from .history import add_to_history
@@ -147,7 +148,7 @@ class Sweep:
         if not path.exists():
             return
         try:
-            stored = asdict(load(path))
+            stored = asdict(load_config(path))
         except SmartpruneError:
             return  # the process of the run reports what is wrong
         for name, value in asdict(cell.config).items():
@@ -249,7 +250,7 @@ class Sweep:
             return True
         if not job.adopted:
             self.durations["run"].append(max(job.seconds, result.seconds))
-        self._report(progress, job, f"{result.measure} {result.shown('pruned')}")
+        self._report(progress, job, f"{result.measure} {result.metrics_line('pruned')}")
         return True
 
     def _fail(self, progress: SweepProgress, job: Job, code: int) -> None:
