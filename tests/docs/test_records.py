@@ -1,4 +1,4 @@
-"""Numbers on the pages are those of the records, and the records are right in themselves."""
+"""The tables of README and docs agree with the records, and the records are consistent."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ tables = load_tables()
 
 def row(**changes: Any) -> dict[str, Any]:
     values = changes.pop("values", [1.0, 2.0, 3.0])
-    told = {"model": "m", "data": "d", "method": "smart", "block": "4x2", "sparsity": 0.5, "protocol": "p"}
-    told |= {"metric": "accuracy", "values": values, "mean": 2.0, "std": 1.0, "n": 3}
-    return {**told, **changes}
+    fields = {"model": "m", "data": "d", "method": "smart", "block": "4x2", "sparsity": 0.5, "protocol": "p"}
+    fields |= {"metric": "accuracy", "values": values, "mean": 2.0, "std": 1.0, "n": 3}
+    return {**fields, **changes}
 
 
 def test_pages_agree_with_the_records() -> None:
@@ -46,7 +46,7 @@ def test_pages_agree_with_the_records() -> None:
 
 
 @pytest.mark.parametrize("folder", RECORDS, ids=lambda path: path.name)
-def test_every_record_is_whole(folder: Path) -> None:
+def test_every_record_is_complete(folder: Path) -> None:
     data = json.loads((folder / "result.json").read_text())
     check_rows(data, folder.name)
     assert data["note"].strip()
@@ -67,13 +67,13 @@ def test_every_record_is_whole(folder: Path) -> None:
         ({"dense": {"values": [1.0], "mean": 2.0, "std": None, "n": 1}}, "dense: mean is 2.0"),
     ],
 )
-def test_rows_that_do_not_add_up(changes: dict[str, Any], message: str) -> None:
+def test_inconsistent_rows_raise(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(SmartpruneError, match=r"here: rows\[0\]") as caught:
         check_rows({"rows": [row(**changes)]}, "here")
     assert message in str(caught.value)
 
 
-def test_rows_that_lack_something() -> None:
+def test_incomplete_rows_raise() -> None:
     short = row()
     del short["protocol"], short["n"]
     with pytest.raises(SmartpruneError, match="lacks protocol, n"):
@@ -84,8 +84,8 @@ def test_rows_that_lack_something() -> None:
             check_rows(data, "here")
 
 
-def test_methods_are_named_by_todays_defaults(tmp_path: Path) -> None:
-    """A record keeps its meaning when a default changes: its settings are named, whatever its name was when it was made."""
+def test_method_labels_follow_the_current_defaults(tmp_path: Path) -> None:
+    """A record keeps its meaning when a default changes, because its label is made from its settings."""
     usual = {"ramp": 1.0, "updates": 200, "norm": "mean", "through": False}
     settings = [usual, usual | {"norm": "share", "through": True}]
     rows = [row(method="gradual(updates=200)", settings=given) for given in settings] + [row(method="old")]
@@ -93,20 +93,20 @@ def test_methods_are_named_by_todays_defaults(tmp_path: Path) -> None:
     assert [found["method"] for found in load_rows(tmp_path)] == ["gradual", "gradual(norm=share, through=True)", "old"]
 
 
-def test_a_dense_model_that_was_judged_several_times() -> None:
-    def judged(sparsity: float, dense: float, **changes: Any) -> dict[str, Any]:
-        told = {"values": [dense], "mean": dense, "std": None, "n": 1}
-        return row(sparsity=sparsity, unit="share", dense=told, **changes)
+def test_dense_metrics_of_one_model_are_shown_as_a_range() -> None:
+    def evaluated(sparsity: float, dense: float, **changes: Any) -> dict[str, Any]:
+        summary = {"values": [dense], "mean": dense, "std": None, "n": 1}
+        return row(sparsity=sparsity, unit="share", dense=summary, **changes)
 
-    lines, _ = markdown([judged(0.7, 0.5804), judged(0.5, 0.5797), judged(0.6, 0.58)])
+    lines, _ = markdown([evaluated(0.7, 0.5804), evaluated(0.5, 0.5797), evaluated(0.6, 0.58)])
     assert lines[0] == "| method | dense | sparsity 0.5 | sparsity 0.6 | sparsity 0.7 |"
     assert "| 57.97 to 58.04 |" in lines[2]
-    assert markdown([judged(0.5, 0.58), judged(0.7, 0.58)])[0][2].split(" | ")[1] == "58.00"
-    two = [judged(0.5, 0.58, model="a"), judged(0.5, 0.9, model="b")]
+    assert markdown([evaluated(0.5, 0.58), evaluated(0.7, 0.58)])[0][2].split(" | ")[1] == "58.00"
+    two = [evaluated(0.5, 0.58, model="a"), evaluated(0.5, 0.9, model="b")]
     assert "dense" not in markdown(two)[0][0]
 
 
-def test_markdown_tells_columns_apart_by_what_differs() -> None:
+def test_markdown_has_a_column_per_value_that_differs() -> None:
     rows = [row(), row(sparsity=0.9), row(method="other|one", model="m")]
     lines, common = markdown(rows)
     assert lines[0] == "| method | sparsity 0.5 | sparsity 0.9 |"
@@ -131,7 +131,7 @@ def root(tmp_path: Path) -> Path:
 
 def test_tables_are_filled_and_checked(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert tables.main(["--check"], root) == 1
-    assert "README.md: one: not what the record says" in capsys.readouterr().err
+    assert "README.md: one: differs from the record" in capsys.readouterr().err
     assert tables.main([], root) == 0
     assert tables.main(["--check"], root) == 0
     assert (root / "README.md").read_text() == "a\n<!-- table: one -->\nnot recorded yet\n<!-- /table -->\nb\n"
@@ -144,10 +144,10 @@ def test_tables_are_filled_and_checked(root: Path, capsys: pytest.CaptureFixture
     (root / "README.md").write_text(text.replace("2 ± 1", "9 ± 1"))
     capsys.readouterr()
     assert tables.main(["--check"], root) == 1
-    assert capsys.readouterr().err == "README.md: one: not what the record says; run: python records/tables.py\n"
+    assert capsys.readouterr().err == "README.md: one: differs from the record; run: python records/tables.py\n"
 
 
-def test_a_table_that_is_not_closed(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unclosed_table_is_an_error(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (root / "README.md").write_text("<!-- table: one -->\n")
     assert tables.main(["--check"], root) == 1
     assert "a table is not closed" in capsys.readouterr().err
@@ -173,7 +173,7 @@ STEP = {
 }  # fmt: skip
 
 
-def test_benchmarks_are_recorded(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_benchmark_output_becomes_a_record(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, data in (("one", TOPK), ("two", STEP)):
         (root / "bench.json").write_text(json.dumps(data))
         arguments = ["add", str(root / "bench.json"), "--name", name, "--note", "one machine", "--command", "python x.py"]
@@ -195,10 +195,10 @@ def test_benchmarks_are_recorded(root: Path, capsys: pytest.CaptureFixture[str])
     assert tables.main(["add", str(root / "bench.json"), "--name", "three", "--note", "x"], root) == 1
     (root / "bench.json").write_text(json.dumps({"steps": {"a": {}}, "model": "m"}))
     assert tables.main(["add", str(root / "bench.json"), "--name", "three", "--note", "x"], root) == 1
-    assert "not as the benchmark writes it (KeyError: 'block')" in capsys.readouterr().err
+    assert "not in the format of the benchmark (KeyError: 'block')" in capsys.readouterr().err
 
 
-def test_the_papers_table_beside_ours(tmp_path: Path) -> None:
+def test_paper_table_compares_records_with_the_paper(tmp_path: Path) -> None:
     tables = load_tables()
     (tmp_path / "records").mkdir()
     (tmp_path / "docs").mkdir()
