@@ -1,4 +1,4 @@
-"""The contract: every trainer, real or small, ends where a hand-written loop ends, from whatever checkpoint it started."""
+"""The contract of integrations: every trainer, real or small, gives the result of a plain loop, from any checkpoint."""
 
 import copy
 import gc
@@ -44,7 +44,7 @@ def trainer(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
 
 
 def replay(kind: str, seen: list[tuple[Tensor, Tensor]], steps: int, accumulate: int = 1, lr: float | None = None) -> Any:
-    """The same batches in a loop as a user writes it."""
+    """Trains on the same batches in a plain loop."""
     model = trainers.Body()
     plain = list(model.parameters())
     pruner = sp.attach(model, sp.Smart(), steps=steps, **SETTINGS)
@@ -70,7 +70,7 @@ def same_bits(a: nn.Module, b: nn.Module) -> bool:
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_it_ends_where_a_loop_ends(trainer: Any, accumulate: int) -> None:
+def test_result_equals_that_of_a_plain_loop(trainer: Any, accumulate: int) -> None:
     steps = 9 if accumulate == 1 else 4
     callback, module = trainer.callback(steps=steps, **SETTINGS), trainer.module()
     trainer.fit(module, callback, accumulate)
@@ -81,7 +81,7 @@ def test_it_ends_where_a_loop_ends(trainer: Any, accumulate: int) -> None:
     assert same_bits(model, module)
 
 
-def test_scores_have_a_group_of_their_own(trainer: Any) -> None:
+def test_scores_have_their_own_parameter_group(trainer: Any) -> None:
     callback, module = trainer.callback(steps=9, score_lr=0.2, **SETTINGS), trainer.module()
     trainer.fit(module, callback)
     own = [group for group in trainer.groups() if group["initial_lr"] == 0.2]
@@ -94,7 +94,7 @@ def test_scores_have_a_group_of_their_own(trainer: Any) -> None:
 
 @pytest.mark.parametrize("phase", ["search", "frozen"])
 @pytest.mark.parametrize("length", [{"steps": 10}, {}])
-def test_interrupted_is_uninterrupted(trainer: Any, phase: str, length: dict[str, Any]) -> None:
+def test_resuming_is_bit_exact(trainer: Any, phase: str, length: dict[str, Any]) -> None:
     stop = trainer.stops[phase]
     whole, module = trainer.callback(**length, **SETTINGS), trainer.module()
     trainer.fit(module, whole)
@@ -125,8 +125,8 @@ def test_methods_without_scores(trainer: Any, method: str) -> None:
     assert callback.pruner.count == 7
 
 
-def test_checkpoints_and_plain_models(trainer: Any) -> None:
-    """One of the search is refused with the reason; one after it has plain keys or says what it is, and its zeros."""
+def test_a_plain_model_refuses_checkpoints_of_the_search(trainer: Any) -> None:
+    """A checkpoint saved during the search is refused with the reason. A later one has plain keys, or one that explains itself."""
     callback, module = trainer.callback(steps=10, **SETTINGS), trainer.module()
     trainer.fit(module, callback)
     plain = trainers.Body()
@@ -138,7 +138,7 @@ def test_checkpoints_and_plain_models(trainer: Any) -> None:
         assert torch.equal(plain.state_dict()[name] == 0, module.state_dict()[name] == 0), name
 
 
-def test_evaluation_alone_does_not_prune(trainer: Any) -> None:
+def test_evaluation_does_not_prune(trainer: Any) -> None:
     callback, module = trainer.callback(steps=10, **SETTINGS), trainer.module()
     if trainer.name == "transformers":
         with pytest.raises(sp.SmartpruneError, match="soft masks from the moment the Trainer is made"):
@@ -152,20 +152,20 @@ def test_evaluation_alone_does_not_prune(trainer: Any) -> None:
             _ = callback.receipt
 
 
-def test_a_search_longer_than_the_training_is_told_before_it(trainer: Any) -> None:
+def test_a_search_longer_than_the_training_raises_before_it(trainer: Any) -> None:
     callback = trainer.callback(steps=25, **SETTINGS)
     with pytest.raises(sp.SmartpruneError, match="the search has 25 steps and the training 24"):
         trainer.fit(trainer.module(), callback)
     callback.search.stop()
 
 
-def test_a_training_that_ends_in_the_search(trainer: Any) -> None:
+def test_a_training_that_ends_during_the_search_raises(trainer: Any) -> None:
     callback = trainer.callback(steps=10, **SETTINGS)
     with pytest.raises(sp.SmartpruneError, match=r"ended at step 6 of 10 of the search.*freeze\(force=True\)"):
         trainer.fit(trainer.module(), callback, stop=6, early=True)
 
 
-def test_without_bake_it_stays_attached_and_goes_on_in_another_training(trainer: Any) -> None:
+def test_without_bake_the_next_training_continues(trainer: Any) -> None:
     callback, module = trainer.callback(steps=10, bake=False, **SETTINGS), trainer.module()
     trainer.fit(module, callback, stop=6, early=True)
     assert callback.pruner.count == 6
@@ -175,15 +175,15 @@ def test_without_bake_it_stays_attached_and_goes_on_in_another_training(trainer:
     assert sp.bake(module).mask_hash == callback.receipt.mask_hash
 
 
-def test_a_callback_has_one_life(trainer: Any) -> None:
+def test_a_callback_prunes_only_once(trainer: Any) -> None:
     callback, module = trainer.callback(steps=10, **SETTINGS), trainer.module()
     trainer.fit(module, callback)
     with pytest.raises(sp.SmartpruneError, match="has pruned its model and baked it"):
         trainer.fit(module, callback)
 
 
-def test_weights_of_elsewhere_are_no_resumption(trainer: Any) -> None:
-    """A checkpoint after bake, or of a training without the callback."""
+def test_resuming_without_the_state_of_the_pruner_raises(trainer: Any) -> None:
+    """Saved after bake, or by a training without the callback."""
     trainer.fit(trainer.module(), trainer.callback(steps=10, **SETTINGS))
     if trainer.name == "lightning":
         saved = torch.load(trainer.path(15), weights_only=False)
@@ -201,8 +201,8 @@ def test_weights_of_elsewhere_are_no_resumption(trainer: Any) -> None:
     callback.search.stop()
 
 
-def test_copies_of_an_attached_model(trainer: Any) -> None:
-    """A copy has hooks of its own: it loads what the model saves, and is baked by itself."""
+def test_copies_have_their_own_hooks(trainer: Any) -> None:
+    """A copy loads what the model saves, and is baked separately."""
     callback, module = trainer.callback(steps=10, bake=False, **SETTINGS), trainer.module()
     trainer.fit(module, callback)
     module.trainer = module.seen = None
@@ -225,13 +225,13 @@ def test_copies_of_an_attached_model(trainer: Any) -> None:
         ({"exclude": "head"}, "no argument 'exclude'; those of attach are block, sparsity, .* include, skip"),
     ],
 )
-def test_arguments_that_cannot_be(given: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_raise(given: dict[str, Any], message: str) -> None:
     for name in INTEGRATIONS:
         with trainers.importable(name) as module, pytest.raises(sp.SmartpruneError, match=message):
             module.PruneCallback(**given)
 
 
-def test_importing_imports_no_trainer() -> None:
+def test_import_does_not_import_trainers() -> None:
     code = (
         "import sys, smartprune.integrations; print(sorted({'lightning', 'pytorch_lightning', 'transformers'} & set(sys.modules)))"
     )
@@ -239,7 +239,7 @@ def test_importing_imports_no_trainer() -> None:
 
 
 @pytest.mark.parametrize("name", list(INTEGRATIONS))
-def test_a_library_that_is_not_there(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_raises(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (name, "lightning.pytorch", "pytorch_lightning"):
         monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.delitem(sys.modules, f"smartprune.integrations.{name}", raising=False)
@@ -281,7 +281,7 @@ def test_steps_that_a_gradient_scaler_skips_do_not_count(search: Search) -> None
     assert counts == [1, 1, 2]
 
 
-def test_of_several_optimizers_the_first_with_pruned_weights_counts(search: Search) -> None:
+def test_the_first_optimizer_with_pruned_weights_counts(search: Search) -> None:
     model = attached(search)
     biases = torch.optim.SGD([model.net[4].bias], lr=0.1)
     first = trainers.make_optimizer(model.net[:2].parameters())
@@ -300,7 +300,7 @@ def test_of_several_optimizers_the_first_with_pruned_weights_counts(search: Sear
 
 
 @pytest.mark.parametrize("kind", ["all", "names", "single", "generator", "own"])
-def test_however_an_optimizer_gets_its_parameters_the_scores_have_one_group(search: Search, kind: str) -> None:
+def test_scores_have_one_group_however_parameters_are_given(search: Search, kind: str) -> None:
     model = attached(search)
     assert search.pruner is not None
     scores = search.pruner.parameters()
@@ -322,7 +322,7 @@ def test_however_an_optimizer_gets_its_parameters_the_scores_have_one_group(sear
 
 
 def test_groups_of_the_user_keep_their_numbers(search: Search) -> None:
-    """Also where they are added one by one; a group of the scores alone is the user's, too."""
+    """Also if they are added one by one. A group of the scores alone belongs to the user, too."""
     model = attached(search)
     assert search.pruner is not None
     (scores,) = search.pruner.parameters()
@@ -336,7 +336,7 @@ def test_groups_of_the_user_keep_their_numbers(search: Search) -> None:
     assert [group["lr"] for group in torch.optim.SGD(given, lr=0.1).param_groups] == [0.1, 0.4, 0.1]
 
 
-def test_torch_is_as_it_was_when_a_search_that_waits_is_gone() -> None:
+def test_pytorch_is_restored_when_a_waiting_search_is_freed() -> None:
     plain = Optimizer.add_param_group
     searches = [Search("here", None, 3, None, None, True, dict(SETTINGS)) for _ in range(2)]
     for search in searches:
@@ -349,8 +349,8 @@ def test_torch_is_as_it_was_when_a_search_that_waits_is_gone() -> None:
     assert Optimizer.add_param_group is plain
 
 
-def test_a_search_that_has_its_optimizer_can_be_pickled(search: Search) -> None:
-    """By trainers that start processes, with the model: there it goes on with another optimizer."""
+def test_a_running_search_can_be_pickled(search: Search) -> None:
+    """Trainers that start processes pickle it with the model. It continues there with another optimizer."""
     model = attached(search)
     optimizer = trainers.make_optimizer(model.parameters())
     for _ in range(2):
@@ -367,7 +367,7 @@ def test_a_search_that_has_its_optimizer_can_be_pickled(search: Search) -> None:
     search.stop()
 
 
-def test_an_optimizer_that_is_older_than_the_scores(search: Search) -> None:
+def test_an_optimizer_older_than_the_scores(search: Search) -> None:
     model = trainers.Body()
     optimizer = trainers.make_optimizer(model.parameters())
     search.attach(model, carry=False)
@@ -381,7 +381,7 @@ def test_an_optimizer_that_is_older_than_the_scores(search: Search) -> None:
         search.settle([trainers.make_optimizer([nn.Parameter(torch.ones(2))])])
 
 
-def test_a_model_that_the_user_bakes_first(search: Search) -> None:
+def test_the_user_bakes_before_the_training_ends(search: Search) -> None:
     model = attached(search)
     optimizer = trainers.make_optimizer(model.parameters())
     search.settle([optimizer])
@@ -398,8 +398,8 @@ def test_a_model_that_the_user_bakes_first(search: Search) -> None:
     assert not any("smartprune" in name for name in model.state_dict())
 
 
-def test_the_length_is_that_of_the_first_training_with_a_step() -> None:
-    """One that failed before, or tried sizes of batches, had another."""
+def test_the_length_is_set_by_the_first_training_that_takes_a_step() -> None:
+    """A training that failed before its first step, or that tried batch sizes, does not set it."""
     search = Search("here", None, 0.5, None, None, True, dict(SETTINGS))
     model = attached(search)
     optimizer = trainers.make_optimizer(model.parameters())
@@ -414,13 +414,13 @@ def test_the_length_is_that_of_the_first_training_with_a_step() -> None:
         assert search.pruner.steps == (5 if stepped else 50)
 
 
-def test_a_length_that_nobody_knows() -> None:
+def test_an_unknown_length_raises() -> None:
     search = Search("here", None, 0.5, None, None, True, dict(SETTINGS))
     with pytest.raises(sp.SmartpruneError, match="the length of the training is not known before it starts"):
         search.length(float("inf"), 10)
 
 
-def test_numbers_reach_the_log(trainer: Any) -> None:
+def test_metrics_are_logged(trainer: Any) -> None:
     if not hasattr(trainer, "log"):
         pytest.skip("the real trainers have tests of their own")
     callback, module = trainer.callback(steps=10, **SETTINGS), trainer.module()

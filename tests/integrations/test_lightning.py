@@ -32,7 +32,7 @@ class Net(lightning.LightningModule):  # type: ignore[misc]
 
 
 class Manual(Net):
-    """Two optimizers, and two steps a batch of the one with the first pruned weight."""
+    """Has two optimizers. The one with the first pruned weight takes two steps per batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,8 +64,8 @@ def fit(folder: Path, module: Any, *callbacks: Any, **options: Any) -> Any:
     return trainer
 
 
-def test_best_checkpoints(tmp_path: Path) -> None:
-    """The best of the search is refused, with the reason; the best after it is the pruned model."""
+def test_best_checkpoint(tmp_path: Path) -> None:
+    """The best checkpoint of the search is refused with the reason. The best one after it is the pruned model."""
     keep = lightning.callbacks.ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
     callback = PruneCallback(**SETTINGS)
     trainer = fit(tmp_path, Net(), callback, keep)
@@ -80,7 +80,7 @@ def test_best_checkpoints(tmp_path: Path) -> None:
     assert set(torch.load(tmp_path / "after.ckpt", weights_only=False)["state_dict"]) == set(Net().state_dict())
 
 
-def test_weights_alone_are_no_resumption(tmp_path: Path) -> None:
+def test_resuming_from_weights_only_raises(tmp_path: Path) -> None:
     keep = lightning.callbacks.ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1, save_weights_only=True)
     fit(tmp_path, Net(), PruneCallback(**SETTINGS), keep)
     trainer = trainers.RealLightning(tmp_path).trainer(PruneCallback(**SETTINGS))
@@ -99,8 +99,8 @@ def test_manual_optimization(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["swa", "ema"])
-def test_averages_are_pruned_too(tmp_path: Path, kind: str) -> None:
-    """They are copied into the module when the training ends."""
+def test_averaged_weights_are_pruned(tmp_path: Path, kind: str) -> None:
+    """Averages are copied into the module when the training ends."""
     callback, net = PruneCallback(**SETTINGS), Net()
     swa, ema = lightning.callbacks.StochasticWeightAveraging, lightning.callbacks.EMAWeightAveraging
     fit(tmp_path, net, callback, swa(0.01, swa_epoch_start=1) if kind == "swa" else ema(decay=0.9))
@@ -108,7 +108,7 @@ def test_averages_are_pruned_too(tmp_path: Path, kind: str) -> None:
     assert sp.verify(net, (4, 4), receipt=callback.receipt).ok
 
 
-def test_an_average_that_comes_first(tmp_path: Path) -> None:
+def test_an_average_before_the_callback_raises(tmp_path: Path) -> None:
     with pytest.raises(sp.SmartpruneError, match=r"EMAWeightAveraging has copied the module.*callbacks=\[prune, average\]"):
         fit(tmp_path, Net(), lightning.callbacks.EMAWeightAveraging(), PruneCallback(**SETTINGS))
 
@@ -127,7 +127,7 @@ def test_two_processes(tmp_path: Path) -> None:
     assert all(torch.equal(value, net.state_dict()[name]) for name, value in resumed.state_dict().items())
 
 
-def test_a_search_for_a_learning_rate_leaves_no_trace(tmp_path: Path) -> None:
+def test_the_learning_rate_finder_leaves_no_trace(tmp_path: Path) -> None:
     plain, finding = PruneCallback(**SETTINGS), PruneCallback(**SETTINGS)
     one, two = Net(), Net()
     two.lr = 0.05
@@ -138,7 +138,7 @@ def test_a_search_for_a_learning_rate_leaves_no_trace(tmp_path: Path) -> None:
     assert all(torch.equal(value, one.state_dict()[name]) for name, value in two.state_dict().items())
 
 
-def test_a_search_for_a_size_of_batches_comes_before_the_length_is_known(tmp_path: Path) -> None:
+def test_the_batch_size_finder_runs_before_the_length_is_known(tmp_path: Path) -> None:
     class Sized(Net):
         batch_size = 2
 

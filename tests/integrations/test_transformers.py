@@ -42,8 +42,8 @@ torch.distributed.destroy_process_group()
 """
 
 
-def test_a_model_of_the_library(tmp_path: Path) -> None:
-    """Checkpoints after the search, and the model that is saved at the end, are pruned models for from_pretrained."""
+def test_from_pretrained_loads_pruned_checkpoints(tmp_path: Path) -> None:
+    """from_pretrained loads checkpoints after the search, and the final model, as pruned models."""
     config = transformers.BertConfig(
         vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, num_labels=3
     )
@@ -69,8 +69,8 @@ def test_a_model_of_the_library(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("metric", ["smallest", "largest"])
-def test_the_best_checkpoint_at_the_end(tmp_path: Path, metric: str) -> None:
-    """One after the search is taken, with its own weights; one of the search is refused."""
+def test_load_best_model_at_end(tmp_path: Path, metric: str) -> None:
+    """A checkpoint after the search is loaded with its own weights. One saved during the search raises."""
     steps = iter(range(100))
     best = {"load_best_model_at_end": True, "metric_for_best_model": "place", "greater_is_better": metric == "largest"}
     real = trainers.RealTransformers(tmp_path)
@@ -85,7 +85,7 @@ def test_the_best_checkpoint_at_the_end(tmp_path: Path, metric: str) -> None:
             trainer.train()
 
 
-def test_an_optimizer_of_ones_own(tmp_path: Path) -> None:
+def test_an_optimizer_of_the_user(tmp_path: Path) -> None:
     real = trainers.RealTransformers(tmp_path)
     for scheduled in (False, True):
         module, callback = real.module(), PruneCallback(**SETTINGS)
@@ -101,7 +101,7 @@ def test_an_optimizer_of_ones_own(tmp_path: Path) -> None:
             assert callback.receipt.met
 
 
-def test_a_callback_that_comes_too_late(tmp_path: Path) -> None:
+def test_a_callback_added_too_late_raises(tmp_path: Path) -> None:
     real = trainers.RealTransformers(tmp_path)
     trainer = real.trainer(real.module(), [])
     trainer.add_callback(PruneCallback(**SETTINGS))
@@ -109,7 +109,7 @@ def test_a_callback_that_comes_too_late(tmp_path: Path) -> None:
         trainer.train()
 
 
-def test_numbers_reach_the_history(tmp_path: Path) -> None:
+def test_metrics_are_in_the_history(tmp_path: Path) -> None:
     real = trainers.RealTransformers(tmp_path)
     trainer = real.trainer(real.module(), [PruneCallback(**SETTINGS)])
     trainer.train()
@@ -120,7 +120,7 @@ def test_numbers_reach_the_history(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_two_processes(tmp_path: Path) -> None:
-    """Both ranks have one mask, and a resumed run has the bits of the uninterrupted one."""
+    """Both ranks have the same mask, and resuming is bit-exact."""
     (tmp_path / "rank.py").write_text(RANK)
     tests, source = Path(trainers.__file__).parents[1], Path(sp.__file__).parents[1]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "rank.py", "run"]

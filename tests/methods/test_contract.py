@@ -1,4 +1,4 @@
-"""The contract: every entry of METHODS goes through the same list. One row enrols a newcomer, if its defaults do."""
+"""The contract of methods: every entry of METHODS passes the same tests. A new method needs no change here if its defaults fit."""
 
 import copy
 import dataclasses
@@ -30,14 +30,14 @@ def name(request: pytest.FixtureRequest) -> str:
 
 
 def node(weight: nn.Parameter) -> Any:
-    """Where gradients of a parameter arrive: one node as long as anything of a graph with it is alive, else a new one."""
+    """The node that accumulates gradients of a parameter. It is a new one once no graph with the parameter is alive."""
     function = weight.expand_as(weight).grad_fn
     assert function is not None
     return function.next_functions[0][0]
 
 
 def test_a_step_leaves_no_graph(name: str) -> None:
-    """Else its tensors stay for ever, those of every step, and a CUDA graph of the fine-tuning meets nodes of the search."""
+    """Else the tensors of every step stay in memory, and a CUDA graph of the fine-tuning meets nodes of the search."""
     job = MethodCase(name)
     weights = [weight for weight in job.model.parameters() if weight.requires_grad]
 
@@ -52,8 +52,8 @@ def test_a_step_leaves_no_graph(name: str) -> None:
     assert [node(weight).metadata for weight in weights] == [{}] * len(weights)
 
 
-def test_a_step_waits_for_no_gpu(name: str) -> None:
-    """But where a method chooses anew, which is rare. (SMART's mask is made by the soft top-k, which has such a test too.)"""
+def test_a_step_does_not_wait_for_the_gpu(name: str) -> None:
+    """Except when a method chooses a new mask, which is rare. (SMART uses the soft top-k, which has its own test of this kind.)"""
     job = MethodCase(name, steps=100_000)
     job.run(1)
     job.model.to("meta")
@@ -73,7 +73,7 @@ def test_a_step_waits_for_no_gpu(name: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-def test_gpu_a_whole_step_waits_for_nothing(name: str) -> None:
+def test_gpu_a_step_does_not_synchronize(name: str) -> None:
     job = MethodCase(name, steps=100_000)
     job.model.to("cuda")
     job.x, job.y = job.x.to("cuda"), job.y.to("cuda")
@@ -124,7 +124,7 @@ def test_mask_is_a_mask(name: str) -> None:
 
 
 @pytest.mark.parametrize("stop", [1, 9, 13, 24])
-def test_resumed_is_the_same(name: str, stop: int) -> None:
+def test_resuming_is_bit_exact(name: str, stop: int) -> None:
     job = MethodCase(name).run(stop)
     buffer = io.BytesIO()
     torch.save([job.model.state_dict(), job.pruner.state_dict(), job.optimizer.state_dict()], buffer)
@@ -183,7 +183,7 @@ def test_unknown_setting_lists_the_settings(name: str) -> None:
         ("smart", "train_weights", "false"),
     ],
 )
-def test_settings_of_another_kind_are_told_at_attach(name: str, setting: str, value: object) -> None:
+def test_settings_of_a_wrong_type_raise_at_attach(name: str, setting: str, value: object) -> None:
     model, _ = zoo.plain_cnn()
     with pytest.raises(sp.SmartpruneError, match=f"{METHODS[name].__name__}: {setting}={value!r} .*(integer|True, False)"):
         sp.attach(model, METHODS[name](**{setting: value}), block=(4, 4), sparsity=0.5, steps=50)
@@ -191,7 +191,7 @@ def test_settings_of_another_kind_are_told_at_attach(name: str, setting: str, va
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_steps_that_a_gradient_scaler_skips(name: str, fused: bool) -> None:
-    """A scale that is too high gives infinite gradients; the scaler skips the step and lowers it."""
+    """A scale that is too large gives infinite gradients. The scaler skips the step and lowers the scale."""
     job = MethodCase(name)
     optimizer = torch.optim.SGD(job.model.parameters(), lr=0.02, fused=fused)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**126, growth_interval=5)
@@ -210,7 +210,7 @@ def test_steps_that_a_gradient_scaler_skips(name: str, fused: bool) -> None:
     assert not torch.equal(weight, before)
 
 
-def test_nan_in_the_loss_is_told_in_its_step(name: str) -> None:
+def test_a_nan_loss_raises_in_its_step(name: str) -> None:
     job = MethodCase(name, steps=1000)
     for _ in range(3):
         job.step()
@@ -233,9 +233,9 @@ def test_settings_survive_json(name: str) -> None:
 
 def test_telemetry(name: str) -> None:
     job = MethodCase(name).run(STEPS)
-    told = job.pruner.telemetry()
-    assert sum(told["kept"]) == job.pruner.plan.keep
-    assert told["phase"] == "frozen"
+    telemetry = job.pruner.telemetry()
+    assert sum(telemetry["kept"]) == job.pruner.plan.keep
+    assert telemetry["phase"] == "frozen"
 
 
 def rank_job(rank: int, folder: str, name: str) -> None:
@@ -253,9 +253,9 @@ def rank_job(rank: int, folder: str, name: str) -> None:
     bits = b"".join(t.detach().numpy().tobytes() for t in (job.pruner.mask, *job.pruner.blocks.weights))
     Path(folder, f"rank{rank}").write_text(hashlib.sha256(bits).hexdigest())
     torch.distributed.barrier()
-    os._exit(0)  # gloo's threads do not always survive an orderly end
+    os._exit(0)  # an orderly exit sometimes crashes in a gloo thread
 
 
-def test_two_ranks_agree(name: str, tmp_path: Path) -> None:
+def test_two_ranks_have_the_same_mask(name: str, tmp_path: Path) -> None:
     mp.spawn(rank_job, args=(str(tmp_path), name), nprocs=2)
     assert (tmp_path / "rank0").read_text() == (tmp_path / "rank1").read_text()

@@ -61,7 +61,7 @@ def test_agrees_with_slow_loops(case: tuple[tuple[int | None, ...], list[masked_
         close(multiplier.layer_mask(made.mask, i), torch.tensor(sums))
 
 
-def test_through_leaves_the_weights_gradient_unmasked() -> None:
+def test_straight_through_does_not_mask_the_gradient_of_weights() -> None:
     multiplier = masked_products.multiplier((4, 4))
     weights, mask = masked_products.weights_of(multiplier), masked_products.mask_of(multiplier)
     made = masked_products.computed(multiplier, mask, weights, through=True)
@@ -92,7 +92,7 @@ def test_dtypes_round_the_product_once(hold: bool) -> None:
         close(grad, g, 1e-6, 0)
 
 
-def test_hold_passes_weights_on_and_masks_gradients() -> None:
+def test_mask_gradients_returns_weights_unchanged() -> None:
     multiplier = masked_products.multiplier((4, 4))
     hard = masked_products.mask_of(multiplier) > 0.5
     weights = masked_products.weights_of(multiplier)
@@ -108,7 +108,7 @@ def test_hold_passes_weights_on_and_masks_gradients() -> None:
     assert idle.grad.tolist() == [0, 0, 0]
 
 
-def test_backward_may_pass_twice_and_in_parts() -> None:
+def test_several_backward_passes() -> None:
     multiplier = masked_products.multiplier((4, 4))
     mask = masked_products.mask_of(multiplier).requires_grad_()
     leaves = [weight.requires_grad_() for weight in masked_products.weights_of(multiplier)]
@@ -125,7 +125,7 @@ def test_backward_may_pass_twice_and_in_parts() -> None:
     close(leaves[1].grad, want.weights[1])
 
 
-def test_weights_that_need_no_gradient_get_none() -> None:
+def test_weights_without_requires_grad_get_no_gradient() -> None:
     multiplier = masked_products.multiplier((4, 4))
     mask = masked_products.mask_of(multiplier).requires_grad_()
     weights = masked_products.weights_of(multiplier)
@@ -137,7 +137,7 @@ def test_weights_that_need_no_gradient_get_none() -> None:
     close(mask.grad, want.mask)
 
 
-def test_a_change_in_place_before_backward_is_refused() -> None:
+def test_an_in_place_change_before_backward_raises() -> None:
     multiplier = masked_products.multiplier((4, 4))
     leaves = [weight.requires_grad_() for weight in masked_products.weights_of(multiplier)]
     out = multiplier.multiply(masked_products.mask_of(multiplier).requires_grad_(), leaves)
@@ -163,7 +163,7 @@ def test_multiply_in_place(layers: list[int] | None, channels_last: bool) -> Non
         assert weight._version > version
 
 
-def test_multiply_in_place_of_a_weight_that_is_a_slice() -> None:
+def test_multiply_in_place_on_a_slice() -> None:
     multiplier = masked_products.multiplier((4, 4), [((9, 6), 1, False)])
     weight = torch.randn(9, 12)[:, ::2]
     mask = masked_products.mask_of(multiplier)
@@ -190,7 +190,7 @@ def test_chunks_cover_every_layer_once() -> None:
     assert len(multiplier.chunks) > 1
 
 
-def test_order_of_memory() -> None:
+def test_memory_order() -> None:
     weight = torch.empty(4, 3, 2, 2)
     assert Rows.order_of(weight) == (0, 1, 2, 3)
     assert Rows.order_of(weight.to(memory_format=torch.channels_last)) == (0, 2, 3, 1)
@@ -205,7 +205,7 @@ def test_copies_and_pickles() -> None:
         assert other.starts == multiplier.starts
 
 
-def test_an_unknown_backend_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_backend_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(multiply_module, "BACKEND", "cuda")
     multiplier = masked_products.multiplier((4, 4))
     with pytest.raises(SmartpruneError, match="SMARTPRUNE_MASKING='cuda' is unknown; use auto, torch or triton"):

@@ -72,7 +72,7 @@ def test_flat_outputs_do_not_overlap() -> None:
     assert all(offset % PITCH == 0 for offset in work.offsets)
 
 
-def test_stretches_are_of_even_size() -> None:
+def test_stretches_have_even_sizes() -> None:
     multiplier = masked_products.multiplier((16, 8), [((32, 64, 3, 3), 1, False)])
     work, _ = work_of(multiplier, channels_last=False)
     widths = (work.table[:, 4] - work.table[:, 3]).unique().tolist()

@@ -29,7 +29,7 @@ def test_kernels_in_the_interpreter() -> None:
 
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loops that only large layers enter are entered by small ones."""
+    """Makes tiles so small that small layers run the loops of large ones."""
     monkeypatch.setattr(multiply_tables, "TILE", 64)
     monkeypatch.setattr(multiply_tables, "ROWS", 4)
     monkeypatch.setattr(multiply_tables, "SUMMED", 16)
@@ -38,7 +38,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 def both(
     multiplier: BlockMultiplier, mask: Tensor, weights: list[Tensor], **options: object
 ) -> tuple[masked_products.Products, masked_products.Products]:
-    """By torch, and by the kernels."""
+    """The results of torch and of the kernels."""
     out = []
     for backend in ("torch", "triton"):
         with pytest.MonkeyPatch.context() as patch:
@@ -112,7 +112,7 @@ def test_large_tiles() -> None:
 
 @needs_interpreter
 @pytest.mark.usefixtures("small_tiles")
-def test_layers_of_different_dtypes_and_many_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_layers_of_different_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
     from smartprune.pruning import multiply_triton
 
     monkeypatch.setattr(multiply_triton, "MOST", 2)
@@ -125,7 +125,7 @@ def test_layers_of_different_dtypes_and_many_of_them(monkeypatch: pytest.MonkeyP
 
 
 @needs_interpreter
-def test_what_kernels_cannot_do_torch_does() -> None:
+def test_unsupported_weights_fall_back_to_torch() -> None:
     multiplier = masked_products.multiplier((4, 4), SMALL[1:2])
     for weight in (torch.randn(5, 13, dtype=torch.float64), torch.randn(13, 5).t()):
         with pytest.MonkeyPatch.context() as patch:
@@ -139,7 +139,7 @@ def test_what_kernels_cannot_do_torch_does() -> None:
 
 
 @needs_interpreter
-def test_gradients_that_are_missing_strided_or_unaligned(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_strided_and_unaligned_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "BACKEND", "triton")
     multiplier = masked_products.multiplier((4, 4), SMALL)
     mask = masked_products.mask_of(multiplier).requires_grad_()
@@ -168,7 +168,7 @@ def test_gradients_that_are_missing_strided_or_unaligned(monkeypatch: pytest.Mon
 
 
 @needs_interpreter
-def test_a_change_in_place_before_backward_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_in_place_change_before_backward_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "BACKEND", "triton")
     multiplier = masked_products.multiplier((4, 4), SMALL)
     leaves = [weight.requires_grad_() for weight in masked_products.weights_of(multiplier)]
@@ -219,7 +219,7 @@ def test_telemetry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def search(backend: str, device: str = "cpu") -> tuple[Tensor, list[Tensor]]:
-    """A short search and fine-tune; the mask and the weights at its end."""
+    """The mask and the weights after a short search and fine-tuning."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "BACKEND", backend)
         torch.manual_seed(0)
@@ -358,7 +358,7 @@ def test_gpu_graph_capture() -> None:
 @pytest.mark.gpu
 @on_gpu
 @pytest.mark.parametrize("frozen", [False, True])
-def test_gpu_autocast_casts_in_the_multiply(frozen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_autocast_casts_in_the_multiplication(frozen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     losses, grads = [], []
     for backend in ("torch", "triton"):
         monkeypatch.setattr(module, "BACKEND", backend)

@@ -15,15 +15,15 @@ def test_measures_against_loops() -> None:
     masks = [torch.tensor([0.9, 0.2, 0.999, 0.4, 0.6, 0.001]), torch.tensor([0.4, 0.2, 0.999, 0.6, 0.6, 0.001])]
     for mask in masks:
         telemetry.measure(mask)
-    told = telemetry.read()
+    measured = telemetry.read()
     last = masks[1].tolist()
-    assert told["undecided"] == sum(0.01 < m < 0.99 for m in last) == 4
-    assert told["changed"] == sum((a > 0.5) != (b > 0.5) for a, b in zip(*[m.tolist() for m in masks], strict=True)) == 2
-    assert told["gap"] == pytest.approx(sum(min(m, 1 - m) for m in last) / 6)
-    assert told["kept"] == [1, 2]
+    assert measured["undecided"] == sum(0.01 < m < 0.99 for m in last) == 4
+    assert measured["changed"] == sum((a > 0.5) != (b > 0.5) for a, b in zip(*[m.tolist() for m in masks], strict=True)) == 2
+    assert measured["gap"] == pytest.approx(sum(min(m, 1 - m) for m in last) / 6)
+    assert measured["kept"] == [1, 2]
 
 
-def test_a_search_told_step_by_step() -> None:
+def test_telemetry_of_a_whole_search() -> None:
     model, x = zoo.plain_cnn()
     pruner = sp.attach(model, sp.Smart(), block=(4, 4), sparsity=0.75, steps=20)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -48,10 +48,10 @@ def test_a_search_told_step_by_step() -> None:
 
 def test_theorem_3_7_condition() -> None:
     scores = torch.tensor([0.1, 0.5, 0.9])
-    told = theorem_3_7(scores, theta=0.4, tau=1e-3, step=10)
+    telemetry = theorem_3_7(scores, theta=0.4, tau=1e-3, step=10)
     slow = min(min((float(m) - 0.4) ** 2, abs(float(m) - 0.4) / 10) for m in scores)
-    assert told["bound"] == pytest.approx(slow)
-    assert told["holds"] is True
+    assert telemetry["bound"] == pytest.approx(slow)
+    assert telemetry["holds"] is True
     assert theorem_3_7(scores, theta=0.4, tau=0.5, step=10)["holds"] is False
 
 
@@ -59,13 +59,15 @@ def test_no_layer_counts_as_collapsed_while_the_mask_is_soft() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
     pruner = sp.attach(model, sp.Smart(), block=(4, 4), sparsity=0.9, include="*", steps=40)
-    optimizer, told = torch.optim.SGD(model.parameters(), 0.05), []
+    optimizer, telemetry = torch.optim.SGD(model.parameters(), 0.05), []
     for _ in range(40):
         model(torch.randn(8, 16)).square().mean().backward()
         optimizer.step()
         pruner.step()
         optimizer.zero_grad()
-        told.append(pruner.telemetry())
-    assert told[0]["gap"] > 0.3
-    assert told[0]["collapsed"] == []
-    assert told[-1]["collapsed"] == [layer.name for layer in pruner.plan.layers if not pruner.mask[layer.start : layer.stop].any()]
+        telemetry.append(pruner.telemetry())
+    assert telemetry[0]["gap"] > 0.3
+    assert telemetry[0]["collapsed"] == []
+    assert telemetry[-1]["collapsed"] == [
+        layer.name for layer in pruner.plan.layers if not pruner.mask[layer.start : layer.stop].any()
+    ]
