@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from smartprune import hard_topk
 from smartprune.core.block import Block
 from smartprune.models import MODELS
-from smartprune.runtime.gpu import layers as gpu
-from smartprune.runtime.lower.steps import NOTHING, Step
+from smartprune.runtime.gpu.layers import TILES, Dense, Sparse
+from smartprune.runtime.gpu.network import DTYPES, TOLERANCE, on_gpu, seconds_per_call
+from smartprune.runtime.lower.steps import IDENTITY, Step
 from smartprune.runtime.module import Options
 
 SPARSITIES = (0.5, 0.7, 0.8, 0.9, 0.95, 0.97)
@@ -61,7 +62,7 @@ def masked(weight: Tensor, sparsity: float) -> Tensor:
 
 def time_layers(named: str, deadline: float) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
-    dtype = gpu.DTYPES[named]
+    dtype = DTYPES[named]
     for name, (channels, out, kernel, side, batch) in LAYERS.items():
         torch.manual_seed(0)
         x = torch.randn(batch, channels, side, side, device="cuda", dtype=dtype).contiguous(memory_format=torch.channels_last)
@@ -74,24 +75,24 @@ def time_layers(named: str, deadline: float) -> list[dict[str, Any]]:
                 return rows
             kept = masked(weight, sparsity)
             bias = torch.zeros(out)
-            step = Step("conv", None, [], weight=kept.cpu().numpy(), bias=bias.numpy(), activation=NOTHING, window=window)  # type: ignore[arg-type]
+            step = Step("conv", None, [], weight=kept.cpu().numpy(), bias=bias.numpy(), activation=IDENTITY, window=window)  # type: ignore[arg-type]
             shape = (batch, out, side, side)
             if not dense:
-                dense = gpu.seconds(gpu.Dense(step, shape, dtype).cuda(), [x], 20, 5)
+                dense = seconds_per_call(Dense(step, shape, dtype).cuda(), [x], 20, 5)
                 rows += rows_of(name, batch, named, 0.0, dense, dense)
-            layer = gpu.Sparse(step, shape, dtype).cuda()
+            layer = Sparse(step, shape, dtype).cuda()
             expected = F.conv2d(x.float(), kept, None, 1, pad)
             best, tile = math.inf, layer.tile
-            for one in gpu.TILES:
+            for one in TILES:
                 if one.rows > layer.kept.rows:
                     continue
                 layer.tile = one
-                taken = gpu.seconds(layer, [x], 20, 5)
+                taken = seconds_per_call(layer, [x], 20, 5)
                 if taken < best:
                     best, tile = taken, one
             layer.tile = tile
             error = float((layer(x).float() - expected).abs().max() / expected.abs().max())
-            assert error < gpu.CLOSE[dtype], error
+            assert error < TOLERANCE[dtype], error
             work = 2 * batch * out * channels * kernel**2 * side**2 * (1 - sparsity) / best / 1e12
             rows += rows_of(name, batch, named, sparsity, dense, best, tflops=work, tile=str(tile), error=error)
             print(
@@ -123,12 +124,12 @@ def time_network(dtype: str, deadline: float, batches: tuple[int, ...] = (64, 12
             torch.manual_seed(0)
             model = MODELS["resnet18"]().eval()
             if not dense:
-                dense = gpu.seconds(gpu.on_gpu(model, [(x,)], Options(dtype, 1, False)), [x], 5, 5)
+                dense = seconds_per_call(on_gpu(model, [(x,)], Options(dtype, 1, False)), [x], 5, 5)
                 rows += rows_of("resnet18", batch, dtype, 0.0, dense, dense)
             prune_by_size(model, sparsity)
-            fast = gpu.on_gpu(model, [(x,)], Options(dtype, 1, False))
-            taken = gpu.seconds(fast, [x], 5, 5)
-            sparse = sum(isinstance(m, gpu.Sparse) for m in fast.modules())
+            fast = on_gpu(model, [(x,)], Options(dtype, 1, False))
+            taken = seconds_per_call(fast, [x], 5, 5)
+            sparse = sum(isinstance(m, Sparse) for m in fast.modules())
             rows += rows_of("resnet18", batch, dtype, sparsity, dense, taken, sparse_layers=sparse)
             print(
                 f"resnet18           batch {batch:4} {sparsity:.2f}  {taken * 1e6:7.1f} us  {dense / taken:5.2f}x  {sparse} sparse"
@@ -138,7 +139,7 @@ def time_network(dtype: str, deadline: float, batches: tuple[int, ...] = (64, 12
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dtype", choices=list(gpu.DTYPES), default="bfloat16")
+    parser.add_argument("--dtype", choices=list(DTYPES), default="bfloat16")
     parser.add_argument("--seconds", type=float, default=240.0, help="begin no new measurement after this")
     parser.add_argument("--layers-only", action="store_true")
     parser.add_argument("--out", type=Path)

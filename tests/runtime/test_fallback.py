@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import smartprune as sp
 from helpers.pruned_models import assert_equal_to_rounding, randomly_pruned
-from smartprune.runtime.fallback import Replaced
+from smartprune.runtime.fallback import ReplacedLayer
 from smartprune.runtime.module import Accelerated
 
 NT = collections.namedtuple("NT", "a b")
@@ -121,7 +121,7 @@ def test_ordinary_models(make: type[nn.Module], calls: list[tuple[tuple[Any, ...
         same(other, model, *calls[0][0], **calls[0][1])
     if make in (Optional, Named, Many, Rest):  # these have a graph, one per form of the call
         assert isinstance(fast, Accelerated)
-        assert fast.own_code() is None
+        assert fast.replaced_model() is None
         assert len(fast.plan(X).programs) == 1
 
 
@@ -153,7 +153,7 @@ def test_an_example_of_zeros_is_not_enough(dtype: str) -> None:
 def test_torchs_own_modules_are_left_alone() -> None:
     fast = sp.accelerate(randomly_pruned(Encoder(), 0.3, (4, 4)), example=torch.randn(2, 5, 16))
     assert type(fast.layer.linear1) is nn.Linear
-    assert isinstance(fast.head, Replaced)
+    assert isinstance(fast.head, ReplacedLayer)
     assert fast.head.out_features == 4
     with pytest.raises(AttributeError, match="no attribute 'colour'"):
         _ = fast.head.colour

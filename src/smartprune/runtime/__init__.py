@@ -1,4 +1,4 @@
-"""The runtime: a pruned model that skips the blocks it does not have."""
+"""The runtime: running a pruned model without work for its zero blocks."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ..core.kinds import is_masked
 from ..core.layers import candidates, find_layers
 from ..core.occupancy import occupied
 from ..errors import SmartpruneError
-from .fallback import layered
-from .module import Accelerated, Options, copied, parameters
+from .fallback import replace_layers
+from .module import Accelerated, Options, inference_copy, signature_of
 from .trace.tracer import trace
 
 DTYPES = ("float32", "int8")
@@ -33,28 +33,36 @@ def accelerate(
     device: str = "cpu",
     backend: str = "native",
 ) -> nn.Module:
-    """A module that computes what ``model.eval()`` computes and does no work for pruned blocks.
+    """Returns a module that computes what ``model.eval()`` computes, and skips pruned blocks. For inference only.
 
-    The model itself is not touched: its weights are copied, batch norms folded, and everything that the kernels know is
-    run as one program. What they do not know is run by torch in between. A model that cannot be traced keeps its own code,
-    with its convolutions and linear layers replaced (those inside torch's own modules, such as attention, stay); so does one
-    that changes its inputs or buffers, or values in place in an order that is not proved to be kept, one whose traced form
-    gives another result, and a call with inputs of an unknown class. int8 has no such form and raises. Zeros are found in
-    the weights, whatever pruned them, and dense layers are run by the same kernels. ``block`` is only checked: naming it
-    makes a model without a single empty block of that shape an error instead of a disappointment.
+    The model does not change: its weights are copied and its batch norms folded. All operations that have kernels run as
+    compiled programs, and torch runs the others. Zeros are found in the weights, whatever pruned them, and dense layers run
+    on the same kernels.
 
-    ``example``: an input, or a list of inputs (a tuple is one input of several tensors). int8 needs it to measure how
-    large activations become; with float32 it only saves time at the first call. ``threads``: torch's number of threads
-    unless given. ``backend="reference"`` runs the same graph in torch, without a C compiler and without any gain.
+    These cases run the model's own code, with replaced convolutions and linear layers (except those inside modules of torch,
+    such as attention). With int8 they raise an error:
 
-    Results agree with the model's to float rounding, and with int8 to its rounding; the first result for every structure,
-    shape and dtype of inputs is compared with the model's own, and so is one for random inputs; where a model sorts or selects,
-    so that rounding alone changes what it gives, layer by layer. Inputs must be finite, for a block that is absent does not
-    turn infinity into NaN. For inference only: there are no gradients, and later changes of
-    the model's weights are not seen.
+    - models that cannot be traced, or whose traced graph gives another result;
+    - models that change inputs or buffers, or that change values in place in an order that may matter;
+    - calls with inputs of an unknown class.
+
+    Results agree with the model's to float rounding, or to int8 rounding. The first result for every structure, shape and dtype
+    of the inputs is compared with the model's own, and so is one for random inputs. If rounding alone changes the result,
+    because the model sorts or selects, only the layers are compared. Inputs must be finite: a skipped block does not turn
+    infinity into NaN. There are no gradients, and later changes of the model's weights have no effect.
+
+    Args:
+        model: The pruned model.
+        block: Checked only: an error is raised if no block of this shape is empty, because nothing would be gained.
+        example: An input, or a list of inputs; a tuple is one input of several tensors. int8 needs it to measure the range of
+            activations. With float32 it makes the first call faster.
+        dtype: ``"float32"`` or ``"int8"``; on a GPU ``"float32"``, ``"bfloat16"`` or ``"float16"``.
+        threads: The number of threads, by default that of torch.
+        device: ``"cpu"`` or ``"cuda"``.
+        backend: ``"reference"`` runs the graph in torch: it needs no C compiler, and is not faster than the model.
     """
     if not isinstance(model, nn.Module):
-        raise SmartpruneError(f"accelerate: model is a {type(model).__name__}; give a torch module")
+        raise SmartpruneError(f"accelerate: model is a {type(model).__name__}; pass a torch module")
     if backend not in BACKENDS:
         raise SmartpruneError(f"accelerate: backend={backend!r} is not one of {', '.join(BACKENDS)}")
     kind = str(device).partition(":")[0]
@@ -66,41 +74,41 @@ def accelerate(
         raise SmartpruneError(f"accelerate: threads={threads!r} is not a number from 1 to {MOST_THREADS}")
     if any(is_masked(module) for module in model.modules()):
         raise SmartpruneError("accelerate: the model is still being pruned; call smartprune.bake(model) first")
-    wanted = None if block is None else Block.of(block)
-    own = copied(model)
-    if wanted is not None:
-        _check_block(own, wanted)
-    return DEVICES[kind](own, _examples(example), Options(dtype, threads, backend == "reference"), str(device))
+    checked = None if block is None else Block.of(block)
+    copied = inference_copy(model)
+    if checked is not None:
+        _check_block(copied, checked)
+    return DEVICES[kind](copied, _examples(example), Options(dtype, threads, backend == "reference"), str(device))
 
 
-def _cpu(own: nn.Module, inputs: Sequence[tuple[Any, ...]], options: Options, device: str) -> nn.Module:
+def _cpu(model: nn.Module, inputs: Sequence[tuple[Any, ...]], options: Options, device: str) -> nn.Module:
     if options.dtype not in DTYPES:
         raise SmartpruneError(f"accelerate: dtype={options.dtype!r} is not one of {', '.join(DTYPES)}")
     if options.dtype == "int8":
         if not inputs:
             raise SmartpruneError(
-                "accelerate: int8 needs example=, an input or a list of inputs like those to come (a few dozen images), to "
-                "measure how large the activations become"
+                "accelerate: int8 needs example= to measure the range of activations; pass a list of typical inputs, for example "
+                "a few dozen images"
             )
         if options.reference:
-            raise SmartpruneError('accelerate: backend="reference" knows float32 only')
-    out = Accelerated(own, options, {} if options.dtype == "int8" else None)
+            raise SmartpruneError('accelerate: backend="reference" supports only float32; leave backend or dtype out')
+    out = Accelerated(model, options, {} if options.dtype == "int8" else None)
     if options.dtype == "int8":
         out.measure(inputs)
     if inputs:
         out(*inputs[0])
-        return out.own_code() or out
-    if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters(own)):  # only a call says what they are
+        return out.replaced_model() or out
+    if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in signature_of(model)):  # tracing needs a call
         return out
     try:
-        trace(copy.deepcopy(own, {id(p): p for p in own.parameters()}))  # a model may keep what it is given, symbols too
-    except Exception:  # whatever the model's own code raises when it meets a symbol instead of a tensor
-        return layered(own, options)
+        trace(copy.deepcopy(model, {id(p): p for p in model.parameters()}))  # a copy, because a model may store the symbols
+    except Exception:  # model code may raise anything when it gets a symbol instead of a tensor
+        return replace_layers(model, options)
     return out
 
 
 def _cuda(model: nn.Module, inputs: Sequence[tuple[Any, ...]], options: Options, device: str) -> nn.Module:
-    from .gpu.layers import on_gpu  # not before it is needed: it brings Triton
+    from .gpu.network import on_gpu  # lazily: it imports Triton
 
     return on_gpu(model, inputs, options, device)
 
@@ -109,8 +117,8 @@ def _examples(example: Tensor | Sequence[Any] | None) -> list[tuple[Any, ...]]:
     """One tuple of inputs per call."""
     if example is None:
         return []
-    each: Iterable[Any] = example if isinstance(example, list) else [example]
-    return [one if isinstance(one, tuple) else (one,) for one in each]
+    inputs: Iterable[Any] = example if isinstance(example, list) else [example]
+    return [item if isinstance(item, tuple) else (item,) for item in inputs]
 
 
 def _check_block(model: nn.Module, block: Block) -> None:
@@ -120,8 +128,8 @@ def _check_block(model: nn.Module, block: Block) -> None:
         if not occupied(layer.grid, getattr(model.get_submodule(owner), attribute)).all():
             return
     raise SmartpruneError(
-        f"accelerate: no {block} block of this model is empty, so nothing would be gained; prune and bake it first, or leave "
-        "block out to run it as it is"
+        f"accelerate: no {block} block of this model is empty, so there is nothing to skip; prune and bake it first, or leave "
+        "block out to run it anyway"
     )
 
 

@@ -1,4 +1,4 @@
-"""Two results of one model: how far they lie apart. And inputs at random, to compare on."""
+"""Comparing the result of an accelerated model with the model's own."""
 
 from __future__ import annotations
 
@@ -13,44 +13,47 @@ from torch.utils._pytree import tree_leaves
 
 
 @dataclass(eq=False)
-class Apart(Exception):  # noqa: N818 - it is no error of anybody's
+class ResultMismatch(Exception):  # noqa: N818 - callers catch it and explain the cause
     """Two results differ by more than rounding explains."""
 
     error: float
     scale: float
 
     def __str__(self) -> str:
-        return f"the result lies up to {self.error:g} from the model's own, whose largest number is {self.scale:g}"
+        return f"the result differs from the model's own by up to {self.error:g}, and the model's largest number is {self.scale:g}"
 
 
-def compare(ours: Any, theirs: Any, share: float) -> None:
-    """Raises :class:`Apart` if results are not alike: tensors of one shape and dtype, and floating ones within a share of the
-    largest number. Results with infinities or NaN are taken as they are."""
-    first, second = tree_leaves(ours), tree_leaves(theirs)
-    if len(first) != len(second):
-        raise Apart(math.inf, largest(second))
-    for a, b in zip(first, second, strict=True):
+def compare(result: Any, expected: Any, tolerance: float) -> None:
+    """Raises :class:`ResultMismatch` unless two results agree.
+
+    Tensors must have the same shape and dtype, and floating-point tensors may differ by a share ``tolerance`` of their largest
+    number. Tensors with infinities or NaN are not compared.
+    """
+    leaves, expected_leaves = tree_leaves(result), tree_leaves(expected)
+    if len(leaves) != len(expected_leaves):
+        raise ResultMismatch(math.inf, _largest(expected_leaves))
+    for a, b in zip(leaves, expected_leaves, strict=True):
         if not isinstance(b, Tensor):
             if isinstance(b, (int, float, str, type(None))) and (type(a) is not type(b) or (a != b and b == b)):
-                raise Apart(math.inf, largest(second))
+                raise ResultMismatch(math.inf, _largest(expected_leaves))
             continue
         if not isinstance(a, Tensor) or a.shape != b.shape or a.dtype != b.dtype:
-            raise Apart(math.inf, largest(second))
+            raise ResultMismatch(math.inf, _largest(expected_leaves))
         if not b.is_floating_point() or not b.numel() or not b.isfinite().all():
             continue
         error, scale = float((a - b).abs().max()), float(b.abs().max())
-        if not error <= share * max(scale, 1e-6):
-            raise Apart(error, scale)
+        if not error <= tolerance * max(scale, 1e-6):
+            raise ResultMismatch(error, scale)
 
 
-def largest(leaves: Sequence[Any]) -> float:
-    found = [float(x.abs().max()) for x in leaves if isinstance(x, Tensor) and x.is_floating_point() and x.numel()]
-    return max(found, default=0.0)
+def _largest(leaves: Sequence[Any]) -> float:
+    sizes = [float(x.abs().max()) for x in leaves if isinstance(x, Tensor) and x.is_floating_point() and x.numel()]
+    return max(sizes, default=0.0)
 
 
-def at_random(leaves: Sequence[Any]) -> list[Any] | None:
-    """Inputs of the same shapes and about the same size with random numbers where these are floating; None if none are."""
-    generator = torch.Generator().manual_seed(0)  # of its own: the caller's random numbers are not ours to draw
+def random_like(leaves: Sequence[Any]) -> list[Any] | None:
+    """Inputs of the same shapes and similar size, with random numbers in float32 tensors. None if there are no such tensors."""
+    generator = torch.Generator().manual_seed(0)  # leaves the caller's random state unchanged
     out: list[Any] = []
     for leaf in leaves:
         if isinstance(leaf, Tensor) and leaf.dtype == torch.float32 and leaf.numel():

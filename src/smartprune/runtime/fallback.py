@@ -1,4 +1,4 @@
-"""A model that keeps its own code: its convolutions and linear layers are replaced, one by one."""
+"""The fallback for models without a plan: they run their own code, with replaced convolutions and linear layers."""
 
 from __future__ import annotations
 
@@ -15,64 +15,66 @@ from .trace.tracer import Opaque
 CONTAINERS = (nn.Module, nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
-class Holder(nn.Module):
-    """Stands for the module in the list ``_model``: what it does not have itself is that one's."""
+class Proxy(nn.Module):
+    """Has the attributes of the module in the list ``_model``, besides its own."""
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
-            held = self.__dict__.get("_model")
-            if held is None:
+            model = self.__dict__.get("_model")
+            if model is None:
                 raise
-            return getattr(held[0], name)
+            return getattr(model[0], name)
 
 
-class Replaced(Holder, Accelerated):
-    """In place of one layer. What else the model reads of that layer (its weight, its number of outputs) is still there."""
+class ReplacedLayer(Proxy, Accelerated):
+    """Takes the place of one layer, and has its attributes: model code may read the weight or the number of outputs."""
 
 
-class Layered(Holder, Opaque):
-    """In place of a model that keeps its own code: for inference only and in float32, like one that has a plan."""
+class ReplacedModel(Proxy, Opaque):
+    """A model that runs its own code with replaced layers. For inference only and in float32, like one with a plan."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self._model = [model]  # in a list, so that nothing that is done to all submodules reaches it
+        self._model = [model]  # in a list, so that functions applied to all submodules do not change it
         super().train(False)
 
-    def train(self, mode: bool = True) -> Layered:
-        """Stays in eval mode, whatever a surrounding model does."""
+    def train(self, mode: bool = True) -> ReplacedModel:
+        """Has no effect: the module stays in eval mode."""
         return self
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """What the model's code reads of itself is set there."""
-        held = self.__dict__.get("_model")
-        own = name in self.__dict__ or hasattr(type(self), name)
-        if held is not None and not own and hasattr(held[0], name):
-            setattr(held[0], name, value)
+        """Attributes of the model are set on the model, because its code reads them there."""
+        model = self.__dict__.get("_model")
+        is_own = name in self.__dict__ or hasattr(type(self), name)
+        if model is not None and not is_own and hasattr(model[0], name):
+            setattr(model[0], name, value)
         else:
             super().__setattr__(name, value)
 
     def extra_repr(self) -> str:
-        return f"own code with its layers replaced: {self._model[0]!r}"
+        return f"runs the model's own code with replaced layers: {self._model[0]!r}"
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with torch.no_grad():
             if any(isinstance(x, Tensor) and as_float32(x) is not x for x in tree_leaves((args, kwargs))):
                 args, kwargs = tree_map_only(Tensor, as_float32, (args, kwargs))
-            return self._model[0](*args, **kwargs)  # as they are, for a model may add to a list that it is given
+            return self._model[0](*args, **kwargs)  # not copies: a model may append to a list among its inputs
 
 
-def layered(model: nn.Module, options: Options) -> Layered:
-    """The model with an accelerated layer for each of its convolutions and linear layers. The inside of torch's own modules
-    (attention, transformer layers) stays as it is: they hand their layers' weights to other functions."""
-    made: dict[int, Replaced] = {}
-    if not torch_own(model):
-        _replace(model, options, made, set())
-    return Layered(model)
+def replace_layers(model: nn.Module, options: Options) -> ReplacedModel:
+    """The model with an accelerated layer in place of every convolution and linear layer.
+
+    Layers inside modules of torch (attention, transformer layers) stay, because these pass the weights to other functions.
+    """
+    replaced: dict[int, ReplacedLayer] = {}
+    if not is_torch_module(model):
+        _replace_children(model, options, replaced, set())
+    return ReplacedModel(model)
 
 
-def _replace(owner: nn.Module, options: Options, made: dict[int, Replaced], seen: set[int]) -> None:
+def _replace_children(owner: nn.Module, options: Options, replaced: dict[int, ReplacedLayer], seen: set[int]) -> None:
     if id(owner) in seen:
         return
     seen.add(id(owner))
@@ -80,13 +82,13 @@ def _replace(owner: nn.Module, options: Options, made: dict[int, Replaced], seen
         if module is None or isinstance(module, Accelerated):
             continue
         if type(module) in (nn.Conv2d, nn.Linear):
-            if id(module) not in made:
-                made[id(module)] = Replaced(module, options, None)
-            owner._modules[name] = made[id(module)]
-        elif not torch_own(module):
-            _replace(module, options, made, seen)
+            if id(module) not in replaced:
+                replaced[id(module)] = ReplacedLayer(module, options, None)
+            owner._modules[name] = replaced[id(module)]
+        elif not is_torch_module(module):
+            _replace_children(module, options, replaced, seen)
 
 
-def torch_own(module: nn.Module) -> bool:
-    """Whether a module's code is torch's and does more than hold others."""
+def is_torch_module(module: nn.Module) -> bool:
+    """Whether a module's class is one of torch's, other than containers."""
     return any(base.__module__.startswith(("torch.nn.", "torch.ao.")) and base not in CONTAINERS for base in type(module).__mro__)

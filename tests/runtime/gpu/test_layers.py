@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from helpers.triton_interpreter import INTERPRETED, loaded_loop_bounds, needs_interpreter, needs_triton, run_interpreted  # noqa: F401 (a fixture)
 from helpers.triton_interpreter import on_gpu as on_gpu_machine
 from smartprune import SmartpruneError
-from smartprune.runtime.gpu import layers as gpu
-from smartprune.runtime.gpu.layers import Dense, Kept, Sparse, Tile, on_gpu
-from smartprune.runtime.lower.steps import NOTHING, Activation, Step
+from smartprune.runtime.gpu import network
+from smartprune.runtime.gpu.layers import TILES, Dense, KeptBlocks, Sparse, Tile
+from smartprune.runtime.gpu.network import on_gpu
+from smartprune.runtime.lower.steps import IDENTITY, Activation, Step
 from smartprune.runtime.module import Options
 
 FLOAT = Options("float32", 1, False)
@@ -42,7 +43,7 @@ def test_table_holds_every_kept_block_once() -> None:
     torch.manual_seed(0)
     weight = pruned(torch.randn(40, 20, 3, 2), 0.3)
     weight[16:32] = 0  # a row without blocks still has a step
-    kept = Kept(weight)
+    kept = KeptBlocks(weight)
     for size in (1, 2, 4):
         for group in (1, 2, 3):
             begins, finished, place, column, values = kept.table(size, group)
@@ -67,7 +68,7 @@ def test_table_holds_every_kept_block_once() -> None:
 def test_weights_are_held_once_for_inputs_of_all_widths() -> None:
     torch.manual_seed(0)
     weight, bias = pruned(torch.randn(40, 20, 3, 2), 0.3), torch.zeros(40)
-    layer, fresh = (Sparse(step(weight, bias, "none", NOTHING, ph=1), (1, 20, 8, 8), torch.float32) for _ in range(2))
+    layer, fresh = (Sparse(step(weight, bias, "none", IDENTITY, ph=1), (1, 20, 8, 8), torch.float32) for _ in range(2))
     tables = [layer._table(width, torch.device("cpu")) for width in (8, 9, 10)]
     assert len({table[0].data_ptr() for table in tables}) == 1
     assert len({table[3].data_ptr() for table in tables}) == 3
@@ -76,7 +77,7 @@ def test_weights_are_held_once_for_inputs_of_all_widths() -> None:
 
 
 def test_two_threads_may_bring_new_widths_at_once() -> None:
-    layer = Sparse(step(torch.ones(16, 8, 1, 1), torch.zeros(16), "none", NOTHING), (1, 8, 8, 8), torch.float32)
+    layer = Sparse(step(torch.ones(16, 8, 1, 1), torch.zeros(16), "none", IDENTITY), (1, 8, 8, 8), torch.float32)
 
     class Meanwhile:
         """A tile at whose comparison another thread adds a table."""
@@ -102,7 +103,7 @@ CASES = [  # out, in, kernel, stride, padding, dilation, height, width
 
 
 ENDS = [
-    ("none", NOTHING),
+    ("none", IDENTITY),
     ("before", Activation("clamp", 0.0)),
     ("after", Activation("silu")),
     ("before", Activation("clamp", 0.0, 6.0)),
@@ -137,7 +138,7 @@ def test_sparse_layer(case: tuple[int, int, tuple[int, int], int, int, int, int,
 def test_linear_on_rows_and_half_precision() -> None:
     torch.manual_seed(1)
     weight, bias, x = pruned(torch.randn(24, 40, 1, 1), 0.5), torch.randn(24), torch.randn(2, 5, 40)
-    made = step(weight, bias, "none", NOTHING)
+    made = step(weight, bias, "none", IDENTITY)
     made.rows = True
     expected = F.linear(x, weight[:, :, 0, 0], bias)
     assert torch.allclose(Sparse(made, (2, 5, 24), torch.float32, Tile(16, 2, 1, 1))(x), expected, atol=1e-4)
@@ -168,7 +169,7 @@ class Net(nn.Module):
         return self.fc2(F.gelu(self.fc(features.mean((2, 3))))) + self.shift, features
 
 
-def network() -> Net:
+def make_network() -> Net:
     torch.manual_seed(2)
     net = Net().eval()
     for module in net.modules():
@@ -183,7 +184,7 @@ def network() -> Net:
 
 @needs_interpreter
 def test_whole_network() -> None:
-    net, x = network(), torch.randn(3, 3, 9, 11)
+    net, x = make_network(), torch.randn(3, 3, 9, 11)
     before = {name: value.clone() for name, value in net.state_dict().items()}
     fast = on_gpu(net, [(x,)], FLOAT, device="cpu")
     kinds = [type(module).__name__ for module in fast.children()]
@@ -198,7 +199,7 @@ def test_whole_network() -> None:
 
 
 def test_what_a_gpu_needs_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    net = network()
+    net = make_network()
     with pytest.raises(SmartpruneError, match="needs example="):
         on_gpu(net, [], FLOAT)
     with pytest.raises(SmartpruneError, match="dtype='int8' on a GPU; it is one of float32, bfloat16, float16"):
@@ -212,8 +213,8 @@ def test_what_a_gpu_needs_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 @torch.no_grad()
 def test_an_example_of_any_floating_dtype(given: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a CPU. Dense layers on the CPU, so that neither a GPU nor Triton is needed."""
-    monkeypatch.setattr(gpu, "chosen", lambda step, shapes, dtype, device: Dense(step, shapes[step.node], dtype))
-    net, x = network(), torch.randn(2, 3, 9, 11).to(given)
+    monkeypatch.setattr(network, "choose_layer", lambda step, shapes, dtype, device: Dense(step, shapes[step.node], dtype))
+    net, x = make_network(), torch.randn(2, 3, 9, 11).to(given)
     fast = on_gpu(net.to(given), [(x,)], Options("bfloat16", 1, False), "cpu")
     for ours, theirs in zip(fast(x), net.float()(x.float()), strict=True):
         assert ours.dtype is torch.bfloat16
@@ -224,10 +225,10 @@ def test_an_example_of_any_floating_dtype(given: torch.dtype, monkeypatch: pytes
 @on_gpu_machine
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_gpu_whole_network(dtype: str) -> None:
-    net, x = network().cuda(), torch.randn(8, 3, 40, 44, device="cuda")
+    net, x = make_network().cuda(), torch.randn(8, 3, 40, 44, device="cuda")
     fast = on_gpu(net, [(x,)], Options(dtype, 1, False))
     for ours, theirs in zip(fast(x), net(x), strict=True):
-        assert float((ours.float() - theirs).detach().abs().max()) < gpu.CLOSE[gpu.DTYPES[dtype]] * float(
+        assert float((ours.float() - theirs).detach().abs().max()) < network.TOLERANCE[network.DTYPES[dtype]] * float(
             theirs.detach().abs().max()
         )
 
@@ -242,7 +243,7 @@ def test_gpu_every_tile(case: tuple[int, int, tuple[int, int], int, int, int, in
     plain = F.conv2d(x, weight, bias, stride, padding, dilation)
     window = {"sh": stride, "sw": stride, "ph": padding, "pw": padding, "dh": dilation, "dw": dilation}
     made = step(weight, bias, "none", Activation("clamp", 0.0), **window)
-    for tile in gpu.TILES:
+    for tile in TILES:
         layer = Sparse(made, plain.shape, torch.bfloat16, tile).cuda()
         got = layer(x.cuda().bfloat16()).float().cpu()
         assert float((got - plain.relu()).abs().max()) < 0.03 * float(plain.max())
@@ -266,7 +267,7 @@ def test_changes_in_place_stay_in_order(dtype: str, monkeypatch: pytest.MonkeyPa
                 z.sub_(1)
             return F.relu(w) + z
 
-    monkeypatch.setattr(gpu, "chosen", lambda step, shapes, dtype, device: Dense(step, shapes[step.node], dtype))
+    monkeypatch.setattr(network, "choose_layer", lambda step, shapes, dtype, device: Dense(step, shapes[step.node], dtype))
     model, x = Net(False).eval(), torch.randn(2, 8, 6, 6)
     options = Options(dtype, 1, False)
     with torch.no_grad():
@@ -279,7 +280,7 @@ def test_changes_in_place_stay_in_order(dtype: str, monkeypatch: pytest.MonkeyPa
 def dense_unless_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers run on the CPU: sparse ones in the interpreter, else dense ones, which need neither a GPU nor Triton."""
     if not INTERPRETED:
-        monkeypatch.setattr(gpu, "chosen", lambda step, shapes, dtype, device: Dense(step, shapes[step.node], dtype))
+        monkeypatch.setattr(network, "choose_layer", lambda step, shapes, dtype, device: Dense(step, shapes[step.node], dtype))
 
 
 class Pixel(nn.Module):
@@ -365,7 +366,7 @@ def test_inputs_that_do_not_fit_are_refused(
     dense_unless_interpreted(monkeypatch)
     fast = on_gpu(net, [(torch.randn(example),)], FLOAT, "cpu")
     for size in wrong:
-        with pytest.raises(SmartpruneError, match=r"channels and a \dx\d kernel is given"):
+        with pytest.raises(SmartpruneError, match=r"channels and a \dx\d kernel got an input of"):
             fast(torch.randn(size))
 
 

@@ -173,7 +173,7 @@ def test_values_changed_in_place(between: Callable[[Net, Tensor], Tensor], examp
     for _ in range(2):
         x = torch.randn(2, 8, 6, 6)
         assert_equal_to_rounding(fast(x), model(x))
-    own = not isinstance(fast, Accelerated) or fast.own_code() is not None
+    own = not isinstance(fast, Accelerated) or fast.replaced_model() is not None
     if between in ORDERED:
         assert not own
     elif between is not given_out:  # nothing of it is left to go wrong where torch.fx makes the buffer a value

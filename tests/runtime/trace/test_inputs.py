@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import smartprune as sp
 from helpers.pruned_models import assert_equal_to_rounding, randomly_pruned
 from smartprune.runtime.cpu.program import InputMismatch
-from smartprune.runtime.module import MOST_FORMS, MOST_PLANS, Accelerated
+from smartprune.runtime.module import MOST_GRAPHS, MOST_PLANS, Accelerated
 
 Pair = collections.namedtuple("Pair", "first second")
 
@@ -47,7 +47,7 @@ def same(fast: nn.Module, model: nn.Module, *inputs: Any, **named: Any) -> None:
 
 def planned(fast: nn.Module) -> Accelerated:
     assert isinstance(fast, Accelerated)
-    assert fast.own_code() is None
+    assert fast.replaced_model() is None
     return fast
 
 
@@ -103,7 +103,7 @@ def test_nested_inputs(make: Callable[[Tensor, Tensor], Any], read: Callable[[An
             same(fast, model, make(torch.randn(rows, 16), torch.randn(rows, 16)))
     same(fast, model, make(torch.randn(3, 16), torch.arange(48).reshape(3, 16)))
     assert len(planned(fast)._plans) == 4
-    assert len(fast._forms) == 1
+    assert len(fast._graphs) == 1
     a, b = torch.randn(3, 16).double(), torch.randn(3, 16).bfloat16()
     assert_equal_to_rounding(fast(make(a, b)), model(make(a.float(), b.float())))
 
@@ -146,9 +146,9 @@ def test_plans_are_bounded() -> None:
 
     model = randomly_pruned(Nested(lambda v: (v[0], v[-1])), 0.4, (4, 4))
     fast = planned(sp.accelerate(model, threads=1))
-    for count in range(2, MOST_FORMS + 6):
+    for count in range(2, MOST_GRAPHS + 6):
         same(fast, model, [torch.randn(2, 16)] * count)
-    assert len(fast._forms) == MOST_FORMS
+    assert len(fast._graphs) == MOST_GRAPHS
 
 
 class Chosen(nn.Module):

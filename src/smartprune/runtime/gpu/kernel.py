@@ -1,11 +1,12 @@
-"""The Triton kernel of a block-sparse convolution: an implicit GEMM over the kept blocks alone.
+"""The Triton kernel of a block-sparse convolution: an implicit GEMM over the kept blocks.
 
-A program computes a tile of output pixels for some rows of output blocks, one after the other. It walks over a row's kept
-blocks, STEP of them at a time. A block stands for DEEP input channels at one kernel position, so what it reads are DEEP
-neighbours in memory for every pixel (channels-last): 2 DEEP bytes for DEEP * WIDE multiply-adds. From the L2 cache that was
-some 40 TFLOP/s on an H200, whatever pipelining was tried; hence plain loads instead of asynchronous copies, which pass by the L1
-cache, and several rows in one program, which find their pixels there. The loads of the next step are under way while one
-is multiplied.
+A program computes a tile of output pixels for some rows of output blocks, one after the other. It goes through the kept blocks
+of a row, STEP blocks at a time. A block stands for DEEP input channels at one kernel position. For every pixel it reads DEEP
+neighbouring numbers (channels-last), that is 2 DEEP bytes for DEEP * WIDE multiply-adds.
+
+Read from the L2 cache, this reached about 40 TFLOP/s on an H200 with every kind of pipelining that was tried. Therefore the
+kernel uses plain loads, because asynchronous copies bypass the L1 cache, and computes several rows per program, which find their
+pixels in that cache. The loads of the next step run during the multiplication of the current one.
 """
 
 from __future__ import annotations
@@ -19,21 +20,21 @@ def gather(  # type: ignore[no-untyped-def]
     x, start, reach, channel, jump, place, DEEP: tl.constexpr, PADDED: tl.constexpr, RAGGED: tl.constexpr,
     PLACES: tl.constexpr,
 ):  # fmt: skip
-    """What the blocks of one step read, [PIXELS, STEP * DEEP]; zeros outside the picture and for blocks that pad a row."""
+    """The inputs of the blocks of one step, [PIXELS, STEP * DEEP]; zeros outside the image and for blocks that pad a row."""
     offset = start[:, None] + (jump + channel)[None, :]
     if not RAGGED:
         offset = tl.max_contiguous(tl.multiple_of(offset, (1, DEEP)), (1, DEEP))
     known = (reach != 0)[:, None] & (place >= 0)[None, :]
     if PADDED:
         known = ((reach[:, None] >> (place & PLACES)[None, :]) & 1) != 0
-    if RAGGED:  # the last input block is cut short: places carry how many channels it has
+    if RAGGED:  # the last input block is partial: places hold its number of channels
         known = known & (channel < (place >> 8))[None, :]
     if not RAGGED:
         known = tl.max_constancy(known, (1, DEEP))
     return tl.load(x + offset, mask=known, other=0.0)
 
 
-SIZES = ["images", "in_height", "in_width", "out_height", "out_width", "groups"]  # not worth a compilation of their own
+SIZES = ["images", "in_height", "in_width", "out_height", "out_width", "groups"]  # their values do not need a specialized kernel
 
 
 @triton.jit(do_not_specialize=SIZES)  # type: ignore[untyped-decorator,unused-ignore]
@@ -46,9 +47,9 @@ def conv_kernel(  # type: ignore[no-untyped-def]
     RAGGED: tl.constexpr, ADD: tl.constexpr, ACTIVATION: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
     PRECISION: tl.constexpr, LARGE: tl.constexpr,
 ):  # fmt: skip
-    """begins: [groups + 1], in steps; finished: [steps], the row that ends with a step, or -1; jumps, places: [steps * STEP],
-    a block's distance from a pixel's first input in elements, and its kernel position; weights: [steps * STEP * DEEP, WIDE].
-    ADD: 0 none, 1 before, 2 after the activation; ACTIVATION: 0 none, 1 between LOW and HIGH, 2 SiLU."""
+    """begins: [groups + 1], in steps; finished: [steps], the row that ends with a step, or -1; jumps, places: [steps * STEP], the
+    distance of a block from the first input of a pixel in elements, and its kernel position; weights: [steps * STEP * DEEP, WIDE].
+    ADD: 0 none, 1 before, 2 after the activation; ACTIVATION: 0 none, 1 clamp to LOW and HIGH, 2 SiLU."""
     group = tl.program_id(0) % groups
     tile = tl.program_id(0) // groups
     pixel = tile * PIXELS + tl.arange(0, PIXELS)
@@ -60,7 +61,7 @@ def conv_kernel(  # type: ignore[no-untyped-def]
     if LARGE:
         image, pixel = image.to(tl.int64), pixel.to(tl.int64)
     start = ((image * in_height + top) * in_width + left) * in_channels
-    if PADDED:  # which kernel positions of a pixel lie inside the picture, one bit each
+    if PADDED:  # which kernel positions of a pixel lie inside the image, one bit each
         reach = tl.zeros((PIXELS,), tl.int64 if KERNEL_HEIGHT * KERNEL_WIDTH > 31 else tl.int32)
         for y in tl.static_range(KERNEL_HEIGHT):
             for z in tl.static_range(KERNEL_WIDTH):
@@ -76,14 +77,14 @@ def conv_kernel(  # type: ignore[no-untyped-def]
     begin, end = tl.load(begins + group), tl.load(begins + group + 1)
     table = begin * STEP + block
     inputs = gather(x, start, reach, channel, tl.load(jumps + table), tl.load(places + table), DEEP, PADDED, RAGGED, PLACES)
-    own = weights + (begin * STEP * DEEP + deep)[:, None] * WIDE + wide[None, :]
-    factors = tl.load(own)
+    pointers = weights + (begin * STEP * DEEP + deep)[:, None] * WIDE + wide[None, :]
+    factors = tl.load(pointers)
     jump, place = tl.load(jumps + table + STEP), tl.load(places + table + STEP)
     total = tl.zeros((PIXELS, WIDE), tl.float32)
-    for step in range(begin, end):  # over several rows: the pipeline stays full from one to the next
+    for step in range(begin, end):  # one loop over several rows keeps the pipeline full
         next_inputs = gather(x, start, reach, channel, jump, place, DEEP, PADDED, RAGGED, PLACES)
-        own += STEP * DEEP * WIDE
-        next_factors = tl.load(own)
+        pointers += STEP * DEEP * WIDE
+        next_factors = tl.load(pointers)
         table += STEP
         jump, place = tl.load(jumps + table + STEP), tl.load(places + table + STEP)
         total = tl.dot(inputs, factors, total, input_precision=PRECISION)

@@ -1,1 +1,1 @@
-"""What a model computes, recorded as a graph."""
+"""Recording what a model computes as a graph."""

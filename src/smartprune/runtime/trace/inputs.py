@@ -1,4 +1,4 @@
-"""What a call gives to a model: its tensors and numbers, one after the other, and a key that tells such calls apart."""
+"""The inputs of a call: their tensors and numbers in order, and keys that distinguish calls."""
 
 from __future__ import annotations
 
@@ -18,59 +18,68 @@ CONSTANT = frozenset(
 )
 
 
-class Unknown(Exception):  # noqa: N818 - it is no error of anybody's
-    """An input of a kind that nothing is known about: calls with it cannot be told apart."""
+class UnsupportedInput(Exception):  # noqa: N818 - control flow: the model's own code then runs
+    """An input of an unknown class. Calls with it cannot be distinguished."""
 
 
-class Hole(Enum):
-    """Stands for what may differ between calls of one form."""
+class Wildcard(Enum):
+    """Stands in a key for what may differ between calls with the same structure."""
 
     TENSOR = "tensor"
     NUMBER = "number"
 
 
-def described(value: Any, leaves: list[Any]) -> Hashable:
-    """The key of an input. Its tensors and numbers are added to ``leaves``, tensors of any floating dtype as float32."""
+def call_key(value: Any, leaves: list[Any]) -> Hashable:
+    """The key of an input: its structure, shapes, dtypes, numbers and constants.
+
+    Tensors and numbers are appended to ``leaves``, floating-point tensors as float32.
+    """
     if isinstance(value, Tensor):
         if not value.is_cpu:
-            raise SmartpruneError(f"accelerated model: an input is on {value.device}; this one runs on the CPU")
+            raise SmartpruneError(
+                f"accelerated model: an input is on {value.device}, and this model runs on the CPU; move the input there"
+            )
         if value.layout is not torch.strided:
-            raise Unknown(f"a tensor of layout {value.layout}")
+            raise UnsupportedInput(f"a tensor of layout {value.layout}")
         if value.dtype is not torch.float32:
             value = as_float32(value)
         leaves.append(value)
         return value.dtype, value.shape
     kind = type(value)
     if kind is tuple or kind is list or (isinstance(value, tuple) and hasattr(kind, "_fields")):
-        return (kind, *[described(item, leaves) for item in value])
+        return (kind, *[call_key(item, leaves) for item in value])
     if kind is dict or kind is OrderedDict:
-        return (kind, *[(name, described(item, leaves)) for name, item in value.items()])
+        return (kind, *[(name, call_key(item, leaves)) for name, item in value.items()])
     if kind is int or kind is float:
         leaves.append(value)
-        return kind, repr(value)  # as text: NaN equals itself, and 0.0 is not -0.0
+        return kind, repr(value)  # as text: NaN equals itself, and 0.0 differs from -0.0
     if kind in CONSTANT or isinstance(value, Enum):
         return kind, value
-    raise Unknown(f"a {kind.__name__}")
+    raise UnsupportedInput(f"a {kind.__name__}")
 
 
 def as_float32(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.is_floating_point() else tensor
 
 
-def filled(value: Any, leaf: Callable[[Any], Any]) -> Any:
-    """The same input with something else for every tensor and number, which are met in the order of :func:`described`."""
+def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
+    """The same input with the function applied to every tensor and number, in the order of :func:`call_key`."""
     kind = type(value)
     if isinstance(value, Tensor) or kind is int or kind is float:
-        return leaf(value)
+        return function(value)
     if kind is tuple or kind is list:
-        return kind(filled(item, leaf) for item in value)
+        return kind(map_leaves(function, item) for item in value)
     if isinstance(value, tuple) and hasattr(kind, "_fields"):
-        return kind(*[filled(item, leaf) for item in value])
+        return kind(*[map_leaves(function, item) for item in value])
     if kind is dict or kind is OrderedDict:
-        return kind((name, filled(item, leaf)) for name, item in value.items())
+        return kind((name, map_leaves(function, item)) for name, item in value.items())
     return value
 
 
-def form(value: Any, fixed: bool) -> Hashable:
-    """The key of an input without the shapes and dtypes of its tensors and, unless they are fixed, without its numbers."""
-    return described(filled(value, lambda x: Hole.TENSOR if isinstance(x, Tensor) else x if fixed else Hole.NUMBER), [])
+def graph_key(value: Any, fixed: bool) -> Hashable:
+    """The key of an input without shapes and dtypes and, unless numbers are fixed, without numbers."""
+
+    def wildcard(leaf: Any) -> Any:
+        return Wildcard.TENSOR if isinstance(leaf, Tensor) else leaf if fixed else Wildcard.NUMBER
+
+    return call_key(map_leaves(wildcard, value), [])

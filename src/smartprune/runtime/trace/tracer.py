@@ -1,4 +1,4 @@
-"""The network as a graph, and one run of it that notes what the plan needs to know."""
+"""Tracing a network with torch.fx, and recording one run of its graph."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from torch.utils._pytree import TreeSpec, tree_flatten
 
 from ..lower.steps import Shape
 from .inplace import Aliases
-from .inputs import filled
+from .inputs import map_leaves
 
-_TRACING = threading.RLock()  # torch.fx patches torch.nn.Module while it traces: one at a time
-PLAIN = (int, float, bool, str, type(None))
+_TRACING = threading.RLock()  # torch.fx patches torch.nn.Module while it traces, so only one thread may trace
+SCALARS = (int, float, bool, str, type(None))
 
 
 class Opaque(nn.Module):
-    """A module that is traced as one node, whatever is in it."""
+    """A module that is traced as one node."""
 
 
 class Symbol(fx.Proxy):
-    """A symbol for a value that knows ``y += z`` from ``y = y + z``: other names of y see the first."""
+    """A symbol that distinguishes ``y += z`` from ``y = y + z``: other names of y see the former."""
 
 
 def _augmented(target: Callable[..., Any]) -> Callable[[fx.Proxy, Any], Any]:
@@ -37,29 +37,29 @@ for _name in AUGMENTED:
 
 
 class Tracer(fx.Tracer):
-    """Traces a call with the given inputs: a placeholder for every tensor and number, everything else as it is given.
+    """Traces a call with these inputs. Tensors and numbers become placeholders, everything else stays as it is.
 
-    Modules that other threads call meanwhile are not its business.
+    Modules that other threads call in the meantime run normally.
     """
 
     def __init__(self, call: tuple[Any, Any] | None = None, fixed: bool = False) -> None:
         super().__init__()
-        self._given, self._fixed = call, fixed
+        self._call, self._fixed = call, fixed
         self._thread = threading.get_ident()
-        self.result: TreeSpec | None = None  # how the tensors of the result are nested; None: it is one tensor
+        self.result: TreeSpec | None = None  # the structure of the result; None if it is one tensor
 
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> Any:
-        if self._given is None:
+        if self._call is None:
             return super().create_args_for_root(root_fn, is_module, concrete_args)
         count = 0
 
-        def place(leaf: Any) -> Any:
+        def placeholder(leaf: Any) -> Any:
             nonlocal count
             count += 1
             proxy = self.create_proxy("placeholder", f"input{count}", (), {})
             return leaf if self._fixed and not isinstance(leaf, Tensor) else proxy
 
-        args, kwargs = filled(self._given, place)
+        args, kwargs = map_leaves(placeholder, self._call)
         return (lambda: self._leaves(self.root(*args, **kwargs))), []
 
     def _leaves(self, out: Any) -> tuple[Any, ...]:
@@ -86,16 +86,19 @@ class Tracer(fx.Tracer):
 
 
 def trace(model: nn.Module, call: tuple[Any, Any] | None = None, fixed: bool = False) -> tuple[fx.GraphModule, TreeSpec | None]:
-    """The network as a graph, and how its result is nested. What is changed in place is read, from there on, under its new
-    name. ``call``: the arguments and named arguments to trace it with; ``fixed``: numbers among them are constants."""
+    """The graph of a network, and the structure of its result.
+
+    After an operation changed a value in place, all later nodes read the result of that operation. ``call`` holds the
+    positional and keyword arguments to trace with; ``fixed`` makes numbers among them constants.
+    """
     if type(model).__module__.startswith("torch.nn.") and not any(True for _ in model.children()):
-        model = nn.Sequential(model)  # a single layer: its inside is not to be traced
+        model = nn.Sequential(model)  # so that a single layer becomes one node
     with _TRACING:
         tracer = Tracer(call, fixed)
         traced = fx.GraphModule(model, tracer.trace(model))
     order = {node: i for i, node in enumerate(traced.graph.nodes)}
     for node in traced.graph.nodes:
-        if _in_place(traced, node) and node.args and isinstance(node.args[0], fx.Node):
+        if _is_named_in_place(traced, node) and node.args and isinstance(node.args[0], fx.Node):
             changed = node.args[0]
             for user in list(changed.users):
                 if order[user] > order[node]:
@@ -104,8 +107,8 @@ def trace(model: nn.Module, call: tuple[Any, Any] | None = None, fixed: bool = F
     return traced, tracer.result
 
 
-def _in_place(traced: fx.GraphModule, node: fx.Node) -> bool:
-    """Whether a node looks as if it changed its first argument and gave it back; :class:`Watch` sees if it does."""
+def _is_named_in_place(traced: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether a node seems to change its first argument and return it. :class:`Recorder` checks that it does."""
     if node.kwargs.get("inplace") is True:
         return True
     if node.op == "call_module":
@@ -117,7 +120,7 @@ def _in_place(traced: fx.GraphModule, node: fx.Node) -> bool:
 
 
 def _is_size(value: object) -> bool:
-    """Whether a value is a size or made of sizes, which are numbers and never change."""
+    """Whether a value is a size or computed from sizes, which are numbers and cannot change in place."""
     if not isinstance(value, fx.Node):
         return isinstance(value, (int, float))
     if value.target is getattr:
@@ -129,32 +132,33 @@ def _is_size(value: object) -> bool:
     return all(_is_size(source) for source in value.all_input_nodes)
 
 
-def form_of(graph: fx.Graph) -> str:
-    """A text that is the same for graphs of the same nodes, whatever constants they have."""
+def describe(graph: fx.Graph) -> str:
+    """A text that is the same for graphs with the same nodes, whatever their constants are."""
     return " ".join(f"{node.op}:{node.name}:{getattr(node.target, '__name__', node.target)}" for node in graph.nodes)
 
 
-class Watch(fx.Interpreter):
-    """Runs the network in torch and notes the shape of every tensor, what is plain Python, who changes whose memory, and the
-    smallest and largest number of every tensor if asked."""
+class Recorder(fx.Interpreter):
+    """Runs a graph in torch and records what a plan needs: the shape of every float32 tensor, all values that are not tensors,
+    who changes whose memory, and optionally the range of every float32 tensor."""
 
     def __init__(self, traced: fx.GraphModule, ranges: dict[str, tuple[float, float]] | None = None) -> None:
         super().__init__(traced)
         self.shapes: dict[fx.Node, Shape] = {}
-        self.plain: dict[fx.Node, Any] = {}
+        self.scalars: dict[fx.Node, Any] = {}  # also tuples and lists of scalars
         self.aliases = Aliases()
         self.ranges = ranges
 
     def run_node(self, n: fx.Node) -> Any:
-        sources = [(node, tensor) for node in n.all_input_nodes for tensor in tensors(self.env[node])]
+        sources = [(node, tensor) for node in n.all_input_nodes for tensor in iter_tensors(self.env[node])]
         versions = [version(tensor) for _, tensor in sources]
         out = super().run_node(n)
         if n.op == "output":
             return out
         changed = {node for (node, tensor), before in zip(sources, versions, strict=True) if version(tensor) != before}
-        self.aliases.note(n, list(tensors(out)), changed, "changes" not in n.meta or out is self.env[n.meta["changes"]])
-        if is_plain(out):
-            self.plain[n] = out
+        as_expected = "changes" not in n.meta or out is self.env[n.meta["changes"]]
+        self.aliases.record(n, list(iter_tensors(out)), changed, as_expected)
+        if _is_scalar(out):
+            self.scalars[n] = out
         elif isinstance(out, Tensor) and out.dtype == torch.float32:
             self.shapes[n] = tuple(out.shape)
             if self.ranges is not None and out.numel():
@@ -165,23 +169,23 @@ class Watch(fx.Interpreter):
 
 
 def version(tensor: Tensor) -> int:
-    """Counts the changes of a tensor's memory."""
+    """The number of in-place changes of a tensor's memory."""
     return 0 if tensor.is_inference() else tensor._version
 
 
-def is_plain(value: Any) -> bool:
+def _is_scalar(value: Any) -> bool:
     if isinstance(value, (tuple, list)):
-        return all(is_plain(item) for item in value)
-    return isinstance(value, PLAIN)
+        return all(_is_scalar(item) for item in value)
+    return isinstance(value, SCALARS)
 
 
-def tensors(result: Any) -> Iterator[Tensor]:
+def iter_tensors(result: Any) -> Iterator[Tensor]:
     """All tensors of a nested result."""
     if isinstance(result, Tensor):
         yield result
     elif isinstance(result, Mapping):
         for value in result.values():
-            yield from tensors(value)
+            yield from iter_tensors(value)
     elif isinstance(result, (tuple, list)):
         for value in result:
-            yield from tensors(value)
+            yield from iter_tensors(value)
