@@ -21,7 +21,6 @@ import smartprune as sp
 from helpers.training_jobs import SMALL_FLAGS, command, environment, run_cli, small_config
 from smartprune import SmartpruneError
 from smartprune.cli.streams import settle, tell
-from smartprune.errors import explain_memory_errors
 from smartprune.experiments.bench.result import Bench, Timing
 from smartprune.experiments.compare import compare
 from smartprune.training.progress import Progress, Tick
@@ -253,15 +252,6 @@ def test_inputs_that_are_too_large(done: Path, capsys: pytest.CaptureFixture[str
     )
     assert "--batch 99999999999 takes more memory than is available; use something smaller" in capsys.readouterr().err
     assert not (done / "bench.json").exists()
-
-
-def test_only_a_lack_of_memory_is_called_one() -> None:
-    for error in (RuntimeError("shapes differ"), TypeError("no such argument"), SmartpruneError("int8 sums overflow")):
-        with pytest.raises(type(error), match=str(error)), explain_memory_errors("x"):
-            raise error
-    for lack in (MemoryError(), RuntimeError("CUDA out of memory"), SmartpruneError("not enough memory"), OverflowError("too big")):
-        with pytest.raises(SmartpruneError, match="x takes more memory than is available"), explain_memory_errors("x"):
-            raise lack
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ Case = tuple[tuple[int, ...], tuple[int | None, ...], int, bool]
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """Shapes of linear layers and Conv1d/2d/3d, blocks smaller and larger than they are, groups, swapped axes."""
+    """Shapes of linear layers and convolutions, smaller and larger blocks, groups and swapped axes."""
     axes = draw(st.integers(2, 5))
     groups = draw(st.sampled_from([1, 1, 2, 3]))
     longest = (7, 6, 3, 2, 2)
@@ -60,14 +60,14 @@ def test_mean_of_expand_is_the_mask(case: Case) -> None:
 
 @given(cases())
 @settings(max_examples=200, deadline=None)
-def test_a_weight_of_block_numbers_reduces_to_them(case: Case) -> None:
+def test_mean_of_block_indices_is_the_index(case: Case) -> None:
     grid, index = cut(case)
     weight = torch.tensor(list(index.values()), dtype=torch.float64).reshape(grid.weight_shape)
     assert torch.equal(grid.mean(weight), torch.arange(grid.n, dtype=torch.float64))
     assert torch.equal(grid.expand(torch.arange(grid.n, dtype=torch.float64)), weight)
 
 
-def test_law_for_every_remainder_on_every_axis() -> None:
+def test_mean_of_expand_for_every_remainder_on_every_axis() -> None:
     """A 4x3x2x2 block, and every remainder on all four axes together."""
     block = Block(4, 3, 2, 2)
     for extra in itertools.product(range(4), range(3), range(2), range(2)):
@@ -92,14 +92,14 @@ def test_expand_tail_is_expand_with_the_first_axis_in_blocks(case: Case) -> None
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-def test_dtypes_stay(dtype: torch.dtype) -> None:
+def test_dtypes_are_kept(dtype: torch.dtype) -> None:
     grid = Block(2, 2).grid((3, 3))
     assert grid.sum(torch.ones(3, 3, dtype=dtype)).dtype == dtype
     assert grid.mean(torch.ones(3, 3, dtype=dtype)).tolist() == [1, 1, 1, 1]
     assert grid.expand(torch.ones(4, dtype=dtype)).dtype == dtype
 
 
-def test_channels_last_weights_are_cut_by_their_axes_not_by_their_memory() -> None:
+def test_channels_last_weights_have_the_same_sums() -> None:
     weight = torch.randn(5, 6, 3, 3)
     grid = Block(2, 4).grid(weight.shape)
     assert torch.equal(grid.sum(weight.to(memory_format=torch.channels_last)), grid.sum(weight))
@@ -113,14 +113,14 @@ def test_gradients_reach_mask_and_weight() -> None:
     assert torch.autograd.gradcheck(grid.sum, weight)
 
 
-def test_axis() -> None:
+def test_axis_with_two_parts() -> None:
     axis = Axis(parts=2, length=5, step=2)
     assert (axis.size, axis.per_part, axis.count) == (10, 3, 6)
     assert axis.lengths() == [2, 2, 1, 2, 2, 1]
     assert axis.index() == [0, 0, 1, 1, 2, 3, 3, 4, 4, 5]
 
 
-def test_ways_to_write_a_block() -> None:
+def test_equal_notations_of_a_block() -> None:
     assert Block(16, 8) == Block.of("16x8") == Block.of((16, 8)) == Block.of([16, 8, 1, 1]) == Block.of("16X8x1x1")
     assert Block.of("channel") == Block(1, None, None) == Block.of("1x*x*x*") == Block.of("1xNonexNone")
     assert Block.of(Block(4, 4)) == Block(4, 4)
@@ -135,7 +135,7 @@ def test_text_of_a_block_reads_back(sizes: list[int | None]) -> None:
     assert Block.of(str(Block(*sizes))) == Block(*sizes)
 
 
-def test_whole_axes() -> None:
+def test_none_takes_a_whole_axis() -> None:
     assert Block.of("channel").grid((6, 4, 3, 3)).shape == (6, 1, 1, 1)
     assert Block(None, 1).grid((6, 4)).shape == (1, 4)
     assert Block.of("channel").grid((6, 4, 3, 3), transposed=True).shape == (1, 4, 1, 1)  # its output channels
@@ -156,12 +156,12 @@ def test_whole_axes() -> None:
         (16, r"is a int; write a tuple such as \(16, 8\)"),
     ],
 )
-def test_wrong_blocks(value: object, words: str) -> None:
+def test_invalid_blocks_raise(value: object, words: str) -> None:
     with pytest.raises(SmartpruneError, match=words):
         Block.of(value)  # type: ignore[arg-type]
 
 
-def test_block_with_more_axes_than_the_weight() -> None:
+def test_block_with_more_axes_than_the_weight_raises_unless_they_are_1() -> None:
     assert Block(16, 8, 1, 1).grid((20, 20)).shape == (2, 3)
     assert Block(2, 2, None, None).grid((4, 4)).shape == (2, 2)
     with pytest.raises(SmartpruneError, match=r"block 2x2x3x3 has kernel sizes, which a weight of 2 axes cannot take"):
@@ -170,7 +170,7 @@ def test_block_with_more_axes_than_the_weight() -> None:
         Block(1, 1, 1, 2, 3).grid((4, 4, 3, 3))
 
 
-def test_wrong_shapes() -> None:
+def test_wrong_shapes_raise() -> None:
     grid = Block(2, 2).grid((4, 4))
     with pytest.raises(SmartpruneError, match=r"a tensor of shape \(4, 5\) was given for a grid of \(4, 4\)"):
         grid.sum(torch.zeros(4, 5))

@@ -1,15 +1,13 @@
 import warnings
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils import parametrizations, prune
 
 from helpers import reference, zoo
 from smartprune.core.block import Block
 from smartprune.core.layers import Layer, Skipped, find_layers
-from smartprune.core.vector import Blocks
 from smartprune.errors import SmartpruneError
 
 BLOCK = Block(4, 4)
@@ -23,7 +21,7 @@ def reasons(model: nn.Module, **options: object) -> dict[str, str]:
     return {s.name: s.reason for s in find_layers(model, BLOCK, **options)[1]}  # type: ignore[arg-type]
 
 
-def test_stem_and_classifier_are_left_alone() -> None:
+def test_stem_and_classifier_are_skipped() -> None:
     model, _ = zoo.plain_cnn()
     layers, skipped = find_layers(model, BLOCK)
     assert names(layers) == ["3", "6"]
@@ -35,12 +33,12 @@ def test_stem_and_classifier_are_left_alone() -> None:
     assert [layer.weight for layer in layers] == ["3.weight", "6.weight"]
 
 
-def test_a_first_convolution_that_reads_many_channels_is_no_stem() -> None:
+def test_first_convolution_with_many_channels_is_not_the_stem() -> None:
     model = nn.Sequential(nn.Conv2d(5, 8, 3), nn.Conv2d(8, 8, 3))
     assert names(find_layers(model, BLOCK)[0]) == ["0"]
 
 
-def test_grouped_and_depthwise() -> None:
+def test_grouped_and_depthwise_convolutions_are_skipped_unless_included() -> None:
     model, _ = zoo.mobilenet_block()
     assert reasons(model) == {
         "stem": "stem: reads the image (3 channels)",
@@ -63,7 +61,7 @@ def test_transposed_convolutions_swap_axes() -> None:
     assert by_name["up1"].transposed
     assert not by_name["deep.0"].transposed
     assert by_name["up1"].grid.weight_shape == (32, 18, 2, 2)  # stored as inputs, outputs
-    assert by_name["up1"].grid.shape == (4, 2, 2, 2)  # 8 inputs and 16 outputs a block
+    assert by_name["up1"].grid.shape == (4, 2, 2, 2)  # 8 inputs and 16 outputs per block
     grouped = nn.ConvTranspose2d(12, 10, 3, groups=2)
     layer = find_layers(grouped, Block(4, 5), include="*")[0][0]
     assert layer.grid.weight_shape == (12, 5, 3, 3)
@@ -72,22 +70,22 @@ def test_transposed_convolutions_swap_axes() -> None:
     assert layer.grid.sizes().tolist() == reference.block_counts(index)
 
 
-def test_attention() -> None:
+def test_attention_is_divided_into_query_key_and_value() -> None:
     model, _ = zoo.transformer_block()
     layers, _ = find_layers(model, Block(16, 8))
     assert names(layers) == ["attention.in_proj_weight", "attention.out_proj", "mlp.0", "mlp.2"]
     first = layers[0]
     assert (first.kind, first.weight) == ("MultiheadAttention", "attention.in_proj_weight")
-    assert first.grid.shape == (3, 2)  # query, key and value are cut apart
+    assert first.grid.shape == (3, 2)  # no block crosses from query to key or value
     assert find_layers(model, Block(24, 8))[0][0].grid.shape == (3, 2)
     assert layers[1].weight == "attention.out_proj.weight"
 
 
-def test_attention_with_separate_weights_is_refused_with_its_reason() -> None:
+def test_attention_with_separate_weights_is_skipped() -> None:
     model = nn.ModuleList([nn.MultiheadAttention(8, 2, kdim=4, vdim=6), nn.Linear(8, 2)])
     want = "attention with separate query, key and value weights"
-    found = reasons(model)
-    assert {found[f"0.{x}_proj_weight"] for x in "qkv"} == {want}
+    skip_reasons = reasons(model)
+    assert {skip_reasons[f"0.{x}_proj_weight"] for x in "qkv"} == {want}
 
 
 def test_tied_weights_are_one_layer() -> None:
@@ -95,10 +93,10 @@ def test_tied_weights_are_one_layer() -> None:
     layers, _ = find_layers(model, BLOCK)
     assert names(layers) == ["first", "a"]
     assert layers[1].sites == (("a", "weight"), ("b", "weight"))
-    assert names(find_layers(model, BLOCK, skip="b")[0]) == ["first"]  # any of its names will do
+    assert names(find_layers(model, BLOCK, skip="b")[0]) == ["first"]  # any of its names matches
 
 
-def test_tied_weights_whose_users_disagree() -> None:
+def test_tied_weights_with_different_axes_are_skipped() -> None:
     class Words(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -110,8 +108,8 @@ def test_tied_weights_whose_users_disagree() -> None:
     assert reasons(Words(), include="*")["embed"] == "Embedding is neither a convolution nor a linear layer"
     a, b = nn.Conv2d(8, 8, 1), nn.ConvTranspose2d(8, 8, 1)
     b.weight = a.weight
-    found = reasons(nn.Sequential(a, b, nn.Conv2d(8, 2, 1)))
-    assert found["0"] == "tied to 1 (ConvTranspose2d), which reads its axes differently"
+    skip_reasons = reasons(nn.Sequential(a, b, nn.Conv2d(8, 2, 1)))
+    assert skip_reasons["0"] == "tied to 1 (ConvTranspose2d), which reads its axes differently"
 
 
 def test_one_module_used_twice_is_one_layer() -> None:
@@ -119,89 +117,9 @@ def test_one_module_used_twice_is_one_layer() -> None:
     assert names(find_layers(nn.Sequential(shared, shared, nn.Linear(8, 2)), BLOCK)[0]) == ["0"]
 
 
-class Standardized(nn.Conv2d):
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.gain = nn.Parameter(torch.zeros(self.out_channels))
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight = (self.weight - self.weight.mean((1, 2, 3), keepdim=True)) / (self.weight.std((1, 2, 3), keepdim=True) + 1e-5)
-        return self._conv_forward(x, self.gain[:, None, None, None] * weight, self.bias)
-
-
-class Same(nn.Conv2d):
-    """Pads as it likes; scales its weights, and zeros stay zero."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = nn.functional.pad(x, (1, 1, 1, 1))
-        return self._conv_forward(x, nn.functional.normalize(self.weight.flatten(1)).view_as(self.weight), self.bias)
-
-
-class Positive(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(x, self.weight.exp(), self.bias)
-
-
-class Normed(nn.Linear):
-    """Its input is normalised, and noise put upon it: both reach the output, and zeros stay zero."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = nn.functional.layer_norm(x, x.shape[-1:])
-        return super().forward(x + torch.randn_like(x))
-
-
-class Gated(nn.Linear):
-    """Another weight, of the same shape, beside its own."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__(size, size)
-        self.gate = nn.Parameter(torch.randn(size, size))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * nn.functional.linear(x, self.gate).sigmoid()
-
-
-class Pair(nn.Linear):
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]
-        return super().forward(x + y)
-
-
-def test_layers_that_make_something_else_of_zeros_are_left_alone_unless_named() -> None:
-    plain = nn.ModuleList([Same(16, 16, 3, dilation=2), Pair(16, 16), Normed(16, 16), Gated(16)])
-    made = nn.ModuleList([Standardized(16, 16, 3), Standardized(16, 16, (1, 3), bias=False), Positive(16, 16)])
-    model = nn.Sequential(plain, made, nn.Linear(16, 4))
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    drawn = torch.get_rng_state()
-    layers, skipped = find_layers(model, Block(4, 4))
-    assert torch.equal(torch.get_rng_state(), drawn)
-    assert [layer.name for layer in layers] == ["0.0", "0.1", "0.2", "0.3"]
-    assert ["zeros do not survive" in s.reason for s in skipped if s.kind != "Gated"] == [True, True, True, False]
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert [layer.name for layer in find_layers(model, Block(4, 4), include="1.0")[0]] == ["0.0", "0.1", "0.2", "0.3", "1.0"]
-
-
-class Keeping(nn.Linear):
-    """Makes the numbers that it computes with once."""
-
-    def __init__(self, *sizes: int) -> None:
-        super().__init__(*sizes)
-        self.kept: dict[str, Tensor] = {}
-
-    def forward(self, x: Tensor) -> Tensor:
-        if "weight" not in self.kept:
-            self.kept["weight"] = self.weight.detach() / 2
-        return nn.functional.linear(x, self.kept["weight"], self.bias)
-
-
-def test_a_layer_that_keeps_what_it_made_is_left_as_it_was() -> None:
-    model = nn.Sequential(Keeping(16, 16), nn.Linear(16, 4))
-    assert names(find_layers(model, Block(4, 4))[0]) == ["0"]
-    assert model[0].kept == {}
-
-
-def test_lazy_layers() -> None:
+def test_lazy_layers_are_skipped() -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says that lazy modules are new
+        warnings.simplefilter("ignore")  # torch warns about lazy modules
         lazy, linear = nn.LazyConv2d(8, 3), nn.LazyLinear(8)
     _, skipped = find_layers(nn.Sequential(lazy, nn.Conv2d(8, 8, 3), linear, nn.Linear(8, 2)), BLOCK)
     by_name = {s.name: s for s in skipped}
@@ -210,26 +128,26 @@ def test_lazy_layers() -> None:
     assert reasons(linear)["weight"] == "lazy layer without a shape yet: run one forward pass first"
 
 
-def test_parametrized_and_hooked_layers() -> None:
+def test_parametrized_and_hooked_layers_are_skipped() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 2))
     parametrizations.spectral_norm(model[0])
     prune.l1_unstructured(model[1], "weight", amount=2)
     layers, skipped = find_layers(model, BLOCK)
     assert names(layers) == ["2"]
-    found = {s.name: s.reason for s in skipped}
-    assert found["0.parametrizations.weight.original"] == "already parametrized: remove the parametrization first"
-    assert found["1.weight_orig"] == "weight_orig is not the layer's weight (the weight may be computed from it)"
+    skip_reasons = {s.name: s.reason for s in skipped}
+    assert skip_reasons["0.parametrizations.weight.original"] == "already parametrized: remove the parametrization first"
+    assert skip_reasons["1.weight_orig"] == "weight_orig is not the layer's weight (the weight may be computed from it)"
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_scripted_models() -> None:
+def test_scripted_models_are_skipped() -> None:
     model = torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)))
     layers, skipped = find_layers(model, BLOCK)
     assert layers == ()
     assert {s.reason for s in skipped} == {"scripted module: prune the model before scripting it"}
 
 
-def test_weights_that_cannot_be_cut() -> None:
+def test_unsupported_weights_are_skipped() -> None:
     model = nn.ModuleDict(
         {
             "embed": nn.Embedding(10, 4),
@@ -247,13 +165,13 @@ def test_weights_that_cannot_be_cut() -> None:
 
 
 @pytest.mark.parametrize(("name", "counts"), [("conv1d_net", [3 * 5 * 5]), ("conv3d_net", [3 * 2 * 27])])
-def test_other_dimensions(name: str, counts: list[int]) -> None:
+def test_1d_and_3d_convolutions(name: str, counts: list[int]) -> None:
     model, _ = zoo.SMALL[name]()
     layers, _ = find_layers(model, BLOCK)
     assert [layer.n for layer in layers] == counts
 
 
-def test_include_and_skip() -> None:
+def test_include_and_skip_take_names_globs_and_types() -> None:
     model, _ = zoo.plain_cnn()
     everything = ["0", "3", "6", "10"]
     assert names(find_layers(model, BLOCK, include="*")[0]) == everything
@@ -261,7 +179,7 @@ def test_include_and_skip() -> None:
     assert names(find_layers(model, BLOCK, include=["0", nn.Linear])[0]) == everything
     assert names(find_layers(model, BLOCK, skip=[nn.Conv2d], include="10")[0]) == ["10"]
     assert names(find_layers(model, BLOCK, include="*", skip="[36]")[0]) == ["0", "10"]
-    assert reasons(model, include="*", skip="3") == {"3": "named in skip"}  # skip wins
+    assert reasons(model, include="*", skip="3") == {"3": "named in skip"}  # skip takes precedence
     nested, _ = zoo.mobilenet_block()
     assert "grouped" in names(find_layers(nested, BLOCK, include="group*")[0])
 
@@ -276,7 +194,7 @@ class Head(nn.Module):
         self.classes = nn.Conv2d(8, 4, 1)
 
 
-def test_a_model_says_what_to_leave_alone() -> None:
+def test_smartprune_skip_of_a_submodule() -> None:
     model = nn.Sequential(nn.Conv2d(8, 8, 3), nn.ModuleDict({"head": Head()}), nn.Conv2d(8, 8, 1), nn.Linear(8, 2))
     layers, skipped = find_layers(model, BLOCK)
     assert names(layers) == ["0", "1.head.hidden", "1.head.classes", "2"]
@@ -284,12 +202,12 @@ def test_a_model_says_what_to_leave_alone() -> None:
         ("1.head.boxes", "listed in smartprune_skip"),
         ("3", "last layer, assumed to be the classifier"),
     ]
-    assert "1.head.boxes" in names(find_layers(model, BLOCK, include="1.head.*")[0])  # the user knows better
+    assert "1.head.boxes" in names(find_layers(model, BLOCK, include="1.head.*")[0])  # include takes precedence
     assert reasons(model, include="*", skip="*boxes") == {"1.head.boxes": "named in skip"}
-    assert names(find_layers(Head(), BLOCK)[0]) == ["hidden"]  # classes are the last layer here
+    assert names(find_layers(Head(), BLOCK)[0]) == ["hidden"]  # here, classes is the last layer
 
 
-def test_a_model_may_ask_by_type_by_one_name_and_for_tied_weights() -> None:
+def test_smartprune_skip_takes_types_names_and_tied_weights() -> None:
     model = nn.Sequential(nn.Conv2d(8, 8, 3), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 2))
     model.smartprune_skip = [nn.Conv2d]  # type: ignore[assignment]
     assert names(find_layers(model, BLOCK)[0]) == ["1", "2"]
@@ -303,7 +221,7 @@ def test_a_model_may_ask_by_type_by_one_name_and_for_tied_weights() -> None:
 
 
 @pytest.mark.parametrize("option", ["include", "skip"])
-def test_wrong_patterns(option: str) -> None:
+def test_patterns_without_match_raise(option: str) -> None:
     model, _ = zoo.plain_cnn()
     with pytest.raises(SmartpruneError, match=r"'head\.\*' matches no layer of the model; it has: 0, 3, 6, 10"):
         find_layers(model, BLOCK, **{option: "head.*"})  # type: ignore[arg-type]
@@ -313,25 +231,8 @@ def test_wrong_patterns(option: str) -> None:
         find_layers(model, BLOCK, **{option: [3]})  # type: ignore[arg-type, list-item]
 
 
-def test_blocks_are_one_flat_vector() -> None:
-    model, _ = zoo.plain_cnn()
-    layers, _ = find_layers(model, BLOCK)
-    blocks = Blocks(model, layers, None, 5, None)
-    assert blocks.n == blocks.total == 195
-    assert blocks.layer.tolist() == [0] * 180 + [1] * 15
-    want: list[float] = []
-    for layer in layers:
-        weight: Tensor = model.get_parameter(layer.weight)
-        assert blocks.weights[len(want) > 0] is weight
-        index = reference.block_index(weight.shape, (4, 4))
-        sums = reference.block_sums(weight.detach().abs().flatten().tolist(), index)
-        want += [s / n for s, n in zip(sums, reference.block_counts(index), strict=True)]
-    assert torch.allclose(blocks.mean(torch.abs), torch.tensor(want))
-    assert blocks.per_layer(torch.ones(195)).tolist() == [180, 15]
-
-
 @pytest.mark.parametrize("name", sorted(zoo.SMALL))
-def test_every_model_of_the_zoo_is_cut_as_by_slow_loops(name: str) -> None:
+def test_grids_of_all_models_equal_slow_loops(name: str) -> None:
     model, _ = zoo.SMALL[name]()
     for block in (BLOCK, Block(16, 8), Block.of("channel"), Block(3, 5, 2)):
         layers, skipped = find_layers(model, block, include="*")

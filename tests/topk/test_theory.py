@@ -1,4 +1,4 @@
-"""The statements about the operator, checked in float64 with slow, separate arithmetic."""
+"""Theorems about the operator, checked in float64 with slow, independent arithmetic."""
 
 import math
 
@@ -37,7 +37,7 @@ def test_limit_is_hard_top_k(k: int) -> None:
     assert errors[3] < 1e-12
 
 
-def test_limit_shares_between_ties() -> None:
+def test_limit_is_shared_by_equal_scores() -> None:
     x = torch.tensor([2.0, 1.0, 1.0, 1.0, 0.0], dtype=torch.float64)
     limit = torch.tensor([1, 1 / 3, 1 / 3, 1 / 3, 0], dtype=torch.float64)
     assert torch.allclose(soft_topk(x, 2, 1e-6), limit, atol=1e-9)
@@ -167,8 +167,7 @@ def test_with_costs_the_sum_is_conserved_and_the_weighted_sum_is_not() -> None:
 
 
 def row_sums(normalised: bool, keep: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Two convolutions in blocks of 4x2. For each row of blocks: the sum of mask * dL/dmask and of dL/dscore, and how large the
-    parts of the latter are."""
+    """Sums over each row of blocks, for two convolutions in blocks of 4x2: of mask * dL/dmask, of dL/dscore, and of |dL/dscore|."""
     draw = torch.Generator().manual_seed(4)
     weights = [torch.randn(16, inputs, 3, 3, dtype=torch.float64, generator=draw) for inputs in (8, 16)]
     last, x = (torch.randn(shape, dtype=torch.float64, generator=draw) for shape in ((5, 16), (16, 8, 6, 6)))
@@ -189,7 +188,7 @@ def row_sums(normalised: bool, keep: float) -> tuple[Tensor, Tensor, Tensor]:
     return rows(mask.detach() * mask.grad), rows(m.grad), rows(m.grad.abs())
 
 
-def test_behind_a_batch_norm_no_gradient_moves_blocks_between_rows_or_layers() -> None:
+def test_score_gradients_sum_to_zero_per_row_before_a_batch_norm() -> None:
     along, total, size = row_sums(True, 0.03)
     assert float(along.abs().max()) < 1e-12
     assert float((total.abs() / size).max()) < 0.1  # mask * (1 - mask) is nearly the mask where few blocks are kept
@@ -202,7 +201,7 @@ def test_behind_a_batch_norm_no_gradient_moves_blocks_between_rows_or_layers() -
 
 
 def sinkhorn(x: Tensor, k: float, epsilon: float, rounds: int) -> Tensor:
-    """Entropic transport of N points onto the anchors 0 and 1 with squared cost; mass that lands on anchor 1."""
+    """The mass on anchor 1 in entropic transport of N points to the anchors 0 and 1 with squared cost."""
     n = x.numel()
     cost = torch.stack((x**2, (x - 1) ** 2), dim=1)
     log_rows = torch.full((n,), -math.log(n), dtype=x.dtype)
@@ -226,7 +225,7 @@ def objective(x: Tensor, p: Tensor, tau: float) -> Tensor:
 
 
 @pytest.mark.parametrize("tau", [1.0, 0.1])
-def test_maximises_linear_plus_entropy(tau: float) -> None:
+def test_maximizes_linear_plus_entropy(tau: float) -> None:
     x, k = scores(16), 5
     p = soft_topk(x, k, tau)
     best = objective(x, p, tau)

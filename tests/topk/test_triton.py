@@ -1,4 +1,4 @@
-"""The CUDA kernels: in the interpreter of Triton where there is no GPU (in a child process), else on the GPU."""
+"""The CUDA kernels: on the GPU, or without one in the interpreter of Triton, in a child process."""
 
 import math
 import subprocess
@@ -23,15 +23,15 @@ def test_kernels_in_the_interpreter() -> None:
 
 
 @needs_triton
-def test_second_launch_goes_straight_to_the_launcher() -> None:
-    # A driver that only notes what it is given would stay in the caches of triton, hence a process of its own.
+def test_second_launch_calls_the_launcher_directly() -> None:
+    # In a child process, because triton would cache the fake driver.
     code = "from topk import test_triton; test_triton.launch_twice()"
     done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
 
 def launch_twice() -> None:
-    """The kernels compile for sm_90, and a direct launch passes what triton's own launch passes."""
+    """Compiles the kernels for sm_90. A direct launch must pass the same arguments as a launch by triton."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.runtime.driver import driver
@@ -108,7 +108,7 @@ def no_start(device: str = "cpu") -> Tensor:
 
 
 def reference(x: Tensor, k: float, tau: float, cost: Tensor | None, g: Tensor) -> tuple[Tensor, Tensor]:
-    """Float64 on the CPU, through the solver that test_topk.py compares with slow loops."""
+    """The mask and gradient in float64 on the CPU. test_topk.py compares that solver with slow loops."""
     leaf = x.detach().cpu().double().requires_grad_()
     mask = soft_topk(leaf, k, tau, None if cost is None else cost.cpu().double())
     mask.backward(g.cpu().double())
@@ -146,7 +146,7 @@ def compare(
 @needs_interpreter
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("kind", ["means", "near one", "equal", "huge"])
-def test_interpreted(kind: str, weighted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interpreted_kernels_equal_the_cpu_solver(kind: str, weighted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     for n in (2, 600):
         x, cost = make(kind, n), costs(n) if weighted else None
         g = torch.randn(n, generator=torch.Generator().manual_seed(5))
@@ -170,7 +170,7 @@ def test_interpreted_float64_and_bfloat16(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @needs_interpreter
-def test_interpreted_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interpreted_constant_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(topk, "BACKEND", "triton")
     for k, value in ((0, 0.0), (5, 1.0)):
         x = torch.arange(5.0, requires_grad=True)
@@ -182,7 +182,7 @@ def test_interpreted_ends(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_interpreter
-def test_interpreted_rows_of_warm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interpreted_first_row_of_warm_is_read_and_second_row_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(topk, "BACKEND", "triton")
     x = make("means", 300)
     theta = torch.stack((torch.tensor([0.02, 1e-9], dtype=torch.float64), no_start()))
@@ -226,7 +226,7 @@ def test_interpreted_errors(x: Tensor, cost: Tensor | None, text: str, monkeypat
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("kind", ["means", "near one", "equal", "huge"])
 @pytest.mark.parametrize("n", [2, 1000, 100_000, 1_000_000])
-def test_gpu(kind: str, n: int, weighted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_equals_the_cpu_solver(kind: str, n: int, weighted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     x, cost = make(kind, n, device="cuda"), costs(n, "cuda") if weighted else None
     g = torch.randn(n, generator=torch.Generator().manual_seed(5)).cuda()
     total = float(n if cost is None else cost.double().sum())
@@ -238,7 +238,7 @@ def test_gpu(kind: str, n: int, weighted: bool, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.gpu
 @on_gpu
 @pytest.mark.parametrize("backend", ["triton", "torch"])
-def test_gpu_errors_come_with_the_next_call(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_errors_are_raised_by_the_next_call(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(topk, "BACKEND", backend)
     good = torch.ones(4, device="cuda")
     bad = torch.tensor([1.0, math.nan, 2.0, 3.0], device="cuda")
@@ -258,7 +258,7 @@ def test_gpu_errors_come_with_the_next_call(backend: str, monkeypatch: pytest.Mo
 
 @pytest.mark.gpu
 @on_gpu
-def test_gpu_hard_topk_where_determinism_is_asked_for() -> None:
+def test_gpu_hard_topk_in_deterministic_mode() -> None:
     scores, cost = make("means", 5000), costs(5000).double() * math.pi
     k = 0.1 * float(cost.sum())
     before = torch.are_deterministic_algorithms_enabled()
@@ -274,7 +274,7 @@ def test_gpu_hard_topk_where_determinism_is_asked_for() -> None:
 @on_gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 @pytest.mark.parametrize("backend", ["triton", "torch"])
-def test_gpu_never_waits(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_calls_never_synchronize(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(topk, "BACKEND", backend)
     x, cost = make("means", 5000, device="cuda").requires_grad_(), costs(5000, "cuda")
     tau, k, warm = torch.tensor(1e-3, device="cuda"), torch.tensor(1e5, device="cuda"), no_start("cuda")
@@ -290,7 +290,7 @@ def test_gpu_never_waits(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.gpu
 @on_gpu
 @pytest.mark.parametrize("backend", ["triton", "torch"])
-def test_gpu_graph_follows_tau(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_graph_reads_tau_at_replay(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(topk, "BACKEND", backend)
     n = 20_000
     x, g = make("means", n, device="cuda").requires_grad_(), torch.randn(n, device="cuda")
@@ -321,7 +321,7 @@ def test_gpu_graph_follows_tau(backend: str, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.gpu
 @on_gpu
-def test_gpu_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_same_inputs_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(topk, "BACKEND", "triton")
     x, g = make("means", 1_000_000, device="cuda"), torch.randn(1_000_000, device="cuda")
     runs = []
@@ -355,8 +355,8 @@ def test_gpu_streams_do_not_share_a_workspace(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.gpu
 @on_gpu
-def test_gpu_repeated_and_unaligned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second call is launched differently, and scores may start anywhere."""
+def test_gpu_repeated_calls_and_unaligned_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second call uses the direct launch. Scores may have any alignment."""
     monkeypatch.setattr(topk, "BACKEND", "triton")
     base, g = make("means", 50_001, device="cuda"), torch.randn(50_000, device="cuda")
     results = []
@@ -375,7 +375,7 @@ def test_gpu_repeated_and_unaligned(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.gpu
 @on_gpu
 @pytest.mark.parametrize("backend", ["triton", "torch"])
-def test_gpu_rows_of_warm(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_first_row_of_warm_is_read_and_second_row_written(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(topk, "BACKEND", backend)
     x, cost = make("means", 100_000, device="cuda"), costs(100_000, "cuda")
     for c, k in ((None, 9_000.0), (cost, 0.1 * float(cost.double().sum()))):
@@ -392,7 +392,7 @@ def test_gpu_rows_of_warm(backend: str, monkeypatch: pytest.MonkeyPatch) -> None
 @on_gpu
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("kind", ["means", "near one", "equal", "huge"])
-def test_gpu_plain_path(kind: str, weighted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_eager_solver_equals_the_cpu_solver(kind: str, weighted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     for n in (2, 1000, 100_000):
         x, cost = make(kind, n, device="cuda"), costs(n, "cuda") if weighted else None
         g = torch.randn(n, generator=torch.Generator().manual_seed(5)).cuda()
