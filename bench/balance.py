@@ -1,15 +1,15 @@
-"""What do a trained network's layers say about how many blocks each should keep?
+"""Do the layers of a trained network show how many blocks each of them should keep?
 
 python bench/balance.py --data DIR --dense FILE [--model resnet18] [--block 16x8] [--sparsity 0.97] [--batches 12] [--out FILE.json]
 
-Two figures, on batches of 128 training pictures of CIFAR-10 as they are trained on, batch norms in training mode:
+Measures two quantities on batches of 128 augmented training images of CIFAR-10, with batch norms in training mode:
 
-- how far the size of a layer's weights follows from its gradients alone. Behind a batch norm a step of SGD makes weights longer,
-  weight decay makes them shorter, and both are in balance where |w|^2 is in proportion to |w| |gradient|: the correlation of the
-  two over the layers (of their logarithms), and the slope;
-- how much of the gradient of the scores at the first step of a search moves blocks from layer to layer: the sum over a layer,
-  as a share of the sum of absolute values, the median over the layers. Independent values of random sign would have about
-  0.8 / sqrt(blocks of the layer), which is given beside it.
+- How well gradients predict the weight norm of a layer. Before a batch norm, SGD steps increase the norm and weight decay
+  reduces it. They balance where |w|^2 is proportional to |w| |gradient|. Printed are the correlation of the logarithms over
+  the layers, and the slope.
+- How much of the score gradient at the first search step moves blocks between layers: |sum| / sum of |.| over a layer, as the
+  median over the layers. Independent values with random signs would give about 0.8 / sqrt(blocks of the layer), which is
+  printed, too.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Batches = list[tuple[Tensor, Tensor]]
 
 
 def balance(model: nn.Module, names: list[tuple[str, str]], task: Cifar10, batches: Batches) -> tuple[float, float]:
-    """Correlation and slope of log |w|^2 over log(|w| |gradient|), one value per layer."""
+    """Correlation and slope of log |w|^2 against log(|w| |gradient|) over the layers."""
     weights = [getattr(model.get_submodule(module), name) for module, name in names]
     squares = torch.zeros(len(weights), dtype=torch.float64)
     for batch in batches:
@@ -46,9 +46,9 @@ def balance(model: nn.Module, names: list[tuple[str, str]], task: Cifar10, batch
 
 
 def between_layers(pruner: sp.Pruner, model: nn.Module, task: Cifar10, batches: Batches) -> tuple[float, float]:
-    """Median over layers of |sum| / sum of |.| of the scores' gradients, and what random signs would give."""
+    """Median over layers of |sum| / sum of |.| of the score gradients, and its value for random signs."""
     (scores,) = pruner.parameters()
-    for batch in batches:  # no step in between: the mean gradient at one point
+    for batch in batches:  # without optimizer steps, so the gradients add up at one point
         task.loss(model.train(), batch).backward()
     assert scores.grad is not None
     blocks = pruner.blocks
@@ -64,7 +64,7 @@ def main() -> None:
     parser.add_argument("--block", default="16x8")
     parser.add_argument("--sparsity", type=float, default=0.97)
     parser.add_argument("--batches", type=int, default=12)
-    parser.add_argument("--out", type=Path, help="write the figures as JSON")
+    parser.add_argument("--out", type=Path, help="write the results as JSON")
     args = parser.parse_args()
     task = Cifar10(folder=args.data, limit=args.batches * BATCH)
     batches = list(task.data("train", torch.device("cpu")).batches(BATCH, seed=0, epoch=0))[: args.batches]

@@ -1,10 +1,10 @@
-"""How close does a budget in cycles come to what was asked for, since latency is not a sum over blocks?
+"""How exactly is a cycles budget met, given that latency is not a sum over blocks?
 
 python bench/npu_budget.py [--out FILE.json]
 
-ResNet18 for 32x32 images, 16x8 blocks, ranked at random, so that no layer and no lane is favoured; a learned mask spreads
-differently. "Chosen" is the mask that a pruner ends with, by the latency itself; "summed" the one that a search aims at, by a
-cost per block.
+ResNet18 for 32x32 images with 16x8 blocks in random order, which favors no layer and no lane. Learned masks are distributed
+differently. "chosen" is the final mask of a pruner, which is selected by the latency itself. "summed" is the mask during a
+search, which adds up a cost per block.
 """
 
 import argparse
@@ -31,7 +31,7 @@ SHARES, SEEDS = (0.5, 0.9), (0, 1, 2)
 
 
 def removed(npu: sp.NPU, share: float, exact: bool, seed: int) -> float:
-    """The share of the pruned layers' time that is gone."""
+    """The share of the latency of the pruned layers that is removed."""
     torch.manual_seed(seed)
     model, x = MODELS["resnet18"](), torch.zeros(1, 3, 32, 32)
     plan = sp.plan(model, (16, 8), budget=sp.cycles(share, x, npu))
@@ -50,13 +50,13 @@ def removed(npu: sp.NPU, share: float, exact: bool, seed: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="write the figures as JSON")
+    parser.add_argument("--out", type=Path, help="write the results as JSON")
     args = parser.parse_args()
     rows = []
     for (name, npu), exact, share in product(MACHINES.items(), (True, False), SHARES):
         name = f"{name}: {'chosen' if exact else 'summed'}"
         values = [removed(npu, share, exact, seed) for seed in SEEDS]
-        print(f"{name:<40} asked {share:g}, removed {', '.join(f'{value:.4f}' for value in values)}")
+        print(f"{name:<40} requested {share:g}, removed {', '.join(f'{value:.4f}' for value in values)}")
         common = {"model": "resnet18", "data": "32x32", "method": name, "block": "16x8", "sparsity": "-", "unit": "share"}
         figures = {"mean": statistics.fmean(values), "std": statistics.stdev(values), "n": len(values)}
         rows.append({**common, "protocol": f"asked {share:g}", "metric": "time removed", "values": values, **figures})

@@ -1,13 +1,13 @@
-"""Does our count of NPU cycles agree with two public simulators, on dense layers and on rows of kept blocks?
+"""Do the NPU cycles of smartprune agree with two public simulators, for dense layers and for rows of kept blocks?
 
 python bench/npu_check.py --zigzag PYTHON --scalesim PYTHON [--out FILE.json]
 
-Each PYTHON is the interpreter of an environment that has the simulator: zigzag-dse 3.9.1 with six beside it, scalesim
-3.0.0 with numpy below 2. Neither takes a map of zero blocks, so a pruned layer goes to them row by row: 16 output
-channels with n kept blocks are a matrix product with 8 n inputs, and the rows are added up. ZigZag maps it on an array
-of 16 outputs x 8 inputs with memories that are never waited for (our output_stationary); SCALE-Sim runs it, cycle by
-cycle, on a weight-stationary systolic array. SCALE-Sim gives the number of the last cycle, counted from 0. A few dense
-cases give ZigZag a narrow memory for the weights, with room for one tile in use and one on its way.
+Each PYTHON is the interpreter of an environment with the simulator: zigzag-dse 3.9.1 and six, or scalesim 3.0.0 and
+numpy<2. The simulators do not accept a map of zero blocks, so a pruned layer is passed row by row: 16 output channels with n
+kept blocks are a matrix product with 8 n inputs, and the cycles of the rows are added. ZigZag maps the products to an array of
+16 outputs x 8 inputs with unlimited memory bandwidth (our output_stationary). SCALE-Sim simulates them cycle by cycle on a
+weight-stationary systolic array. It prints the index of the last cycle, counted from 0. A few dense cases limit the weight
+bandwidth in ZigZag, with room for one tile in use and one being loaded.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Case:
-    """A layer on an array. ``kept`` are the kept blocks (of the array's shape) of every row of output blocks; none: all."""
+    """A layer on an array. ``kept`` is the number of kept blocks per row of output blocks; empty: dense."""
 
     outputs: int
     inputs: int
@@ -35,7 +35,7 @@ class Case:
     kept: tuple[int, ...] = ()
     rows: int = 16
     columns: int = 8
-    bandwidth: int = 0  # bytes of weights per cycle; 0: never waited for
+    bandwidth: int = 0  # bytes of weights per cycle; 0: unlimited
 
     @property
     def name(self) -> str:
@@ -47,7 +47,7 @@ class Case:
 
     @property
     def products(self) -> list[tuple[int, int, int]]:
-        """What the simulators are given: (pixels, outputs, inputs) of every matrix product."""
+        """The matrix products for the simulators: (pixels, outputs, inputs)."""
         if not self.kept:
             return [(self.side**2, self.outputs, self.inputs * self.kernel**2)]
         return [(self.side**2, self.rows, self.columns * n) for n in self.kept]
@@ -71,8 +71,8 @@ CASES = [
 ]
 
 
-def ours(case: Case, dataflow: str) -> int:
-    """Cycles by smartprune, of a real convolution with real zeros in it."""
+def smartprune_cycles(case: Case, dataflow: str) -> int:
+    """Cycles that smartprune estimates for a convolution with zero blocks."""
     import torch
     from torch import nn
 
@@ -94,7 +94,7 @@ def ours(case: Case, dataflow: str) -> int:
 
 
 def zigzag(case: Case) -> list[int]:
-    """Cycles by ZigZag, of every product. Runs in its environment."""
+    """Cycles of every product in ZigZag. Runs in its environment."""
     import logging
 
     import yaml
@@ -111,7 +111,7 @@ def zigzag(case: Case) -> list[int]:
     sums += [port("w_port_1", "write", "O, fh"), port("w_port_2", "write", "O, fl")]
     store = [port("r_port_1", "read", "I1, tl"), port("r_port_2", "read", "I2, tl", width=8 * case.bandwidth or wide)]
     store += [port("r_port_3", "read", "O, tl"), port("w_port_1", "write", "O, fl")]
-    tile = [port("r_port_1", "read", "I2, tl"), port("w_port_1", "write", "I2, fh")]  # holds a tile, and the next one
+    tile = [port("r_port_1", "read", "I2, tl"), port("w_port_1", "write", "I2, fh")]  # holds the current tile and the next one
     array = {"input_precision": [8, 8], "unit_energy": 1.0, "unit_area": 1, "dimensions": ["D1", "D2"]}
     machine = {
         "name": "array",
@@ -145,10 +145,10 @@ def zigzag(case: Case) -> list[int]:
             for name, content in (("workload", [product]), ("machine", machine), ("mapping", [mapping])):
                 paths.append(f"{folder}/{name}.yaml")
                 Path(paths[-1]).write_text(yaml.safe_dump(content, sort_keys=False))
-            found = get_hardware_performance_zigzag(
+            result = get_hardware_performance_zigzag(
                 *paths, opt="latency", dump_folder=f"{folder}/out", loma_show_progress_bar=False
             )
-        out.append(int(found[1]))
+        out.append(int(result[1]))
     return out
 
 
@@ -189,7 +189,7 @@ UseRamulatorTrace: False
 
 
 def scalesim(case: Case) -> list[int]:
-    """The last cycle by SCALE-Sim, of every product. Runs in its environment."""
+    """Last cycle of every product in SCALE-Sim. Runs in its environment."""
     from scalesim.scale_sim import scalesim as simulator
 
     with tempfile.TemporaryDirectory() as folder:
@@ -218,8 +218,8 @@ def cases(tool: str) -> list[Case]:
     return [case for case in CASES if not case.bandwidth or tool == "zigzag"]
 
 
-def drive(tool: str) -> None:
-    """What the simulator says of all cases, as JSON on standard output, its own chatter left out."""
+def run_simulator(tool: str) -> None:
+    """Prints the cycles of all cases as JSON on the last line of stdout."""
     call, package, _ = TOOLS[tool]
     answers = []
     for case in cases(tool):
@@ -235,39 +235,39 @@ def row(case: Case, protocol: str, value: int, **more: Any) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--zigzag", metavar="PYTHON", help="interpreter that has zigzag-dse")
-    parser.add_argument("--scalesim", metavar="PYTHON", help="interpreter that has scalesim")
+    parser.add_argument("--zigzag", metavar="PYTHON", help="interpreter of an environment with zigzag-dse")
+    parser.add_argument("--scalesim", metavar="PYTHON", help="interpreter of an environment with scalesim")
     parser.add_argument("--drive", choices=TOOLS, help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, help="write the figures as JSON")
+    parser.add_argument("--out", type=Path, help="write the results as JSON")
     args = parser.parse_args()
     if args.drive:
-        drive(args.drive)
+        run_simulator(args.drive)
         return
     rows, worst, versions = [], {True: 0.0, False: 0.0}, {"python": platform.python_version()}
     for tool, (_, package, dataflow) in TOOLS.items():
         if getattr(args, tool) is None:
             continue
         done = subprocess.run([getattr(args, tool), __file__, "--drive", tool], stdout=subprocess.PIPE, text=True, check=True)
-        told = json.loads(done.stdout.splitlines()[-1])
-        versions[package] = told["version"]
-        for case, answers in zip(cases(tool), told["answers"], strict=True):
-            theirs, mine = sum(answers), ours(case, dataflow)
-            counted = theirs + (len(answers) if tool == "scalesim" else 0)
+        result = json.loads(done.stdout.splitlines()[-1])
+        versions[package] = result["version"]
+        for case, answers in zip(cases(tool), result["answers"], strict=True):
+            theirs, ours = sum(answers), smartprune_cycles(case, dataflow)
+            expected = theirs + (len(answers) if tool == "scalesim" else 0)
             slow = case.bandwidth > 0
-            worst[slow] = max(worst[slow], abs(mine / counted - 1))
-            print(f"{package:<11} {case.name:<58} {theirs:>12,} {mine:>12,} {100 * (mine / counted - 1):>+8.4f}%")
-            rows.append(row(case, f"{package} {told['version']}", theirs, products=case.products, answers=answers))
-            rows.append(row(case, f"smartprune, {dataflow.replace('_', ' ')}", mine))
-    print(f"largest difference {100 * worst[False]:.4f}%, {100 * worst[True]:.4f}% where weights are waited for")
+            worst[slow] = max(worst[slow], abs(ours / expected - 1))
+            print(f"{package:<11} {case.name:<58} {theirs:>12,} {ours:>12,} {100 * (ours / expected - 1):>+8.4f}%")
+            rows.append(row(case, f"{package} {result['version']}", theirs, products=case.products, answers=answers))
+            rows.append(row(case, f"smartprune, {dataflow.replace('_', ' ')}", ours))
+    print(f"largest difference {100 * worst[False]:.4f}%, {100 * worst[True]:.4f}% with limited weight bandwidth")
     if args.out:
-        result: dict[str, Any] = {
+        record: dict[str, Any] = {
             "rows": rows,
             "largest relative difference": worst[False],
             "where weights are waited for": worst[True],
             "versions": versions,
             "device": platform.machine(),
         }
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+        args.out.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

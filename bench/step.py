@@ -1,11 +1,10 @@
-"""What does pruning cost per training step: a search step and a frozen (fine-tune) step, each over a dense step?
+"""How much longer than a dense training step are a search step and a frozen (fine-tuning) step?
 
 python bench/step.py [--device cpu|cuda] [--model resnet18] [--batch N] [--repeat N] [--out FILE.json]
 
-All variants take turns in one run; compare ratios, not milliseconds. On CUDA: bfloat16 autocast, channels_last, SGD
-with momentum (foreach), launched from Python ("eager") and as one CUDA graph of forward, backward and optimizer
-("graph"), with the fused kernels and, for comparison, without ("torch"). On the CPU: float32 on two threads. The second
-table is what the parts take on their own.
+All variants take turns in one run; compare ratios, not milliseconds. On CUDA: bfloat16 autocast, channels_last and SGD with
+momentum (foreach), in eager mode and as one CUDA graph of forward, backward and optimizer, with the fused kernels and without
+them ("torch"). On the CPU: float32 on two threads. The second table shows the parts on their own.
 """
 
 import argparse
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from graphs import capture
 from torch import Tensor, nn
 
 import smartprune
@@ -29,13 +29,13 @@ from smartprune.pruning import multiply as multiply_module
 from smartprune.pruning.pruner import Pruner
 
 BLOCK, SPARSITY = (16, 8), 0.95
-LONG = 1_000_000  # steps of a search that does not end while it is timed
+SEARCH_STEPS = 1_000_000  # more than are timed
 Call = Callable[[], object]
 
 
 @dataclass
 class Variant:
-    """One way to take a training step; ``inner`` of them make one sample."""
+    """A kind of training step. A sample is ``inner`` steps."""
 
     name: str
     call: Call
@@ -53,7 +53,7 @@ def backend(name: str) -> Iterator[None]:
 
 
 class Training:
-    """A model in training: dense, in search, or frozen."""
+    """A model in training: dense, in the search, or frozen."""
 
     def __init__(self, kind: str, model: str, batch: int, device: str) -> None:
         torch.manual_seed(0)
@@ -67,7 +67,7 @@ class Training:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=0.9, weight_decay=5e-4, foreach=self.cuda)
         self.pruner: Pruner | None = None
         if kind != "dense":
-            self.pruner = smartprune.attach(self.model, smartprune.Smart(), block=BLOCK, sparsity=SPARSITY, steps=LONG)
+            self.pruner = smartprune.attach(self.model, smartprune.Smart(), block=BLOCK, sparsity=SPARSITY, steps=SEARCH_STEPS)
             self.optimizer.add_param_group(self.pruner.param_group())
         if self.pruner is not None and kind == "frozen":
             self.pruner.freeze(force=True)
@@ -87,7 +87,7 @@ class Training:
         self.optimizer.zero_grad()
 
     def graph(self) -> Call:
-        """One CUDA graph of forward, backward and optimizer; the pruner's step stays outside."""
+        """One CUDA graph of forward, backward and optimizer. pruner.step() stays outside."""
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -139,7 +139,7 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 def steps(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Every variant next to the dense step of its kind (eager, graph)."""
+    """Times of all variants, and their ratios to the dense step of the same mode."""
     kinds = ("dense", "search", "frozen")
     plans: list[list[Variant]] = []
     backends = ["auto", "torch"] if args.device == "cuda" and importlib.util.find_spec("triton") else ["auto"]
@@ -159,31 +159,22 @@ def steps(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
         dense = times[variants[0].name]
         for name, values in times.items():
             ratios = [value / base for value, base in zip(values, dense, strict=True)]
-            told = {**spread(values), "ratio": statistics.median(values) / statistics.median(dense)}
-            out[name] = told | {"ratio_low": spread(ratios)["low"], "ratio_high": spread(ratios)["high"]}
+            row = {**spread(values), "ratio": statistics.median(values) / statistics.median(dense)}
+            out[name] = row | {"ratio_low": spread(ratios)["low"], "ratio_high": spread(ratios)["high"]}
     return out
 
 
-def recorded(call: Call) -> Call | None:
-    """The call as a CUDA graph; None where it cannot be captured."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            call()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
+def try_capture(call: Call) -> Call | None:
+    """The call as a CUDA graph, or None if it cannot be captured."""
     try:
-        with torch.cuda.graph(graph):
-            call()
+        return capture(call)
     except RuntimeError as error:
         print(f"not captured: {str(error).splitlines()[0]}")
         return None
-    return graph.replay
 
 
-def timed(call: Call, device: str, repeat: int = 15) -> dict[str, float]:
-    """Milliseconds per call; on CUDA between events."""
+def time_call(call: Call, device: str, repeat: int = 15) -> dict[str, float]:
+    """Milliseconds per call, measured with events on CUDA."""
     inner = 20 if device == "cuda" else 1
     call()
     values = []
@@ -202,7 +193,7 @@ def timed(call: Call, device: str, repeat: int = 15) -> dict[str, float]:
 
 
 def part_calls(args: argparse.Namespace) -> dict[str, Call]:
-    """The pieces of which a search step and a frozen step are more than a dense one; and the cast that they save."""
+    """The parts that a search step and a frozen step add to a dense step, and the casts that they replace."""
     search, frozen = (Training(kind, args.model, args.batch, args.device) for kind in ("search", "frozen"))
     search.eager()
     pruner, hard = search.pruner, frozen.pruner
@@ -212,21 +203,21 @@ def part_calls(args: argparse.Namespace) -> dict[str, Call]:
     kinds = [torch.bfloat16] * len(weights) if search.cuda else None
     soft = pruner.search.soft_mask(None)
     leaf = soft.detach().requires_grad_()
-    kept = hard.mask
-    slope = torch.randn_like(leaf)
+    hard_mask = hard.mask
+    gradient = torch.randn_like(leaf)
     (scores,) = pruner.parameters()
     scores.grad = torch.zeros_like(scores)
-    alone = torch.optim.SGD([scores], lr=0.0, momentum=0.9, foreach=search.cuda)
-    made = pruner.search.multiplier.multiply(leaf, weights, False, kinds)
-    passed = hard.search.multiplier.mask_gradients(kept, held, (), kinds)
-    grads = [torch.randn_like(product) for product in made]
+    score_optimizer = torch.optim.SGD([scores], lr=0.0, momentum=0.9, foreach=search.cuda)
+    products = pruner.search.multiplier.multiply(leaf, weights, False, kinds)
+    masked = hard.search.multiplier.mask_gradients(hard_mask, held, (), kinds)
+    grads = [torch.randn_like(product) for product in products]
 
     def casts() -> None:
         for weight in weights:
             weight.detach().to(torch.bfloat16)
 
     def optimizer() -> None:
-        alone.step()
+        score_optimizer.step()
 
     @torch.no_grad()
     def solve() -> Tensor:
@@ -234,12 +225,12 @@ def part_calls(args: argparse.Namespace) -> dict[str, Call]:
 
     return {
         "top-k forward": solve,
-        "top-k backward": lambda: torch.autograd.grad(soft, scores, slope, retain_graph=True),
+        "top-k backward": lambda: torch.autograd.grad(soft, scores, gradient, retain_graph=True),
         "multiply forward": torch.no_grad()(lambda: pruner.search.multiplier.multiply(leaf, weights, False, kinds)),
-        "multiply backward": lambda: torch.autograd.grad(made, [leaf, *weights], grads, retain_graph=True),
-        "hold forward": torch.no_grad()(lambda: hard.search.multiplier.mask_gradients(kept, held, (), kinds)),
-        "hold backward": lambda: torch.autograd.grad(passed, held, grads, retain_graph=True),
-        "clean after step": lambda: hard.search.multiplier.multiply_(kept, [weight.detach() for weight in held]),
+        "multiply backward": lambda: torch.autograd.grad(products, [leaf, *weights], grads, retain_graph=True),
+        "hold forward": torch.no_grad()(lambda: hard.search.multiplier.mask_gradients(hard_mask, held, (), kinds)),
+        "hold backward": lambda: torch.autograd.grad(masked, held, grads, retain_graph=True),
+        "clean after step": lambda: hard.search.multiplier.multiply_(hard_mask, [weight.detach() for weight in held]),
         "telemetry": lambda: pruner.search.telemetry.measure(leaf),
         "optimizer on the scores": optimizer,
         "pruner.step() in all": pruner.step,
@@ -257,11 +248,11 @@ def parts(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
                 label = part + (" (torch)" if name == "torch" else "")
                 if name == "torch" and not part.startswith(("multiply", "hold", "clean", "telemetry")):
                     continue
-                told: dict[str, Any] = {"eager": timed(call, args.device)}
+                times: dict[str, Any] = {"eager": time_call(call, args.device)}
                 if args.device == "cuda" and part != "pruner.step() in all":
-                    replay = recorded(call)
-                    told["graph"] = None if replay is None else timed(replay, args.device)
-                out[label] = told
+                    replay = try_capture(call)
+                    times["graph"] = None if replay is None else time_call(replay, args.device)
+                out[label] = times
     return out
 
 
@@ -280,7 +271,7 @@ def main() -> None:
     args.inner = args.inner or (10 if cuda else 1)
     if not cuda:
         torch.set_num_threads(2)
-    told: dict[str, Any] = {
+    result: dict[str, Any] = {
         "question": "a search step and a frozen step over a dense step",
         "model": args.model,
         "batch": args.batch,
@@ -291,23 +282,23 @@ def main() -> None:
         "threads": torch.get_num_threads(),
         "versions": {"torch": torch.__version__, "python": platform.python_version(), "triton": triton_version()},
     }
-    told["steps"] = steps(args)
-    print(f"{args.model}, batch {args.batch}, {told['device']}, n = {args.repeat} x {args.inner} steps each, in turns\n")
+    result["steps"] = steps(args)
+    print(f"{args.model}, batch {args.batch}, {result['device']}, n = {args.repeat} x {args.inner} steps each, in turns\n")
     print(f"{'step':28s} {'ms':>9s} {'quartiles':>19s} {'over dense':>11s} {'quartiles':>15s}")
-    for name, row in told["steps"].items():
+    for name, row in result["steps"].items():
         print(
             f"{name:28s} {row['median']:9.3f} {row['low']:9.3f} {row['high']:9.3f} {row['ratio']:11.3f} "
             f"{row['ratio_low']:7.3f} {row['ratio_high']:7.3f}"
         )
-    told["parts"] = parts(args)
-    print(f"\n{'part, on its own':38s} {'eager ms':>9s} {'graph ms':>9s}")
-    for name, row in told["parts"].items():
+    result["parts"] = parts(args)
+    print(f"\n{'part on its own':38s} {'eager ms':>9s} {'graph ms':>9s}")
+    for name, row in result["parts"].items():
         replayed = row.get("graph")
         shown = "" if replayed is None else f"{replayed['median']:9.4f}"
         print(f"{name:38s} {row['eager']['median']:9.4f} {shown:>9s}")
     if args.out is not None:
-        args.out.write_text(json.dumps(told, indent=1) + "\n")
-        print(f"\nwritten to {args.out}")
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+        print(f"\nresults results written to {args.out}")
 
 
 def triton_version() -> str | None:

@@ -1,11 +1,11 @@
-"""How many steps a second do several runs make together on one GPU?
+"""How many steps per second do several runs make together on one GPU?
 
 python bench/together.py [--model resnet18] [--processes 1 2 4 8] [--mps] [--seconds 6] [--compile] [--out FILE.json]
 
-Steps of a search on CIFAR-10 as `smartprune train` takes them, batch 128, bf16, CUDA graphs; the pictures are noise. All
-processes warm up first and count from the same moment on. With --mps every number of processes is timed again under NVIDIA's
-Multi-Process Service, in which kernels of several processes run side by side, and not in turns; the service is started for
-it and ended. Compare the sums, not the runs.
+Times search steps of `smartprune train` on CIFAR-10 with batch size 128, bf16 and CUDA graphs. The images are noise. All
+processes warm up first and start counting together. --mps repeats the measurement under NVIDIA's Multi-Process Service, which
+runs kernels of several processes concurrently instead of in turns. The service is started and stopped by this script. Compare
+the sums, not single runs.
 """
 
 from __future__ import annotations
@@ -24,67 +24,67 @@ from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
 
-WARM = 30  # steps before the clock starts: kernels are chosen, and the graph is recorded
-LOOK = 20  # steps between two looks at the device, so that no process runs far ahead of it
-STARTS = 600  # seconds for all processes to be ready
-USUAL = Path("/usr/local/nvidia/bin/nvidia-cuda-mps-control")
+WARMUP = 30  # steps that select kernels and capture the graph
+SYNC_INTERVAL = 20  # steps between synchronizations, so that no process queues too much work
+START_TIMEOUT = 600  # seconds until all processes are ready
+DEFAULT_CONTROL = Path("/usr/local/nvidia/bin/nvidia-cuda-mps-control")
 
 
-def count(model: str, compiled: bool, seconds: float, ready: Barrier, found: Any) -> None:
+def count(model: str, compiled: bool, seconds: float, ready: Barrier, results: Any) -> None:
     try:
-        found.put(steps_a_second(model, compiled, seconds, ready))
+        results.put(steps_per_second(model, compiled, seconds, ready))
     except BaseException:
-        ready.abort()  # the others need not wait
+        ready.abort()  # the other processes must not wait
         raise
 
 
-def steps_a_second(model: str, compiled: bool, seconds: float, ready: Barrier) -> float:
+def steps_per_second(model: str, compiled: bool, seconds: float, ready: Barrier) -> float:
     import torch
     from train import make_run
 
     from smartprune.training.run import deterministic
     from smartprune.training.step import steps_of_epoch, take_step
 
-    asked = argparse.Namespace(model=model, batch=128, device="cuda", amp="bf16", compile=compiled, pictures=50_000)
-    run = make_run("search", asked, "auto")
+    options = argparse.Namespace(model=model, batch=128, device="cuda", amp="bf16", compile=compiled, pictures=50_000)
+    run = make_run("search", options, "auto")
     with deterministic(run.config):
         batches = (batch for _ in iter(int, 1) for batch in steps_of_epoch(run))  # epoch after epoch
-        for _ in range(WARM):
+        for _ in range(WARMUP):
             take_step(run, *next(batches))
         torch.cuda.synchronize()
-        ready.wait(STARTS)
+        ready.wait(START_TIMEOUT)
         began, steps = time.perf_counter(), 0
         while time.perf_counter() - began < seconds:
             take_step(run, *next(batches))
             steps += 1
-            if steps % LOOK == 0:
+            if steps % SYNC_INTERVAL == 0:
                 torch.cuda.synchronize()
         torch.cuda.synchronize()
         return steps / (time.perf_counter() - began)
 
 
-def together(processes: int, args: argparse.Namespace) -> list[float]:
-    """Steps a second of each."""
+def run_processes(processes: int, args: argparse.Namespace) -> list[float]:
+    """Steps per second of each process."""
     spawn = multiprocessing.get_context("spawn")
-    ready, found = spawn.Barrier(processes), spawn.Queue()
-    given = (args.model, args.compile, args.seconds, ready, found)
-    running = [spawn.Process(target=count, args=given, daemon=True) for _ in range(processes)]
+    ready, results = spawn.Barrier(processes), spawn.Queue()
+    arguments = (args.model, args.compile, args.seconds, ready, results)
+    running = [spawn.Process(target=count, args=arguments, daemon=True) for _ in range(processes)]
     for process in running:
         process.start()
     for process in running:
         process.join()
     if any(process.exitcode for process in running):
-        sys.exit(f"of {processes} processes {sum(bool(p.exitcode) for p in running)} failed; what they said is above")
-    return [found.get() for _ in running]
+        sys.exit(f"{sum(bool(p.exitcode) for p in running)} of {processes} processes failed; see their errors above")
+    return [results.get() for _ in running]
 
 
-class Service:
-    """NVIDIA's Multi-Process Service, for the processes that are started in here."""
+class MultiProcessService:
+    """Runs NVIDIA's Multi-Process Service for processes that are started inside of the context."""
 
     def __enter__(self) -> None:
-        control = shutil.which("nvidia-cuda-mps-control") or (str(USUAL) if USUAL.exists() else None)
+        control = shutil.which("nvidia-cuda-mps-control") or (str(DEFAULT_CONTROL) if DEFAULT_CONTROL.exists() else None)
         if control is None:
-            sys.exit("--mps needs nvidia-cuda-mps-control, which comes with NVIDIA's driver; it is not here")
+            sys.exit("--mps needs nvidia-cuda-mps-control, which was not found; it is part of NVIDIA's driver")
         self.control, self.folder = control, tempfile.mkdtemp()
         os.environ["CUDA_MPS_PIPE_DIRECTORY"] = os.environ["CUDA_MPS_LOG_DIRECTORY"] = self.folder
         subprocess.run([self.control, "-d"], check=True)
@@ -103,23 +103,23 @@ def main() -> None:
     parser.add_argument("--mps", action="store_true")
     parser.add_argument("--seconds", type=float, default=6.0)
     parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--out", type=Path, help="write the figures as JSON")
+    parser.add_argument("--out", type=Path, help="write the results as JSON")
     args = parser.parse_args()
     rows = []
     for shared in (False, True) if args.mps else (False,):
-        with Service() if shared else nullcontext():
+        with MultiProcessService() if shared else nullcontext():
             for processes in args.processes:
-                each = together(processes, args)
+                rates = run_processes(processes, args)
                 method = f"{processes} processes" + ", MPS" * shared
-                print(f"{method:<20} {sum(each):8.1f} steps/s together, {min(each):.1f} to {max(each):.1f} each", flush=True)
+                print(f"{method:<20} {sum(rates):8.1f} steps/s together, {min(rates):.1f} to {max(rates):.1f} each", flush=True)
                 common = {"model": args.model, "data": "noise at 32x32", "block": "16x8", "sparsity": 0.95, "protocol": "search"}
-                row = {"method": method, "metric": "steps a second, together", "values": [sum(each)], "mean": sum(each)}
+                row = {"method": method, "metric": "steps a second, together", "values": [sum(rates)], "mean": sum(rates)}
                 rows.append({**common, **row, "std": None, "n": 1})
     if args.out:
         import torch
 
-        told = {"rows": rows, "torch": torch.__version__, "compile": args.compile, "device": torch.cuda.get_device_name()}
-        args.out.write_text(json.dumps(told, indent=1) + "\n")
+        result = {"rows": rows, "torch": torch.__version__, "compile": args.compile, "device": torch.cuda.get_device_name()}
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

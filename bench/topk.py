@@ -1,10 +1,9 @@
-"""How long does soft_topk take, next to 50 float64 bisections, torch.topk and one read of the scores?
+"""How long does soft_topk take, compared with 50 float64 bisections, torch.topk and one read of the scores?
 
 python bench/topk.py [--out FILE.json] [--device cpu|cuda] [--sizes 1e4,1e5,1e6,1e7] [--tune]
 
-All columns come from one run on the same scores (block means, k = N / 10); compare ratios, not milliseconds. On CUDA
-the operator is timed launched from Python ("eager", including launch overhead) and replayed as a CUDA graph. FILE is
-written after every size.
+All columns come from one run on the same scores (block means, k = N / 10); compare ratios, not milliseconds. On CUDA the
+operator is timed in eager mode, including launch overhead, and replayed as a CUDA graph. FILE is written after every size.
 """
 
 import argparse
@@ -19,18 +18,19 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from graphs import capture
 from torch import Tensor
 
 from smartprune import topk
 from smartprune.topk import soft_topk
 
 TAUS = (1e-2, 1e-5)
-MOST_PLAIN = 1_000_000  # the plain tensor path is not timed for more scores than this
-DRIFT = 0.01  # between two warm calls every score moves by about this many tau
+MAX_EAGER = 1_000_000  # the eager PyTorch solver is not timed for more scores
+DRIFT = 0.01  # change of the scores between two warm calls, in units of tau
 
 
 def bisection(x: Tensor, k: float, tau: float, g: Tensor | None) -> Tensor:
-    """50 halvings in float64 without waiting for the device, and the closed-form gradient."""
+    """50 bisection steps in float64 without synchronization, and the closed-form gradient."""
     wide = x.double()
     logit = math.log(k / (x.numel() - k))
     low, high = wide.min() - tau * logit, wide.max() - tau * logit
@@ -45,8 +45,8 @@ def bisection(x: Tensor, k: float, tau: float, g: Tensor | None) -> Tensor:
     return (v / tau * (g - (v * g).sum() / v.sum())).float()
 
 
-def timed(call: Callable[[], object], device: str, budget: float, calls: int = 1) -> dict[str, float]:
-    """Median and quartiles in milliseconds per call; on CUDA between events. One call() makes so many calls."""
+def time_call(call: Callable[[], object], device: str, budget: float, calls: int = 1) -> dict[str, float]:
+    """Median and quartiles in milliseconds per call, measured with events on CUDA. ``call`` makes ``calls`` calls."""
     call()
     if device == "cuda":
         torch.cuda.synchronize()
@@ -76,23 +76,10 @@ def timed(call: Callable[[], object], device: str, budget: float, calls: int = 1
     return {"ms": statistics.median(samples), "low": quarters[0], "high": quarters[2], "n": len(samples)}
 
 
-def captured(call: Callable[[], object]) -> Callable[[], object]:
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            call()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph.replay
-
-
-def operator(
+def make_operator(
     versions: list[Tensor], k: float, tau: float, g: Tensor | None, warm: Tensor | None, cost: Tensor | None = None
 ) -> Callable[[], object]:
-    """One call per step; the scores alternate between versions that differ by the drift."""
+    """A call per step. The scores alternate between versions that differ by the drift."""
     state = {"i": 0}
 
     def call() -> Tensor:
@@ -117,72 +104,72 @@ def measure(n: int, tau: float, device: str, backends: list[str], budget: float)
     g, k = random(), n // 10
     x = versions[0].detach()
     rows: dict[str, dict[str, float]] = {}
-    rows["read: x.sum()"] = timed(lambda: x.sum(), device, budget)
-    rows["torch.topk"] = timed(lambda: x.topk(k), device, budget)
+    rows["read: x.sum()"] = time_call(lambda: x.sum(), device, budget)
+    rows["torch.topk"] = time_call(lambda: x.topk(k), device, budget)
     for part, grad in (("forward", None), ("both", g)):
-        rival = functools.partial(bisection, x, k, tau, grad)
-        rows[f"bisection 50, {part}"] = timed(rival, device, budget)
+        bisect = functools.partial(bisection, x, k, tau, grad)
+        rows[f"bisection 50, {part}"] = time_call(bisect, device, budget)
         if device == "cuda":
-            rows[f"bisection 50, {part}, graph"] = timed(captured(rival), device, budget)
+            rows[f"bisection 50, {part}, graph"] = time_call(capture(bisect), device, budget)
     worst = 0.0
     for backend in backends:
-        if backend == "torch" and n > MOST_PLAIN:
+        if backend == "torch" and n > MAX_EAGER:
             continue
         topk.BACKEND = "auto" if backend == "cpu" else backend
         cases: list[tuple[str, Tensor | None, Tensor | None]] = [("cold", None, None)]
-        if backend != "torch":  # it starts cold always
-            cases.append(("warm", nowhere(device), None))
+        if backend != "torch":  # which has no warm start
+            cases.append(("warm", empty_start(device), None))
         if device == "cpu" or n == 100_000:
-            cases.append(("costs", None if backend == "torch" else nowhere(device), 1 + 63 * random().abs()))
+            cases.append(("costs", None if backend == "torch" else empty_start(device), 1 + 63 * random().abs()))
         for name, start, cost in cases:
             goal = float(k) if cost is None else 0.1 * float(cost.double().sum())
             for part, grad in (("forward", None), ("both", g)):
                 label = f"{backend} {name}, {part}"
-                rows[label] = timed(operator(versions, goal, tau, grad, start, cost), device, budget)
+                rows[label] = time_call(make_operator(versions, goal, tau, grad, start, cost), device, budget)
                 if device == "cuda":
                     # Four calls in one graph, so that a warm start sees the drift.
-                    four = operator(versions, goal, tau, grad, start, cost)
-                    replay = captured(lambda four=four: [four() for _ in versions])
-                    rows[f"{label}, graph"] = timed(replay, device, budget, calls=len(versions))
+                    four = make_operator(versions, goal, tau, grad, start, cost)
+                    replay = capture(lambda four=four: [four() for _ in versions])
+                    rows[f"{label}, graph"] = time_call(replay, device, budget, calls=len(versions))
             mask = soft_topk(x, goal, tau, cost, warm=start)
             worst = max(worst, abs(float((mask.double() * (1 if cost is None else cost)).sum()) / goal - 1))
     topk.BACKEND = "auto"
     return {"N": n, "tau": tau, "k": k, "relative error of the sum": worst, "rows": rows}
 
 
-def nowhere(device: str) -> Tensor:
+def empty_start(device: str) -> Tensor:
     return torch.full((2,), math.nan, dtype=torch.float64, device=device)
 
 
 def summary(results: list[dict[str, Any]], backend: str) -> str:
-    """Microseconds, forward and backward; how many times faster than bisection run the same way, than torch.topk
-    (forward only), and how many reads of the scores it costs."""
-    ways = ["", ", graph"] if any("bisection 50, both, graph" in result["rows"] for result in results) else [""]
-    names = [(case, way) for case in ("warm", "cold") for way in ways]
-    titles = [case + way for case, way in names] + ["bisect" + way for way in ways]
+    """A table in microseconds for forward and backward, with the speed-up over bisection in the same mode, the speed-up over
+    torch.topk (forward only), and the time in reads of the scores."""
+    modes = ["", ", graph"] if any("bisection 50, both, graph" in result["rows"] for result in results) else [""]
+    names = [(case, mode) for case in ("warm", "cold") for mode in modes]
+    titles = [case + mode for case, mode in names] + ["bisect" + mode for mode in modes]
     if backend == "triton":
-        titles += ["plain" + way for way in ways]
+        titles += ["plain" + mode for mode in modes]
     head = f"{'N':>9}{'tau':>7}" + "".join(f"{title:>14}" for title in [*titles, "topk", "read"])
-    lines = [head + f"{'x bisect' + ways[-1]:>17}{'x topk':>8}{'reads':>7}"]
+    lines = [head + f"{'x bisect' + modes[-1]:>17}{'x topk':>8}{'reads':>7}"]
     for result in results:
         rows = result["rows"]
 
         def us(label: str, rows: dict[str, dict[str, float]] = rows) -> float:
             return rows[label]["ms"] * 1e3 if label in rows else math.nan
 
-        cells = [us(f"{backend} {case}, both{way}") for case, way in names]
-        cells += [us(f"bisection 50, both{way}") for way in ways]
+        cells = [us(f"{backend} {case}, both{mode}") for case, mode in names]
+        cells += [us(f"bisection 50, both{mode}") for mode in modes]
         if backend == "triton":
-            cells += [us(f"torch cold, both{way}") for way in ways]
-        best, read = us(f"{backend} warm, both{ways[-1]}"), us("read: x.sum()")
+            cells += [us(f"torch cold, both{mode}") for mode in modes]
+        best, read = us(f"{backend} warm, both{modes[-1]}"), us("read: x.sum()")
         line = f"{result['N']:>9}{result['tau']:>7.0e}" + "".join(f"{c:>14.1f}" for c in [*cells, us("torch.topk"), read])
-        ratios = (us(f"bisection 50, both{ways[-1]}") / best, us("torch.topk") / us(f"{backend} warm, forward{ways[-1]}"))
+        ratios = (us(f"bisection 50, both{modes[-1]}") / best, us("torch.topk") / us(f"{backend} warm, forward{modes[-1]}"))
         lines.append(line + f"{ratios[0]:>17.1f}{ratios[1]:>8.1f}{best / read:>7.1f}")
     return "\n".join(lines)
 
 
 def tune(device: str, budget: float) -> None:
-    """Tile sizes and warps of the kernels, warm, forward and backward, replayed as a graph."""
+    """Times tile sizes and numbers of warps of the kernels: warm, forward and backward, as a CUDA graph."""
     from smartprune.topk import triton as solver
 
     kept = list(solver.TILES)
@@ -193,7 +180,7 @@ def tune(device: str, budget: float) -> None:
             solver.TILES[:] = [(1 << 62, block, warps)]
             solver.plans.clear()
             try:
-                row = timed(captured(operator([x], n // 10, 1e-3, g, nowhere(device))), device, budget)
+                row = time_call(capture(make_operator([x], n // 10, 1e-3, g, empty_start(device))), device, budget)
             except Exception as error:
                 print(f"N={n:>9} block={block:5} warps={warps:2} failed: {error}")
                 continue
@@ -208,8 +195,8 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--sizes", default="1e4,1e5,1e6,1e7")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--budget", type=float, help="seconds per row: 0.5 on the CPU, 0.06 on CUDA")
-    parser.add_argument("--tune", action="store_true", help="try tile sizes of the CUDA kernels and stop")
+    parser.add_argument("--budget", type=float, help="seconds per row (default: 0.5 on the CPU, 0.06 on CUDA)")
+    parser.add_argument("--tune", action="store_true", help="only time tile sizes of the CUDA kernels")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     budget = options.budget or (0.5 if options.device == "cpu" else 0.06)
@@ -239,9 +226,9 @@ def main() -> None:
             print(f"\nN={result['N']} tau={tau:g} k={result['k']} |sum/k-1|<={result['relative error of the sum']:.1e}")
             print(f"{'':40}{'ms':>10}{'quartiles':>20}{'x bisection':>13}{'x read':>9}")
             for label, row in rows.items():
-                rival = f"bisection 50, {'forward' if 'forward' in label else 'both'}"
-                rival += ", graph" if "graph" in label else ""
-                ratio = f"{rows[rival]['ms'] / row['ms']:.1f}" if "," in label else ""
+                reference = f"bisection 50, {'forward' if 'forward' in label else 'both'}"
+                reference += ", graph" if "graph" in label else ""
+                ratio = f"{rows[reference]['ms'] / row['ms']:.1f}" if "," in label else ""
                 spread = f"{row['low']:.4f}-{row['high']:.4f}"
                 slower = row["ms"] / rows["read: x.sum()"]["ms"]
                 print(f"{label:40}{row['ms']:10.4f}{spread:>20}{ratio:>13}{slower:9.1f}", flush=True)

@@ -1,10 +1,10 @@
-"""How long is an epoch of CIFAR-10: dense, in search and frozen, launched from Python or as a CUDA graph?
+"""How long does an epoch of CIFAR-10 take: dense, in the search and frozen, in eager mode and as a CUDA graph?
 
 python bench/train.py [--device cuda] [--model resnet18] [--batch N] [--amp bf16] [--compile] [--epochs N] [--out FILE.json]
 
-An epoch is what `smartprune train` does between two rows of its metrics: shuffling, cropping and mirroring of 50,000
-pictures on the device, all steps, and one look at the loss. The pictures are noise, so no data is needed. All variants
-take turns in one run; compare ratios, not seconds. On the CPU, take few pictures (--pictures 256).
+An epoch is what `smartprune train` does between two rows of its metrics: it shuffles, crops and flips 50,000 images on the
+device, takes all steps, and reads the loss once. The images are noise, so no data is needed. All variants take turns in one
+run; compare ratios, not seconds. On the CPU, use few images (--pictures 256).
 """
 
 import argparse
@@ -25,19 +25,19 @@ from smartprune.training.run import Run, deterministic, enter_stage
 from smartprune.training.step import take_step
 
 KINDS = ("dense", "search", "frozen")
-LONG = 10_000  # epochs of a search that does not end while it is timed
+SEARCH_EPOCHS = 10_000  # more than are timed
 
 
 def make_run(kind: str, args: argparse.Namespace, graph: str) -> Run:
-    given = {"task": "cifar10", "model": args.model, "batch": args.batch, "device": args.device, "search_epochs": LONG}
-    config = resolve(configure({**given, "amp": args.amp, "compile": "on" if args.compile else "off"}))
+    settings = {"task": "cifar10", "model": args.model, "batch": args.batch, "device": args.device, "search_epochs": SEARCH_EPOCHS}
+    config = resolve(configure({**settings, "amp": args.amp, "compile": "on" if args.compile else "off"}))
     config = replace(config, graph=graph)
     device = torch.device(config.device)
     task = Cifar10()
     model = task.model(config.model).to(device)
     if device.type == "cuda":
         model.to(memory_format=torch.channels_last)
-    pictures = torch.randint(0, 256, (args.pictures, 32, 32, 3), dtype=torch.uint8, device=device)
+    images = torch.randint(0, 256, (args.pictures, 32, 32, 3), dtype=torch.uint8, device=device)
     labels = torch.randint(0, 10, (args.pictures,), device=device)
     run = Run(
         config=config,
@@ -45,8 +45,8 @@ def make_run(kind: str, args: argparse.Namespace, graph: str) -> Run:
         folder=Path(),
         device=device,
         model=model,
-        plain=Split(pictures, labels, True, 4, True),
-        validation=Split(pictures[:0], labels[:0], False, 0, False),
+        plain=Split(images, labels, True, 4, True),
+        validation=Split(images[:0], labels[:0], False, 0, False),
         losses=torch.zeros((), dtype=torch.float64, device=device),
     )
     enter_stage(run, "dense" if kind == "dense" else "search")
@@ -57,7 +57,7 @@ def make_run(kind: str, args: argparse.Namespace, graph: str) -> Run:
     return run
 
 
-def epoch(run: Run) -> float:
+def time_epoch(run: Run) -> float:
     """Seconds of one epoch."""
     if run.device.type == "cuda":
         torch.cuda.synchronize()
@@ -65,7 +65,7 @@ def epoch(run: Run) -> float:
     run.losses.zero_()
     for batch in run.training_data.batches(run.config.batch, run.config.seed, run.epoch):
         take_step(run, batch)
-    float(run.losses)  # waits for the device
+    float(run.losses)  # synchronizes
     return time.perf_counter() - began
 
 
@@ -82,7 +82,7 @@ def main() -> None:
     args = parser.parse_args()
     cuda = args.device == "cuda"
     config = resolve(configure({"task": "cifar10", "device": args.device, "amp": args.amp}))
-    told: dict[str, Any] = {
+    result: dict[str, Any] = {
         "question": "seconds per epoch: dense, search, frozen",
         "model": args.model,
         "batch": args.batch,
@@ -100,28 +100,28 @@ def main() -> None:
         for mode in ("eager", "graph") if cuda else ("eager",):
             runs = {kind: make_run(kind, args, "auto" if mode == "graph" else "off") for kind in KINDS}
             for run in runs.values():
-                epoch(run)  # kernels are compiled and chosen, and graphs recorded
+                time_epoch(run)  # compiles and selects kernels, and captures graphs
             times: dict[str, list[float]] = {kind: [] for kind in KINDS}
             for _ in range(args.epochs):
                 for kind, run in runs.items():
-                    times[kind].append(epoch(run))
+                    times[kind].append(time_epoch(run))
             for kind, run in runs.items():
                 failed = run.graph.failed if run.graph is not None else None
                 row = {"mode": mode, "kind": kind, "seconds": times[kind], "median": statistics.median(times[kind])}
                 row |= {"over_dense": row["median"] / statistics.median(times["dense"]), "not_recorded": failed}
-                told["rows"].append(row)
+                result["rows"].append(row)
             del runs, run
-    print(f"{args.model}, batch {args.batch}, amp {config.amp}, {told['device']}, n = {args.epochs} epochs, in turns\n")
-    print(f"{'mode':8s} {'kind':8s} {'s/epoch':>9s} {'least':>9s} {'most':>9s} {'over dense':>11s}")
-    for row in told["rows"]:
+    print(f"{args.model}, batch {args.batch}, amp {config.amp}, {result['device']}, n = {args.epochs} epochs, in turns\n")
+    print(f"{'mode':8s} {'kind':8s} {'s/epoch':>9s} {'min':>9s} {'max':>9s} {'over dense':>11s}")
+    for row in result["rows"]:
         seconds = row["seconds"]
         print(
             f"{row['mode']:8s} {row['kind']:8s} {row['median']:9.3f} {min(seconds):9.3f} {max(seconds):9.3f} "
-            f"{row['over_dense']:11.3f}" + (f"  not recorded: {row['not_recorded']}" if row["not_recorded"] else "")
+            f"{row['over_dense']:11.3f}" + (f"  not captured: {row['not_recorded']}" if row["not_recorded"] else "")
         )
     if args.out is not None:
-        args.out.write_text(json.dumps(told, indent=1) + "\n")
-        print(f"\nwritten to {args.out}")
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+        print(f"\nresults written to {args.out}")
 
 
 if __name__ == "__main__":
