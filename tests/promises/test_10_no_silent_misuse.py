@@ -257,7 +257,7 @@ def test_bake_of_a_model_with_two_pruners_names_the_parts() -> None:
     model = nn.ModuleDict({"a": three_layers(), "b": three_layers()})
     for part in model.values():
         sp.attach(part, sp.Magnitude(), steps=1, **ALL_LAYERS).freeze()  # type: ignore[arg-type]
-    with pytest.raises(sp.SmartpruneError, match=r"2 pruners, on a and b; give one part, such as, model\.a"):
+    with pytest.raises(sp.SmartpruneError, match=r"2 pruners, on a and b; give one part, such as model\.a"):
         sp.bake(model)
     assert sp.bake(model["a"]).met
     assert sp.bake(model["b"]).met
