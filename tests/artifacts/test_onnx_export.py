@@ -70,7 +70,7 @@ def made(folder: Path) -> dict[str, tuple[nn.Module, sp.Receipt, Any, Path]]:
 
 
 @pytest.mark.parametrize("name", ["mobilenet_block", "transformer_block", "unet"])
-def test_the_file_is_the_model(name: str, made: Any) -> None:
+def test_exported_outputs_and_zeros_match_the_model(name: str, made: Any) -> None:
     model, receipt, done, path = made[name]
     assert model.training  # as it was
     graph = onnx.load(path)
@@ -93,7 +93,7 @@ def test_the_file_is_the_model(name: str, made: Any) -> None:
     assert "every zero block of the model is zero in the file" in str(done)
 
 
-def test_no_paths_of_this_machine(made: Any) -> None:
+def test_exported_file_has_no_local_paths(made: Any) -> None:
     for _, _, _, path in made.values():
         data = path.read_bytes()
         assert b"/zoo.py" not in data
@@ -101,7 +101,7 @@ def test_no_paths_of_this_machine(made: Any) -> None:
         assert str(Path.cwd()).encode() not in data
 
 
-def test_the_mask_file(made: Any) -> None:
+def test_mask_file_matches_the_initializers(made: Any) -> None:
     """The documented reader against a slow loop over the numbers of the ONNX file."""
     scope: dict[str, Any] = {}
     exec(next(text for text in re.findall(r"```python\n(.*?)```", PAGE, re.S) if "def read_mask" in text), scope)
@@ -277,7 +277,7 @@ class Helped(nn.Module):
         return (self.head(y), self.aid(y)) if self.training else self.head(y)
 
 
-def test_what_the_graph_does_not_use(tmp_path: Path) -> None:
+def test_unused_weights_are_named(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = Helped()
     plan = sp.plan(model, (4, 4), 0.5, include="*")
@@ -316,7 +316,7 @@ def test_zeros_that_no_node_computes_with_are_not_counted(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("fold", [True, False])
-def test_folding(fold: bool, tmp_path: Path) -> None:
+def test_folding_removes_batch_norms(fold: bool, tmp_path: Path) -> None:
     """A factor of zero makes kept blocks vanish, which is said and is no fault; without folding nothing does."""
     torch.manual_seed(0)
     model, receipt = model_and_receipt()
@@ -441,7 +441,7 @@ ORIGINS = origins()
 
 
 @pytest.mark.parametrize("case", ORIGINS)
-def test_weights_of_any_origin(case: str, tmp_path: Path) -> None:
+def test_weights_of_other_exporters_are_read(case: str, tmp_path: Path) -> None:
     nodes, arrays, zero = ORIGINS[case]
     path = written(graph(nodes, arrays), tmp_path / "foreign.onnx")
     found = sp.verify(path, block=BLOCK)
@@ -455,7 +455,7 @@ def test_weights_of_any_origin(case: str, tmp_path: Path) -> None:
     assert sp.verify(packed).zero == zero
 
 
-def test_weights_that_store_their_nonzero_numbers(tmp_path: Path) -> None:
+def test_sparse_initializers_are_read(tmp_path: Path) -> None:
     weight = zeros_in((24, 10, 3, 3), BLOCK)
     node = helper.make_node("Conv", ["x", "w"], ["y"])
     dense = sp.verify(written(graph([node], {"w": weight}), tmp_path / "dense.onnx"), BLOCK)
@@ -471,7 +471,7 @@ def test_weights_that_store_their_nonzero_numbers(tmp_path: Path) -> None:
             sp.verify(written(bad, tmp_path / "bad.onnx"), BLOCK)
 
 
-def test_weights_in_branches(tmp_path: Path) -> None:
+def test_weights_in_branches_are_read(tmp_path: Path) -> None:
     """Each branch may have a weight of its own, of the same name, and both may use one from outside."""
     arrays = [zeros_in((24, 10, 3, 3), BLOCK) for _ in range(3)]
     branches = []
@@ -495,7 +495,7 @@ def test_weights_in_branches(tmp_path: Path) -> None:
     assert read_source(written(graph([node], {"shared": arrays[2]}), path), model).model is model
 
 
-def test_numbers_and_names_that_are_given_twice() -> None:
+def test_duplicate_names_and_indices_are_refused() -> None:
     """Readers differ in which they take, and a name that was made up must not hide a weight that has it."""
     use, zero, one = helper.make_node("MatMul", ["x", "w"], ["y"]), np.zeros((4, 4), np.float32), np.eye(4, dtype=np.float32)
     twice = graph([use], {"w": zero})
@@ -520,7 +520,7 @@ def test_numbers_and_names_that_are_given_twice() -> None:
 
 def test_a_small_file_takes_no_more_memory_than_a_large_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tensor that stores its nonzero numbers only can claim any size: each is read once, and together they have a limit."""
-    monkeypatch.setattr(onnxfile, "MOST_BYTES", 2 * 4 << 20)
+    monkeypatch.setattr(onnxfile, "MAX_BYTES", 2 * 4 << 20)
     one = sparse_tensor(np.eye(1 << 10, dtype=np.float32), by_axis=False)
     for constant in (False, True):
         nodes = [helper.make_node("Constant", [], ["w"], sparse_value=one)] if constant else []
@@ -535,11 +535,11 @@ def test_a_small_file_takes_no_more_memory_than_a_large_one(monkeypatch: pytest.
     for name in "uvw":
         one.values.name = name
         large.graph.sparse_initializer.append(one)
-    with pytest.raises(sp.SmartpruneError, match=r"large: w has the shape \[1024, 1024\], and the tensors"):
+    with pytest.raises(sp.SmartpruneError, match=r"large: w has the shape \[1024, 1024\], and the sparse tensors"):
         onnxfile.parse_onnx(large.SerializeToString(), "large")
 
 
-def test_other_tensors_are_no_weights(tmp_path: Path) -> None:
+def test_other_tensors_are_not_weights(tmp_path: Path) -> None:
     arrays = {"w": zeros_in((16, 16), BLOCK), "table": np.zeros((100, 50), np.float32), "axes": np.zeros(2, np.int64)}
     nodes = [helper.make_node("Add", ["x", "table"], ["a"]), helper.make_node("MatMul", ["a", "w"], ["y"])]
     path = written(graph(nodes, arrays), tmp_path / "m.onnx")
@@ -549,7 +549,7 @@ def test_other_tensors_are_no_weights(tmp_path: Path) -> None:
     ]
 
 
-def test_a_kernel_whose_axes_are_all_reversed_is_no_weight(tmp_path: Path) -> None:
+def test_a_kernel_with_reversed_axes_is_not_a_weight(tmp_path: Path) -> None:
     """A Transpose without ``perm`` reverses any number of axes; one of two axes is the usual (in, out)."""
     nodes = [helper.make_node("Transpose", ["w"], ["t"]), helper.make_node("Conv", ["x", "t"], ["a"])]
     nodes.append(helper.make_node("Conv", ["a", "plain"], ["y"]))
@@ -560,7 +560,7 @@ def test_a_kernel_whose_axes_are_all_reversed_is_no_weight(tmp_path: Path) -> No
     assert [row.name for row in sp.report(path, BLOCK).skipped] == ["w"]
 
 
-def test_torchscripts_exporter(tmp_path: Path) -> None:
+def test_files_of_the_torchscript_exporter_are_read(tmp_path: Path) -> None:
     """The older exporter writes other graphs: weights through Identity and Transpose nodes."""
     import warnings
 
@@ -604,7 +604,7 @@ def test_hostile_files(tmp_path: Path) -> None:
         outside.external_data.add(key=key, value=value)
     model = graph([node], {})
     model.graph.initializer.append(outside)
-    refused("the data of w is in another file, which is not followed", model)
+    refused("the data of w is in another file, which is not read", model)
     unknown = copy.deepcopy(weight)
     unknown.data_type = 999
     model = graph([node], {})
@@ -656,7 +656,7 @@ def test_fuzzed_files_are_read_or_refused(made: Any, tmp_path: Path) -> None:
     assert 400 < refused < 2500
 
 
-def test_the_reader_runs_nothing(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_does_not_run_the_graph(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def stop(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("a foreign graph was run")
 
@@ -747,7 +747,7 @@ MERGED = {
 
 @pytest.mark.parametrize("case", sorted(MERGED))
 @pytest.mark.parametrize("int8", [False, True])
-def test_equal_weights_are_stored_one_by_one(case: str, int8: bool, tmp_path: Path) -> None:
+def test_merged_equal_weights_are_stored_separately(case: str, int8: bool, tmp_path: Path) -> None:
     """The exporter merges small tensors that are equal; two layers whose blocks are all gone are."""
     make, shape = MERGED[case]
     torch.manual_seed(0)
@@ -787,7 +787,7 @@ def test_an_unused_weight_that_equals_a_used_one_stays_missing(tmp_path: Path) -
     assert "1 weight (unused.weight) is used by no node and not in the file" in str(done)
 
 
-def test_outputs_that_are_no_floats(tmp_path: Path) -> None:
+def test_integer_and_boolean_outputs_are_compared(tmp_path: Path) -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -819,7 +819,7 @@ def test_a_model_that_cannot_be_exported_says_why(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # dynamo imports torch.jit
-def test_models_in_a_wrapper_and_such_that_cannot_be_copied(tmp_path: Path) -> None:
+def test_wrapped_models_are_exported_and_models_that_cannot_be_copied_raise(tmp_path: Path) -> None:
     model, x = nn.Sequential(nn.Conv2d(8, 8, 3), nn.ReLU()).eval(), torch.randn(2, 8, 6, 6)
     model[0].weight.data[:, :4] = 0
     sp.export_onnx(model, tmp_path / "m.onnx", x, (4, 4))
@@ -832,7 +832,7 @@ def test_models_in_a_wrapper_and_such_that_cannot_be_copied(tmp_path: Path) -> N
             sp.export_onnx(bad, tmp_path / "bad.onnx", x, (4, 4))
 
 
-def test_float64_is_named(tmp_path: Path) -> None:
+def test_float64_errors_say_what_to_do(tmp_path: Path) -> None:
     model, x = nn.Sequential(nn.Conv2d(8, 8, 3)).double().eval(), torch.randn(2, 8, 6, 6)
     for example in (x.double(), x):  # an operation that onnxruntime lacks, and an input that does not fit
         with pytest.raises(sp.SmartpruneError, match=r"float64.*give model\.float\(\), and a float32 example"):
@@ -841,7 +841,7 @@ def test_float64_is_named(tmp_path: Path) -> None:
     assert sp.export_onnx(linear, tmp_path / "m.onnx", torch.randn(2, 8).double(), (4, 4)).difference < 1e-12
 
 
-def test_nothing_is_replaced_unless_all_can_be_written(tmp_path: Path) -> None:
+def test_no_file_is_replaced_unless_all_can_be_written(tmp_path: Path) -> None:
     path = tmp_path / "m.onnx"
     path.write_bytes(b"old")
     (tmp_path / "m.mask.json").mkdir()
@@ -854,7 +854,7 @@ def test_nothing_is_replaced_unless_all_can_be_written(tmp_path: Path) -> None:
         sp.export_onnx(masked, tmp_path / "n.onnx", torch.randn(2, 8), (4, 4))
 
 
-def test_the_export_verb_keeps_what_it_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_command_does_not_overwrite_its_inputs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     paper = tmp_path / "m.mask.json"
     paper.write_text("{}")
     common = ["export", "resnet18", "--input", "3x32x32", "--block", "16x8"]
@@ -870,7 +870,7 @@ def test_the_export_verb_keeps_what_it_reads(tmp_path: Path, capsys: pytest.Capt
     assert [path.name for path in tmp_path.iterdir()] == ["m.mask.json"]
 
 
-def test_a_receipt_that_is_left_out_is_told(tmp_path: Path) -> None:
+def test_a_receipt_left_out_of_the_file_is_reported(tmp_path: Path) -> None:
     class Auxiliary(nn.Module):
         """A head for training alone."""
 
@@ -892,7 +892,7 @@ def test_a_receipt_that_is_left_out_is_told(tmp_path: Path) -> None:
     assert sp.verify(tmp_path / "model.onnx").receipt is None
 
 
-def test_int8_of_a_grouped_transposed_convolution(tmp_path: Path) -> None:
+def test_int8_keeps_grouped_transposed_convolutions_in_float(tmp_path: Path) -> None:
     """onnxruntime has scales of one group for a bias of all: it fails, so the node stays in float."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ConvTranspose2d(16, 12, 3, stride=2, groups=2)).eval()

@@ -57,7 +57,7 @@ def sparse(shape: tuple[int, ...], block: Block, groups: int = 1, transposed: bo
 
 @pytest.mark.parametrize("block", ["16x8", "4x4", "3x5", "1x1", "channel", "*x1", "4x4x3x3", "4x4x2x2", "2x*x1x1", "*x*"])
 @pytest.mark.parametrize("name", sorted(zoo.SMALL))
-def test_every_model_and_block_comes_back(name: str, block: str, tmp_path: Path) -> None:
+def test_unpack_restores_every_model_and_block(name: str, block: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = zero_random_blocks(zoo.SMALL[name]()[0], block)
     path = tmp_path / "model.packed.safetensors"
@@ -84,7 +84,7 @@ LAYERS = {
 
 @pytest.mark.parametrize("block", [(16, 8), (4, 4), (5, 3), (4, None)])
 @pytest.mark.parametrize("kind", LAYERS)
-def test_the_order_of_blocks(kind: str, block: tuple[int | None, ...], tmp_path: Path) -> None:
+def test_blocks_are_stored_in_kernel_order(kind: str, block: tuple[int | None, ...], tmp_path: Path) -> None:
     """Against a slow loop: rows are (group, output block), columns (kernel position, input block), output fastest."""
     torch.manual_seed(1)
     build, groups, transposed = LAYERS[kind]
@@ -121,7 +121,7 @@ def test_the_order_of_blocks(kind: str, block: tuple[int | None, ...], tmp_path:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int8, torch.float8_e4m3fn])
-def test_number_types(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_every_dtype_is_restored(dtype: torch.dtype, tmp_path: Path) -> None:
     torch.manual_seed(0)
     state = {"w": sparse((40, 30, 3, 3), Block(16, 8)).mul(9).to(dtype), "bias": torch.randn(40).to(dtype)}
     done = sp.pack(state, tmp_path / "p", (16, 8))
@@ -142,7 +142,7 @@ def test_odd_values_keep_their_bits(tmp_path: Path) -> None:
     assert read_packed(tmp_path / "p").weights["w"].occupied().sum() == 5
 
 
-def test_strided_weights(tmp_path: Path) -> None:
+def test_strided_weights_are_restored(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(16, 32, 3), nn.Linear(32, 40)).to(memory_format=torch.channels_last)
     zero_random_blocks(model, (4, 4))
@@ -172,7 +172,7 @@ def test_tied_weights_are_stored_once(tmp_path: Path) -> None:
     check(plain, tmp_path / "p")
 
 
-def test_what_saves_nothing_is_stored_as_it_is(tmp_path: Path) -> None:
+def test_weights_that_save_no_bytes_are_stored_unchanged(tmp_path: Path) -> None:
     torch.manual_seed(0)
     state = {"dense": torch.randn(32, 32), "sparse": sparse((32, 32), Block(4, 4)), "empty": torch.zeros(32, 32)}
     done = sp.pack(state, tmp_path / "p", (4, 4))
@@ -188,7 +188,7 @@ def test_what_saves_nothing_is_stored_as_it_is(tmp_path: Path) -> None:
     assert "unchanged" in str(done)
 
 
-def test_weights_of_many_axes_come_back(tmp_path: Path) -> None:
+def test_weights_of_many_axes_are_restored(tmp_path: Path) -> None:
     """Entries have up to 8 axes, and what has more is stored as it is: a file that nobody can read is no file."""
     state = {f"w{n}": torch.zeros([4, 4] + [2] * (n - 2)) for n in (2, 8, 9, 12)}
     sp.pack(state, tmp_path / "p", (2, 2))
@@ -210,7 +210,7 @@ def test_blocks_start_at_multiples_of_64_bytes(tmp_path: Path) -> None:
     assert all(start % 64 == 0 for start in starts)
 
 
-def test_size_of_a_resnet(tmp_path: Path) -> None:
+def test_packed_size_of_a_resnet(tmp_path: Path) -> None:
     """95 % of the 16x8 blocks at random: at most 6.5 % of the dense file, by real file sizes."""
     torch.manual_seed(0)
     model, _ = zoo.resnet18()
@@ -264,7 +264,7 @@ def test_golden_bytes(tmp_path: Path) -> None:
     check(documented_example(), tmp_path / "p")
 
 
-def test_the_example_of_the_documentation() -> None:
+def test_reader_in_the_documentation() -> None:
     shown = next(text for text in re.findall(r"```\n(.*?)```", FORMAT_PAGE, re.S) if "conv.bias" in text)
     assert bytes.fromhex("".join(re.findall(r"\b[0-9a-f]{8}\b", shown))) == DATA
     entry = json.loads(re.findall(r"```json\n(.*?)```", FORMAT_PAGE, re.S)[0])
@@ -273,7 +273,7 @@ def test_the_example_of_the_documentation() -> None:
     assert sorted(entry) == sorted(re.findall(r"\w+", " ".join(fields)))
 
 
-def test_the_documented_hash(tmp_path: Path) -> None:
+def test_hash_follows_the_documentation(tmp_path: Path) -> None:
     """Recomputed from the words of docs/format.md."""
     import hashlib
 
@@ -304,14 +304,14 @@ def test_verify_and_report_read_packed_files(tmp_path: Path) -> None:
         assert (seen.params, seen.zeros, seen.block) == (true.params, true.zeros, Block(4, 4))
 
 
-def test_the_packed_block_is_what_is_counted(tmp_path: Path) -> None:
+def test_verify_counts_the_packed_block(tmp_path: Path) -> None:
     model, _ = model_and_receipt("unet")
     sp.pack(model, tmp_path / "p", (4, 4))
     assert sp.verify(tmp_path / "p").block == Block(4, 4)
     assert sp.verify(tmp_path / "p").zero == sp.verify(model, (4, 4)).zero
 
 
-def test_a_receipt_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+def test_a_receipt_of_other_weights_is_refused(tmp_path: Path) -> None:
     _, receipt = model_and_receipt()
     dense, _ = zoo.plain_cnn()
     with pytest.raises(sp.SmartpruneError, match=r"does not match its receipt: 3\.weight"):
@@ -354,7 +354,7 @@ def test_misuse(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["plain.safetensors"]
 
 
-def test_a_model_that_does_not_fit_is_left_alone(tmp_path: Path) -> None:
+def test_a_model_that_does_not_fit_is_not_changed(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = zero_random_blocks(zoo.plain_cnn()[0], (4, 4))
     sp.pack(model, tmp_path / "p", (4, 4))
@@ -386,14 +386,14 @@ class Versioned(nn.Linear):
         super()._load_from_state_dict(state, prefix, metadata, *rest)
 
 
-def test_modules_that_ask_for_the_version_of_their_format(tmp_path: Path) -> None:
+def test_state_dict_metadata_is_kept(tmp_path: Path) -> None:
     model, other = nn.Sequential(Versioned(32, 16)), nn.Sequential(Versioned(32, 16))
     sp.pack(model, tmp_path / "a.safetensors", (16, 8))
     sp.unpack(tmp_path / "a.safetensors", other)
     assert torch.equal(other[0].weight, model[0].weight)
 
 
-def test_packing_changes_nothing(tmp_path: Path) -> None:
+def test_packing_does_not_change_the_model(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = zero_random_blocks(zoo.transformer_block()[0], (4, 4))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -487,7 +487,7 @@ def test_models_without_tensors_are_refused(tmp_path: Path) -> None:
     assert not path.exists()
 
 
-def test_where_nothing_can_be_cut_it_is_said(tmp_path: Path) -> None:
+def test_models_without_weights_to_cut_are_reported(tmp_path: Path) -> None:
     done = sp.pack(nn.BatchNorm2d(3), tmp_path / "p", (4, 4))
     assert done.layers == ()
     assert str(done).startswith("no weight can be cut into blocks of 4x4x1x1: every tensor is stored unchanged\n")
@@ -505,7 +505,7 @@ def test_axes_that_were_assumed_are_named(tmp_path: Path) -> None:
     assert sp.pack(tmp_path / "p", tmp_path / "q").assumed == ()  # the file says them
 
 
-def test_models_that_can_hold_no_values(tmp_path: Path) -> None:
+def test_meta_and_lazy_models_cannot_be_loaded(tmp_path: Path) -> None:
     path = tmp_path / "p"
     sp.pack(nn.Linear(8, 8), path, (4, 4))
     for model, message in (
@@ -519,7 +519,7 @@ def test_models_that_can_hold_no_values(tmp_path: Path) -> None:
     assert torch.equal(sp.unpack(path, empty)["weight"], empty.weight)
 
 
-def test_misuse_is_named(tmp_path: Path) -> None:
+def test_wrong_paths_names_and_limits_are_refused(tmp_path: Path) -> None:
     model, path = nn.Linear(8, 8), tmp_path / "p"
     for wrong in (None, 3, "a\0b"):
         with pytest.raises(sp.SmartpruneError, match=r"pack: path: .* is not a path"):
@@ -537,7 +537,7 @@ def test_misuse_is_named(tmp_path: Path) -> None:
         sp.unpack("a\0b")
 
 
-def test_a_packed_file_says_its_block(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pack_uses_the_block_of_a_packed_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = nn.Linear(8, 8)
     first, again = tmp_path / "first.safetensors", tmp_path / "again.safetensors"
     sp.pack(model, first, (2, 4))
@@ -547,7 +547,7 @@ def test_a_packed_file_says_its_block(tmp_path: Path, capsys: pytest.CaptureFixt
     assert json.loads(capsys.readouterr().out)["block"] == "2x4x1x1"
 
 
-def test_what_is_read_is_not_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pack_does_not_overwrite_its_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, receipt = model_and_receipt()
     save_file({name: tensor.clone() for name, tensor in model.state_dict().items()}, tmp_path / "model.safetensors")
     receipt.save(tmp_path / "receipt.json")

@@ -115,7 +115,7 @@ def files(tmp_path: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("name", ["example", "tied", "grouped", "transposed"])
-def test_mutations(name: str, tmp_path: Path) -> None:
+def test_mutated_files_are_read_or_refused(name: str, tmp_path: Path) -> None:
     """More than 10,000 in all. What is accepted has the shapes it declares and says the same to an independent reader."""
     good = files(tmp_path)[name]
     path, reader = tmp_path / "mutant", documented_reader()
@@ -232,7 +232,7 @@ def test_every_check_has_its_message(case: str, tmp_path: Path) -> None:
         assert str(path) in str(caught.value)
 
 
-def test_a_small_file_that_claims_much(tmp_path: Path) -> None:
+def test_a_small_file_that_claims_a_terabyte_is_refused(tmp_path: Path) -> None:
     """A terabyte in a kilobyte: refused before anything of that size is made; a limit draws the line elsewhere."""
     side = 2**19
     text = {
@@ -259,7 +259,7 @@ def test_a_small_file_that_claims_much(tmp_path: Path) -> None:
         sp.unpack(path, limit=2 * 4 * 64 * 64 - 1)
 
 
-def test_odd_texts(tmp_path: Path) -> None:
+def test_odd_metadata_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "odd"
     sp.pack(documented_example(), path, (2, 2))
     header, text, body = split(path.read_bytes())

@@ -85,7 +85,7 @@ def test_counts_agree_with_slow_loops(name: str) -> None:
     assert got.mask_hash == map_hash(found.block, maps)
 
 
-def test_kept_blocks_that_are_zero_by_themselves() -> None:
+def test_kept_blocks_of_zeros_are_counted() -> None:
     model, _ = zoo.plain_cnn()
     found = plan(model, (4, 4), 0.5)
     mask = first_kept(found, found.keep or 0)
@@ -98,7 +98,7 @@ def test_kept_blocks_that_are_zero_by_themselves() -> None:
     assert Receipt.from_json(got.to_json()) == got
 
 
-def test_layers_that_keep_nothing_are_named() -> None:
+def test_layers_without_kept_blocks_are_named() -> None:
     layers = [nn.Linear(8, 8) for _ in range(6)]
     with torch.no_grad():
         for layer, size in zip(layers, (1.0, 0.01, 0.01, 0.01, 0.01, 1.0), strict=True):
@@ -128,7 +128,7 @@ def test_removed_blocks_must_be_zero() -> None:
         make_receipt(found, weights, torch.ones(found.n), "magnitude", {"f": print})
 
 
-def test_budget_that_was_not_met_is_said() -> None:
+def test_an_unmet_budget_is_printed() -> None:
     model, _ = zoo.plain_cnn()
     found = plan(model, (4, 4), 0.5)
     mask = first_kept(found, 99)
@@ -138,7 +138,7 @@ def test_budget_that_was_not_met_is_said() -> None:
     assert Receipt.from_json(got.to_json()) == got
 
 
-def test_other_budgets() -> None:
+def test_receipts_of_other_budgets() -> None:
     for budget in (params(0.6), macs(0.6, zoo.plain_cnn()[1]), macs(0.2, zoo.plain_cnn()[1], of="model")):
         got = example(budget=budget, floor=None)
         assert got.requested is not None
@@ -158,7 +158,7 @@ def test_other_budgets() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(zoo.SMALL))
-def test_through_a_file(name: str, tmp_path: Path) -> None:
+def test_receipt_survives_a_file(name: str, tmp_path: Path) -> None:
     got = example(name)
     path = tmp_path / "receipt.json"
     got.save(path)

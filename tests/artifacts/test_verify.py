@@ -61,7 +61,7 @@ def test_receipt_of_a_model_that_was_wrapped_before_attach(wrap: Callable[[nn.Mo
 
 
 @pytest.mark.parametrize("name", sorted(zoo.SMALL))
-def test_all_sources_agree(name: str, tmp_path: Path) -> None:
+def test_all_kinds_of_sources_agree(name: str, tmp_path: Path) -> None:
     model, receipt = model_and_receipt(name)
     receipt.save(tmp_path / "receipt.json")
     save_file(state(model), tmp_path / "model.safetensors")
@@ -118,7 +118,7 @@ def test_one_revived_block_changes_the_hash() -> None:
     assert got.problems[1].startswith("the hash is sha256:")
 
 
-def test_a_dense_model_is_not_listed_block_by_block() -> None:
+def test_wrong_blocks_of_a_dense_model_are_summarized() -> None:
     _, receipt = model_and_receipt()
     dense, _ = zoo.plain_cnn()
     got = verify(dense, receipt=receipt)
@@ -135,14 +135,14 @@ def test_nan_is_a_problem() -> None:
     assert verify(model, block=(4, 4)).problems == ("3.weight: holds NaN or infinity",)
 
 
-def test_other_block_than_the_receipt() -> None:
+def test_a_block_other_than_the_receipts_is_a_problem() -> None:
     model, receipt = model_and_receipt()
     assert verify(model, block=(4, 4), receipt=receipt).ok
     got = verify(model, block=(16, 8), receipt=receipt)
     assert got.problems == ("block 16x8x1x1 was given, and the receipt is about blocks of 4x4x1x1",)
 
 
-def test_receipt_that_was_not_met() -> None:
+def test_a_receipt_with_an_unmet_budget_is_a_problem() -> None:
     model, _ = zoo.plain_cnn()
     found = plan(model, (4, 4), 0.75)
     receipt = make_receipt(found, model.state_dict(), torch.ones(found.n), "magnitude")
@@ -180,7 +180,7 @@ def test_the_block_shape_is_found(shape: str, sparsity: float) -> None:
     assert json.loads(json.dumps(got.to_json()))["block"] == str(block)
 
 
-def test_a_dense_file_is_sparse_in_no_shape() -> None:
+def test_a_dense_file_is_not_sparse_in_any_shape() -> None:
     weight = torch.randn(64, 64)
     weight[0, 0] = 0
     got = verify({"a": weight})
@@ -189,7 +189,7 @@ def test_a_dense_file_is_sparse_in_no_shape() -> None:
     assert got.ok
 
 
-def test_running_statistics_and_integers_are_no_weights() -> None:
+def test_running_statistics_and_integers_are_not_weights() -> None:
     tensors = {
         "w": torch.ones(4, 4),
         "ids": torch.zeros(1, 512, dtype=torch.int64),
@@ -202,7 +202,7 @@ def test_running_statistics_and_integers_are_no_weights() -> None:
     assert [layer.name for layer in verify(tensors, block=(4, 4)).layers] == ["w", "q"]
 
 
-def test_masked_models_are_judged_by_what_they_store() -> None:
+def test_masked_models_are_verified_by_their_stored_weights() -> None:
     sp = pytest.importorskip("smartprune")
     model, _ = zoo.plain_cnn()
     sp.attach(model, sp.Smart(), block=(4, 4), sparsity=0.75, steps=3)
@@ -213,7 +213,7 @@ def test_masked_models_are_judged_by_what_they_store() -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.named_parameters() if name in before)
 
 
-def test_meta_and_wrong_models(tmp_path: Path) -> None:
+def test_unusable_sources_are_refused(tmp_path: Path) -> None:
     with torch.device("meta"):
         model, _ = zoo.plain_cnn()
     with pytest.raises(SmartpruneError, match=r"0.weight: the weight is on the meta device"):
@@ -265,7 +265,7 @@ def test_code_in_files_is_never_run(tmp_path: Path) -> None:
     assert not target.exists()
 
 
-def test_hostile_checkpoints(tmp_path: Path) -> None:
+def test_hostile_checkpoints_are_refused(tmp_path: Path) -> None:
     torch.save({"w": torch.zeros(1).expand(10**6, 10**7)}, tmp_path / "huge.pt")
     with pytest.raises(SmartpruneError, match="claims 10,000,000,000,000 numbers and stores fewer"):
         verify(tmp_path / "huge.pt")
@@ -283,7 +283,7 @@ def test_hostile_checkpoints(tmp_path: Path) -> None:
         verify(tmp_path / "small.pt")
 
 
-def test_a_checkpoint_whose_entries_share_their_bytes(tmp_path: Path) -> None:
+def test_a_checkpoint_with_overlapping_entries_is_refused(tmp_path: Path) -> None:
     """A small file that would fill any memory."""
     torch.save({"w": torch.zeros(300, 300)}, tmp_path / "plain.pt")
     assert verify(tmp_path / "plain.pt", block=(4, 4)).blocks
@@ -298,7 +298,7 @@ def test_a_checkpoint_whose_entries_share_their_bytes(tmp_path: Path) -> None:
         verify(tmp_path / "shared.pt")
 
 
-def test_damaged_receipt_in_a_run_folder(run: Path) -> None:
+def test_a_damaged_receipt_in_a_run_folder_is_named(run: Path) -> None:
     assert verify(run).ok
     (run / "receipt.json").write_text("{")
     with pytest.raises(SmartpruneError, match=r"receipt.json: not readable as JSON"):
@@ -378,7 +378,7 @@ def turned() -> tuple[nn.Module, tuple[int, int]]:
     return model, (16, 8)
 
 
-def test_axes_are_assumed_only_where_nothing_tells_them(tmp_path: Path) -> None:
+def test_axes_are_assumed_only_if_they_are_unknown(tmp_path: Path) -> None:
     model, block = turned()
     save_file(model.state_dict(), tmp_path / "m.safetensors")
     torch.save({"model": model.state_dict()}, tmp_path / "m.pt")
@@ -416,7 +416,7 @@ def test_reports_name_the_same_axes() -> None:
     assert report(model=model, block=block).blocks == told.blocks
 
 
-def test_the_model_may_be_given_by_name() -> None:
+def test_the_model_can_be_a_keyword_argument() -> None:
     model, block = turned()
     assert verify(model=model, block=block) == verify(model, block)
     assert verify(model=model.state_dict(), block=block).zero == verify(model.state_dict(), block).zero
@@ -426,7 +426,7 @@ def test_the_model_may_be_given_by_name() -> None:
         verify(model.state_dict(), block, model={})
 
 
-def test_a_model_that_the_file_does_not_belong_to() -> None:
+def test_a_model_of_other_weights_is_refused() -> None:
     model, block = turned()
     state = model.state_dict()
     with pytest.raises(SmartpruneError, match=r"does not belong to the model: 0\.weight is 8x8 in the model and 32x16x1x1 here"):
@@ -440,13 +440,13 @@ def test_a_model_that_the_file_does_not_belong_to() -> None:
         verify(state, block, model=nn.Sequential(nn.LazyLinear(8)))
 
 
-def test_a_model_on_the_meta_device_says_it_too() -> None:
+def test_a_model_on_the_meta_device_defines_axes() -> None:
     model, block = turned()
     wrapped = {f"module.{name}": tensor for name, tensor in model.state_dict().items()}
     assert verify(wrapped, block, model=model.to("meta")).zero == 9
 
 
-def test_a_receipt_that_reads_the_axes_in_another_way() -> None:
+def test_a_receipt_with_other_axes_is_a_problem() -> None:
     model, receipt = model_and_receipt("unet")
     assert verify(model.state_dict(), receipt=receipt, model=model).ok
     row = next(row for row in receipt.layers if row.transposed)
@@ -470,7 +470,7 @@ def test_eight_bit_floats(dtype: torch.dtype) -> None:
     assert verify({"a.weight": weight.to(dtype)}, (4, 4)).problems == ("a.weight: holds NaN or infinity",)
 
 
-def test_four_bit_floats_are_named() -> None:
+def test_four_bit_floats_are_refused() -> None:
     """Two of them share a byte, and torch compares and converts none."""
     state = {"a.weight": torch.zeros(8, 4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2), "b.weight": torch.zeros(8, 8)}
     for look in (verify, report):
@@ -478,7 +478,7 @@ def test_four_bit_floats_are_named() -> None:
             look(state, (4, 4))
 
 
-def test_weights_under_the_masks_of_torch(tmp_path: Path) -> None:
+def test_masks_of_torch_prune_are_refused(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3))
     for i in (0, 2):
         prune.ln_structured(model[i], "weight", 0.5, 2, 0)
@@ -498,7 +498,7 @@ def test_weights_under_the_masks_of_torch(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["m.pt"]
 
 
-def test_a_receipt_that_is_a_dead_link(run: Path) -> None:
+def test_a_receipt_that_is_a_broken_link_is_named(run: Path) -> None:
     (run / "receipt.json").unlink()
     (run / "receipt.json").symlink_to("gone.json")
     with pytest.raises(SmartpruneError, match=r"receipt\.json: is a link to gone\.json, which does not exist"):
@@ -506,5 +506,5 @@ def test_a_receipt_that_is_a_dead_link(run: Path) -> None:
 
 
 @pytest.mark.parametrize("block", [(np.int64(4), np.int32(4)), np.array([4, 4])])
-def test_blocks_of_numpy(block: object) -> None:
+def test_blocks_can_be_numpy_integers(block: object) -> None:
     assert verify({"a.weight": torch.zeros(8, 8)}, block).block == Block(4, 4)  # type: ignore[arg-type]

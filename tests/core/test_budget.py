@@ -80,7 +80,7 @@ def test_wrong_shares(value: object, words: str) -> None:
         as_share(value, "sparsity")
 
 
-def test_wrong_floor_is_not_called_a_share_to_remove() -> None:
+def test_a_wrong_floor_has_its_own_message() -> None:
     layers, _ = find_layers(zoo.plain_cnn()[0], Block(4, 4))
     with pytest.raises(SmartpruneError, match=r"floor=2 .*least share of its blocks that each layer keeps"):
         min_keep(layers, 2)
@@ -105,7 +105,7 @@ def test_block_macs_add_up_to_slow_counts(name: str) -> None:
             assert torch.equal(cost, layer.grid.sizes() * uses[layer.name][0])
 
 
-def test_resolve() -> None:
+def test_resolved_costs_and_limits() -> None:
     model, x = zoo.plain_cnn()
     layers, _ = find_layers(model, Block(4, 4))
     n = sum(layer.n for layer in layers)
@@ -124,7 +124,7 @@ def test_resolve() -> None:
     assert limit + fixed <= count_macs(model, x) / 2 < limit + fixed + 1
 
 
-def test_budget_texts() -> None:
+def test_budget_errors() -> None:
     model, x = zoo.plain_cnn()
     layers, _ = find_layers(model, Block(4, 4))
     with pytest.raises(SmartpruneError, match=r"macs\(0.99, of='model'\) cannot be met.*include="):

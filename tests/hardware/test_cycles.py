@@ -81,7 +81,7 @@ def test_the_estimate_never_exceeds_the_budget(
 @pytest.mark.parametrize("npu", [IDEAL, SYSTOLIC], ids=["output", "weight"])
 @pytest.mark.parametrize("share", ["0.3", "0.5", "0.77", "0.95"])
 @pytest.mark.parametrize("name", sorted(zoo.SMALL))
-def test_without_waiting_it_is_exact_to_a_block(name: str, share: str, npu: NPU) -> None:
+def test_cycles_are_exact_to_a_block_with_free_memory(name: str, share: str, npu: NPU) -> None:
     """One lane, no memory to wait for, blocks of the array's shape: a block costs what it takes, and nothing else is lost."""
     torch.manual_seed(0)
     npu = replace(npu, rows=4, columns=4)
@@ -162,7 +162,7 @@ def test_an_npu_checks_the_fields_of_a_receipt(fields: object, words: str) -> No
         NPU.from_json(fields, "asked: npu")
 
 
-def test_plan_says_cycles() -> None:
+def test_plan_shows_cycles() -> None:
     model, x = zoo.plain_cnn()
     plan = sp.plan(model, (4, 4), budget=sp.cycles(0.5, x, replace(IDEAL, rows=4, columns=4)))
     # 16 -> 20 channels, 3x3, 64 pixels: 5 x 4 x 9 blocks; 20 -> 12, 1x1: 3 x 5; one more cycle each
@@ -174,14 +174,14 @@ def test_plan_says_cycles() -> None:
     assert plan.uses is not None  # its example serves the plan as well
 
 
-def test_nothing_asked_is_nothing_removed() -> None:
+def test_a_share_of_zero_removes_nothing() -> None:
     model, x = zoo.plain_cnn()
     for npu in (NPU(), NPU(lanes=4), NPU.server(), NPU(buffer_bytes=16)):
         plan = sp.plan(model, (4, 4), budget=sp.cycles(0, x, npu))
         assert plan.limit == plan.total
 
 
-def test_layers_that_gain_nothing_keep_their_blocks() -> None:
+def test_layers_that_only_move_activations_keep_their_blocks() -> None:
     """Where moving the activations takes longer than the multiplications, removing blocks saves no time: they are free."""
     model = nn.Sequential(nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 4, 1))
     x = torch.zeros(1, 8, 16, 16)
@@ -194,7 +194,7 @@ def test_layers_that_gain_nothing_keep_their_blocks() -> None:
 
 
 @pytest.mark.parametrize("lanes", [1, 2, 4])
-def test_several_lanes_do_not_cost_more_than_was_asked_for(lanes: int) -> None:
+def test_several_lanes_stay_within_the_budget(lanes: int) -> None:
     """Also in the search: with blocks spread at random the sum that it sees comes close to the latency."""
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 10)), torch.zeros(1, 16, 64)
@@ -248,7 +248,7 @@ def test_a_floor_that_some_mask_meets_is_not_refused(layer: nn.Module, lanes: in
 
 
 @pytest.mark.parametrize("lanes", [1, 2])
-def test_a_floor_is_met_by_blocks_that_are_cut_short(lanes: int) -> None:
+def test_a_floor_is_met_by_partial_blocks(lanes: int) -> None:
     """They have fewer weights to fetch, and lie at the end."""
     npu = NPU(rows=2, columns=2, lanes=lanes, weight_bandwidth=0.5, activation_bandwidth=1)
     plan = sp.plan(nn.Sequential(nn.Linear(5, 5)), (2, 2), budget=sp.cycles(0.3, torch.zeros(1, 3, 5), npu), include="*")
@@ -279,7 +279,7 @@ def test_a_floor_that_the_latency_allows_fits_the_sum_of_a_search(method: Any) -
         assert int(pruner.mask[layer.start : layer.stop].sum()) >= math.ceil(0.2 * layer.n)
 
 
-def test_to_a_latency() -> None:
+def test_pruning_to_a_latency_in_milliseconds() -> None:
     torch.manual_seed(0)
     model, x = zoo.plain_cnn()
     npu = NPU(rows=4, columns=4, clock_mhz=10, activation_bandwidth=64, weight_bandwidth=64)
@@ -324,7 +324,7 @@ def test_wrong_budgets() -> None:
         sp.plan(Idle(), (4, 4), budget=sp.cycles(0.5, x, NPU()))
 
 
-def test_what_is_said_to_be_possible_is() -> None:
+def test_the_suggested_share_is_feasible() -> None:
     model, x = zoo.plain_cnn()
     slow = NPU(rows=4, columns=4, activation_bandwidth=8)
     with pytest.raises(SmartpruneError, match="at most about") as caught:
@@ -337,7 +337,7 @@ def test_what_is_said_to_be_possible_is() -> None:
 
 
 @pytest.mark.parametrize("of", ["layers", "model"])
-def test_a_share_that_leaves_no_block_is_told_one_that_does(of: str) -> None:
+def test_the_suggested_share_keeps_a_block(of: str) -> None:
     """What waits for activations, or is not pruned, is kept whatever goes: the share that is called possible has to leave it."""
     npu = NPU(rows=2, columns=2, lanes=2, dataflow="weight_stationary", weight_bandwidth=4, activation_bandwidth=16)
     model, x = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2)), torch.zeros(1, 50, 6)

@@ -171,7 +171,7 @@ def layers(draw: st.DrawFn) -> tuple[nn.Module, Tensor, tuple[int, ...], tuple[i
 
 @given(layers(), MACHINES, st.floats(0, 1), st.integers(0, 10**6))
 @settings(max_examples=400, deadline=None)
-def test_every_figure_is_that_of_a_slow_simulation(case: Any, npu: NPU, density: float, seed: int) -> None:
+def test_every_figure_matches_a_slow_simulation(case: Any, npu: NPU, density: float, seed: int) -> None:
     module, x, block, pixels = case
     draw = torch.Generator().manual_seed(seed)
     grid = find_layers(module, Block(*block), include="*")[0][0].grid
@@ -228,7 +228,7 @@ def test_a_pruned_layer_by_hand() -> None:
     assert two.mac_speedup == 60 / 25
 
 
-def test_blocks_that_are_not_the_arrays_shape() -> None:
+def test_blocks_of_another_shape_than_the_array() -> None:
     layer, x = nn.Linear(32, 32, bias=False), torch.zeros(1, 32)
     with torch.no_grad():
         layer.weight.fill_(1)
@@ -248,7 +248,7 @@ def test_blocks_that_are_not_the_arrays_shape() -> None:
     assert small.pruned.mac == 4
 
 
-def test_an_input_that_does_not_fit_is_fetched_again() -> None:
+def test_an_input_larger_than_the_buffer_is_fetched_again() -> None:
     layer, x = nn.Conv2d(8, 64, 1), torch.zeros(1, 8, 10, 10)
     fits = NPU(activation_bandwidth=1, weight_bandwidth=1, buffer_bytes=800).estimate(layer, x).dense
     assert fits.activation_bytes == 800 + 6400
@@ -299,7 +299,7 @@ def test_recorded_figures_of_other_simulators(row: dict[str, Any]) -> None:
     assert abs(mine - theirs) <= max(slack, 1e-3 * theirs)
 
 
-def test_the_record_covers_what_it_should() -> None:
+def test_the_record_covers_all_cases() -> None:
     tools = {row["protocol"] for row in THEIRS}
     assert tools == {"zigzag-dse 3.9.1", "scalesim 3.0.0"}
     for tool in tools:
@@ -358,7 +358,7 @@ def test_every_kind_of_model(name: str, npu: NPU) -> None:
     assert data["ms"] == pytest.approx(found.latency / npu.clock_mhz / 1000)
 
 
-def test_zeros_that_a_layer_makes_something_else_of_are_not_skipped() -> None:
+def test_zeros_of_transformed_weights_are_not_skipped() -> None:
     class Standardized(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             return nn.functional.linear(x, self.weight - self.weight.mean(1, keepdim=True), self.bias)
@@ -371,7 +371,7 @@ def test_zeros_that_a_layer_makes_something_else_of_are_not_skipped() -> None:
     assert first.pruned.latency == first.dense.latency == second.dense.latency > second.pruned.latency
 
 
-def test_weights_of_a_file(tmp_path: Path) -> None:
+def test_estimate_uses_the_weights_of_a_file(tmp_path: Path) -> None:
     model, x = zoo.plain_cnn()
     other, _ = zoo.plain_cnn()
     with torch.no_grad():
@@ -384,12 +384,12 @@ def test_weights_of_a_file(tmp_path: Path) -> None:
         NPU().estimate(model, x, weights={"3.weight": other[3].weight})
 
 
-def test_the_block_is_the_receipts_or_the_arrays() -> None:
+def test_default_block_is_the_receipts_or_the_arrays() -> None:
     model, x = zoo.plain_cnn()
     assert NPU(rows=4, columns=2).estimate(model, x).block == Block(4, 2)
 
 
-def test_time_to_a_share() -> None:
+def test_share_for_a_time() -> None:
     model, x = zoo.plain_cnn()
     found = NPU(clock_mhz=100).estimate(model, x)
     goal = 0.6 * found.ms
@@ -537,7 +537,7 @@ def test_plan_of_cycles_that_cannot_be_met(capsys: pytest.CaptureFixture[str]) -
     assert data["layers"]
 
 
-def test_the_gain_can_be_more_than_that_of_the_multiplications() -> None:
+def test_speedup_can_exceed_that_of_the_multiplications() -> None:
     """A dense layer that waits for its weights gains by their absence too, so nothing calls the MACs' ratio a bound."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(256, 256))

@@ -66,7 +66,7 @@ def test_resnet18_macs() -> None:
     assert "keep exactly 4,359 of 87,168 blocks" in text
 
 
-def test_the_table() -> None:
+def test_plan_prints_a_table() -> None:
     model, x = zoo.plain_cnn()
     assert (
         str(plan(model, (16, 8), 0.5, floor=0.25, example=x))
@@ -89,7 +89,7 @@ budget   remove 50% of the blocks: keep exactly 20 of 39 blocks"""
     )
 
 
-def test_long_names_fit() -> None:
+def test_long_names_fit_the_table() -> None:
     model = nn.Module()
     with torch.device("meta"):
         model.deep = nn.ModuleDict({"a": nn.Linear(4096, 16384), "z" * 150: nn.Linear(16384, 4096), "last": nn.Linear(4, 4)})
@@ -99,7 +99,7 @@ def test_long_names_fit() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(zoo.SMALL))
-def test_json_is_plain_and_says_what_the_plan_says(name: str) -> None:
+def test_json_is_plain_and_matches_the_plan(name: str) -> None:
     model, x = zoo.SMALL[name]()
     found = plan(model, (4, 4), budget=params(0.7), floor=0.1, include="*", example=x)
     data = found.to_json()
@@ -125,7 +125,7 @@ def test_padding_counts_the_slots_of_full_blocks() -> None:
     assert deconv.padding == 1 - Fraction(120, 2 * 16 * 8)
 
 
-def test_floor_that_cannot_be_met_is_reported_and_required_in_vain() -> None:
+def test_an_infeasible_floor_is_reported_and_require_raises() -> None:
     model, x = zoo.plain_cnn()
     found = plan(model, (4, 4), 0.97, floor=0.05)
     assert not found.feasible
@@ -156,7 +156,7 @@ def test_a_budget_that_keeps_nothing_is_a_problem() -> None:
         found.require()
 
 
-def test_units() -> None:
+def test_units_of_every_budget() -> None:
     model, x = zoo.plain_cnn()
     by_weights = plan(model, (4, 4), budget=params(0.9))
     assert (by_weights.unit, by_weights.total, by_weights.limit, by_weights.keep) == ("weights", 3120, 312, None)
@@ -170,7 +170,7 @@ def test_units() -> None:
     assert str(shown).endswith("budget   none given")
 
 
-def test_blocks_for_a_pruner() -> None:
+def test_plan_gives_the_blocks_of_a_model() -> None:
     model, _ = zoo.plain_cnn()
     found = plan(model, (4, 4), budget=params(0.9), floor=0.1)
     made = found.blocks(model)
@@ -186,7 +186,7 @@ def test_blocks_for_a_pruner() -> None:
         found.blocks(model)
 
 
-def test_planning_changes_nothing() -> None:
+def test_planning_does_not_change_the_model() -> None:
     model, x = zoo.transformer_block()
     before = {key: value.clone() for key, value in model.state_dict().items()}
     plan(model, (4, 4), 0.5, example=x)
@@ -210,7 +210,7 @@ def test_wrong_arguments() -> None:
         plan(model, sparsity=0.5, example=x[:, :1])
 
 
-def test_nothing_to_prune_says_why() -> None:
+def test_nothing_to_prune_names_the_reasons() -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3, groups=8), nn.Flatten(), nn.Linear(8, 2))
     with pytest.raises(SmartpruneError) as caught:
         plan(model, sparsity=0.5)
@@ -229,7 +229,7 @@ def test_default_block() -> None:
     assert plan(zoo.plain_cnn()[0]).block == Block(16, 8)
 
 
-def test_the_share_of_a_model_that_is_said_to_be_possible_is() -> None:
+def test_the_suggested_share_of_a_model_is_feasible() -> None:
     """Blocks of 6x6 and 6x4: 36 and 24 MACs of the layers that are pruned, of 60 in all and 84 in the model."""
     model, x = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 4), nn.Linear(4, 6)), torch.zeros(1, 6)
     for share, floor, most in ((0.99, None, 36 / 84), (0.7, None, 36 / 84), (0.7, 0.4, 0.0), (0.45, None, 36 / 84)):

@@ -15,8 +15,8 @@ from ..core.occupancy import unpack_bits
 from ..errors import SmartpruneError
 from ..fields import MAX_INTEGER, Fields, is_valid_name
 
-MOST_AXES = 8
-MOST_NPU_FIELDS = 32
+MAX_AXES = 8
+MAX_NPU_FIELDS = 32
 
 
 @dataclass(frozen=True)
@@ -107,8 +107,8 @@ class Requested:
 
 def _read_npu_fields(fields: Fields) -> dict[str, object]:
     """Names with numbers, short texts or null, which can be printed whatever they mean."""
-    if len(fields.data) > MOST_NPU_FIELDS or not all(is_valid_name(name, 40) for name in fields.data):
-        raise SmartpruneError(f"{fields.where} must have at most {MOST_NPU_FIELDS} fields with short names")
+    if len(fields.data) > MAX_NPU_FIELDS or not all(is_valid_name(name, 40) for name in fields.data):
+        raise SmartpruneError(f"{fields.where} must have at most {MAX_NPU_FIELDS} fields with short names")
     for name, value in fields.data.items():
         if isinstance(value, str):
             fields.text(name, max_length=100)
@@ -150,15 +150,15 @@ class Row:
 
     @staticmethod
     def read(fields: Fields, block: Block) -> Row:
-        shape = fields.integers("shape", 1, MOST_AXES)
+        shape = fields.integers("shape", 1, MAX_AXES)
         if len(shape) < 2 or math.prod(shape) > MAX_INTEGER:
-            raise fields.error("shape", f"the sizes of a weight with 2 to {MOST_AXES} axes")
+            raise fields.error("shape", f"the sizes of a weight with 2 to {MAX_AXES} axes")
         parts, transposed = fields.integer("parts", 1), fields.boolean("transposed")
         try:
             grid = block.grid(shape, parts, transposed)
         except SmartpruneError as error:
             raise SmartpruneError(f"{fields.where}: {error}") from None
-        if fields.integers("grid", 1, MOST_AXES) != grid.shape:
+        if fields.integers("grid", 1, MAX_AXES) != grid.shape:
             raise fields.error("grid", f"{list(grid.shape)}, which follows from shape and block")
         inner = fields.nested("blocks")
         occupied = inner.integer("occupied")

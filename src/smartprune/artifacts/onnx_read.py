@@ -1,4 +1,4 @@
-"""ONNX files: the weights of anybody's graph, by the nodes that use them, read without trust and without running anything."""
+"""Reads ONNX files: finds the weights by the nodes that use them. Files are not trusted, and nothing is run."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from ..errors import SmartpruneError
 from ..files import parse_json, read_limited
 from .receipt import Receipt
 
-MOST_BYTES = 1 << 31  # what one protobuf message can hold
-MOST_STEPS = 8  # nodes between a weight and the layer that uses it
+MAX_BYTES = 1 << 31  # the limit of one protobuf message
+MAX_STEPS = 8  # nodes between a weight and the layer that uses it
 BLOCK, RECEIPT = "smartprune.block", "smartprune.receipt"  # entries of the model's metadata
-QUANTIZED = "_quantized"  # what onnxruntime's quantizer puts behind the name of a weight
-STORED = {"value": "t", "sparse_value": "sparse_tensor"}  # where a Constant node holds its tensor
-WEIGHT = {"Conv": 1, "ConvTranspose": 1, "Gemm": 1, "MatMul": 1, "QLinearConv": 3, "QLinearMatMul": 3}  # input of the weight
+QUANTIZED = "_quantized"  # appended to the name of a weight by onnxruntime's quantizer
+STORED = {"value": "t", "sparse_value": "sparse_tensor"}  # attributes of Constant nodes: where their tensor is
+WEIGHT = {"Conv": 1, "ConvTranspose": 1, "Gemm": 1, "MatMul": 1, "QLinearConv": 3, "QLinearMatMul": 3}  # which input is the weight
 WEIGHT |= {"ConvInteger": 1, "MatMulInteger": 1}
-WEIGHT |= {"FusedConv": 1, "FusedGemm": 1, "FusedMatMul": 1, "QGemm": 3}  # what onnxruntime's optimizer makes of them
-SCALERS = ("QuantizeLinear", "DequantizeLinear")  # whose other inputs, scales and zero points, nobody learned
+WEIGHT |= {"FusedConv": 1, "FusedGemm": 1, "FusedMatMul": 1, "QGemm": 3}  # fused by onnxruntime's optimizer
+SCALERS = ("QuantizeLinear", "DequantizeLinear")  # their other inputs, scales and zero points, are not learned
 ZERO_POINT = {"QLinearConv": 5, "QLinearMatMul": 5, "QGemm": 5, "ConvInteger": 3, "MatMulInteger": 3}
 
 
 def need(package: str) -> Any:
-    """An optional package, or an error that says how to get it."""
+    """Imports an optional package, or raises an error that says how to install it."""
     try:
         return importlib.import_module(package)
     except ImportError as error:
@@ -43,9 +43,9 @@ def need(package: str) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class OnnxWeight:
-    """One weight of a graph: ``array`` and ``layout`` as stored under ``initializer``, less its zero point.
+    """One weight of a graph: ``array`` and ``layout`` as stored under ``initializer``, minus its zero point.
 
-    ``name`` is the initializer's name, or what it was before quantization. ``matrix`` marks those whose axes are (in, out).
+    ``name`` is the initializer's name before quantization. ``matrix`` is true if the axes are (in, out).
     """
 
     name: str
@@ -56,13 +56,13 @@ class OnnxWeight:
 
     @property
     def tensor(self) -> Tensor:
-        """As torch stores it: a matrix is (out, in)."""
+        """The weight as torch stores it; a matrix is (out, in)."""
         return self.array.t() if self.matrix else self.array
 
 
 @dataclass(frozen=True, eq=False)
 class OnnxFile:
-    """What an ONNX file holds, as far as zeros go."""
+    """The stored weights of an ONNX file, its other tensors, and its metadata."""
 
     where: str
     weights: Mapping[str, OnnxWeight] = field(repr=False)
@@ -74,7 +74,7 @@ class OnnxFile:
         return {**{name: weight.tensor for name, weight in self.weights.items()}, **self.others}
 
     def layouts(self) -> dict[str, Layout]:
-        """Of the tensors as :meth:`tensors` gives them."""
+        """The layouts of the tensors that :meth:`tensors` returns."""
         return {
             name: Layout(w.layout.name, w.layout.kind, tuple(w.tensor.shape), w.layout.parts, w.layout.transposed and not w.matrix)
             for name, w in self.weights.items()
@@ -83,19 +83,19 @@ class OnnxFile:
 
 def read_onnx(path: Path) -> OnnxFile:
     """Reads an ONNX file of any origin."""
-    return parse_onnx(read_limited(path, MOST_BYTES), str(path))
+    return parse_onnx(read_limited(path, MAX_BYTES), str(path))
 
 
 def parse_onnx(data: bytes, where: str) -> OnnxFile:
     onnx = need("onnx")
     try:
         model = onnx.load_model_from_string(data)
-    except Exception as error:  # protobuf has several, and they depend on its version
+    except Exception as error:  # the error types of protobuf depend on its version
         raise SmartpruneError(f"{where}: not a readable ONNX file ({type(error).__name__}); it may be damaged or cut off") from None
     weights: dict[str, OnnxWeight] = {}
     used: set[str] = set()
     seen: set[int] = set()
-    times: Counter[str] = Counter()  # branches of one node may each have a weight of the same name
+    times: Counter[str] = Counter()  # several branches may have a weight of the same name
     graphs = list(_graphs(onnx, model.graph, where))
     for graph in graphs:
         used |= {name for node in graph.nodes if node.op_type in SCALERS for name in node.input[1:]}
@@ -112,20 +112,20 @@ def parse_onnx(data: bytes, where: str) -> OnnxFile:
     rest = {name: graph for graph in graphs for name in graph.initializers.maps[0] if name not in used and name not in weights}
     others = {name: graph.tensor(name) for name, graph in rest.items()}
     if not weights:
-        raise SmartpruneError(f"{where}: no Conv, ConvTranspose, Gemm or MatMul node has a stored weight; is it the model?")
-    said = {entry.key: entry.value for entry in model.metadata_props}
+        raise SmartpruneError(f"{where}: no Conv, ConvTranspose, Gemm or MatMul node has a stored weight; is this the right file?")
+    metadata = {entry.key: entry.value for entry in model.metadata_props}
     receipt = None
-    if RECEIPT in said:
-        receipt = Receipt.from_json(parse_json(said[RECEIPT], f"{where}: {RECEIPT}"), f"{where}: {RECEIPT}")
+    if RECEIPT in metadata:
+        receipt = Receipt.from_json(parse_json(metadata[RECEIPT], f"{where}: {RECEIPT}"), f"{where}: {RECEIPT}")
     try:
-        block = Block.of(said[BLOCK][:100]) if BLOCK in said else None
+        block = Block.of(metadata[BLOCK][:100]) if BLOCK in metadata else None
     except SmartpruneError as error:
         raise SmartpruneError(f"{where}: {BLOCK}: {error}") from None
     return OnnxFile(where, weights, others, block, receipt)
 
 
 def _graphs(onnx: Any, graph: Any, where: str, outer: _Graph | None = None) -> Iterator[_Graph]:
-    """A graph and all that its nodes hold; the format itself limits how deep they lie."""
+    """A graph and all graphs inside its nodes. The format limits how deeply they are nested."""
     own = _Graph(onnx, graph, where, outer)
     yield own
     for attribute in (attribute for node in graph.node for attribute in node.attribute):
@@ -135,15 +135,15 @@ def _graphs(onnx: Any, graph: Any, where: str, outer: _Graph | None = None) -> I
 
 @dataclass(frozen=True)
 class _Found:
-    """A stored tensor on its way to the node that uses it."""
+    """A stored tensor, as the node that uses it sees it."""
 
     initializer: str
     array: Tensor
-    turned: bool = False  # the node sees its two axes swapped
+    transposed: bool = False  # the node sees its two axes swapped
 
 
 class _Graph:
-    """Looks up where the inputs of nodes come from: the graph itself, and the one that it is a branch or a loop of."""
+    """Finds the stored tensors behind the inputs of nodes, in the graph itself and in the graphs around it."""
 
     def __init__(self, onnx: Any, graph: Any, where: str, outer: _Graph | None) -> None:
         self.onnx = onnx
@@ -152,52 +152,52 @@ class _Graph:
         stored = {tensor.name: tensor for tensor in graph.initializer}
         stored |= {tensor.values.name: tensor for tensor in graph.sparse_initializer}
         if len(stored) < len(graph.initializer) + len(graph.sparse_initializer):
-            raise SmartpruneError(f"{where}: two tensors of a graph have one name, and readers differ in which they take")
+            raise SmartpruneError(f"{where}: two tensors of a graph have one name, and readers differ in which one they use")
         made = {name: node for node in graph.node for name in node.output}
         self.initializers: ChainMap[str, Any] = ChainMap(stored, *(outer.initializers.maps if outer else ()))
         self.makers: ChainMap[str, Any] = ChainMap(made, *(outer.makers.maps if outer else ()))
         self.root: _Graph = outer.root if outer else self
-        self.ready: dict[int, Tensor] = {}  # of the whole file, by what holds it
-        self.claimed = 0  # bytes of tensors that store their nonzero numbers only, so that a small file may claim anything
+        self.ready: dict[int, Tensor] = {}  # decoded tensors of the whole file, by the id of their message
+        self.claimed = 0  # bytes of decoded sparse tensors; a small file can claim any number
 
     def weights(self, node: Any) -> Iterable[OnnxWeight]:
         kind = node.op_type
         index = WEIGHT.get(kind)
         if index is None or node.domain not in ("", "ai.onnx", "com.microsoft") or len(node.input) <= index:
             return
-        convolution, turned = "Conv" in kind, bool(_attribute(node, "transB", 0))
-        found, matrix = self.find(node.input[index]), not convolution and not turned
+        convolution, transposed = "Conv" in kind, bool(_attribute(node, "transB", 0))
+        found, matrix = self.find(node.input[index]), not convolution and not transposed
         if found is None and kind == "MatMul":  # weight x input: its axes are (out, in)
             found, matrix = self.find(node.input[0]), False
         if found is None or found.array.dim() < 2 or (not convolution and found.array.dim() != 2):
             return
         point = ZERO_POINT.get(kind, len(node.input))
         if len(node.input) > point and node.input[point]:
-            axis = 0 if convolution or turned else 1
-            found = replace(found, array=self.centred(found.array, self.find(node.input[point]), axis))
-        matrix ^= found.turned
+            axis = 0 if convolution or transposed else 1
+            found = replace(found, array=self.subtract_zero_point(found.array, self.find(node.input[point]), axis))
+        matrix ^= found.transposed
         groups = _attribute(node, "group", 1) if convolution else 1
         name = found.initializer.removesuffix(QUANTIZED)
         layout = Layout(name.removesuffix(".weight"), kind, tuple(found.array.shape), groups, kind == "ConvTranspose" or matrix)
         yield OnnxWeight(name, found.initializer, found.array, layout, matrix)
 
     def find(self, name: str) -> _Found | None:
-        """The stored tensor behind a name, through nodes that only rename, turn or scale it."""
-        turned = False
+        """The stored tensor behind a name, through nodes that only rename, transpose or scale it."""
+        transposed = False
         scales: list[tuple[_Found | None, int]] = []
-        for _ in range(MOST_STEPS):
+        for _ in range(MAX_STEPS):
             if self.message(name) is not None:
                 array = self.tensor(name)
-                if turned and array.dim() != 2:  # all its axes in reverse, which is no layout of a weight
+                if transposed and array.dim() != 2:  # all axes are reversed, which is not a layout of a weight
                     return None
                 for scale in scales:
-                    array = self.centred(array, *scale)
-                return _Found(name, array, turned)
+                    array = self.subtract_zero_point(array, *scale)
+                return _Found(name, array, transposed)
             node = self.makers.get(name)
             if node is None or not node.input:
                 return None
             if node.op_type == "Transpose" and not scales and list(_attribute(node, "perm", [1, 0])) == [1, 0]:
-                turned = not turned
+                transposed = not transposed
             elif node.op_type == "DequantizeLinear":
                 axis = _attribute(node, "axis", 1)
                 point = self.find_plain(node.input[2]) if len(node.input) > 2 and node.input[2] else None
@@ -210,7 +210,7 @@ class _Graph:
         return None
 
     def message(self, name: str) -> Any:
-        """What holds the tensor of that name: one of the graph, or a Constant node; None where nothing does."""
+        """The initializer or Constant node of that name, or None."""
         if name in self.initializers:
             return self.initializers[name]
         node = self.makers.get(name)
@@ -219,8 +219,8 @@ class _Graph:
     def find_plain(self, name: str) -> _Found | None:
         return None if self.message(name) is None else _Found(name, self.tensor(name))
 
-    def centred(self, array: Tensor, point: _Found | None, axis: int) -> Tensor:
-        """Quantized numbers less their zero point, so that what stands for zero is zero."""
+    def subtract_zero_point(self, array: Tensor, point: _Found | None, axis: int) -> Tensor:
+        """Quantized numbers minus their zero point, so that zero is represented by zero."""
         if point is None or not bool(point.array.any()):
             return array
         shift = point.array.to(torch.float32).reshape(-1)
@@ -241,41 +241,41 @@ class _Graph:
         return ready[id(message)]
 
     def decode(self, stored: Any, name: str) -> Tensor:
-        """A stored tensor, if its bytes are there and as many as its shape says."""
+        """A stored tensor, after checking that its bytes exist and match its shape."""
         if isinstance(stored, self.onnx.SparseTensorProto):
-            return self.filled(stored, name)
+            return self.sparse(stored, name)
         if stored.data_location == self.onnx.TensorProto.EXTERNAL or stored.external_data:
             raise SmartpruneError(
-                f"{self.where}: the data of {name} is in another file, which is not followed; save the model in one file"
+                f"{self.where}: the data of {name} is in another file, which is not read; save the model in one file"
             )
         shape = list(stored.dims)
-        if any(n < 0 for n in shape) or len(shape) > 16 or math.prod(shape) > MOST_BYTES:
+        if any(n < 0 for n in shape) or len(shape) > 16 or math.prod(shape) > MAX_BYTES:
             raise SmartpruneError(f"{self.where}: {name} has the shape {str(shape)[:80]}, which no weight has")
         try:
             array = np.asarray(self.onnx.numpy_helper.to_array(stored))
-        except Exception as error:  # unknown types, too few bytes, and whatever else the library meets
+        except Exception as error:  # unknown types, too few bytes and others
             raise SmartpruneError(f"{self.where}: {name} cannot be read ({str(error)[:100]})") from None
         if list(array.shape) != shape:
-            raise SmartpruneError(f"{self.where}: {name} has the shape {list(array.shape)}, and is said to have {shape}")
+            raise SmartpruneError(f"{self.where}: {name} has the shape {list(array.shape)}, and its header says {shape}")
         if array.dtype.kind in "SUO":
-            array = np.zeros(0, dtype=np.float32)  # texts are no weights
+            array = np.zeros(0, dtype=np.float32)  # strings cannot be weights
         elif array.dtype.isbuiltin != 1:  # bfloat16, 8-bit floats and 4-bit integers of ml_dtypes
             array = array.astype(np.int8 if "int" in array.dtype.name else np.float32)
         elif array.dtype.kind == "u" and array.dtype.itemsize > 1:
             array = array.astype(np.int64)
         return torch.from_numpy(np.array(array))
 
-    def filled(self, stored: Any, name: str) -> Tensor:
-        """A tensor that stores its nonzero numbers and where they are: as one number each, or one per axis."""
+    def sparse(self, stored: Any, name: str) -> Tensor:
+        """A sparse tensor: its nonzero numbers and their places, as one index each or one per axis."""
         shape = list(stored.dims)
         values, index = self.decode(stored.values, name), self.decode(stored.indices, f"the indices of {name}")
         if any(n < 0 for n in shape) or len(shape) > 16:
             raise SmartpruneError(f"{self.where}: {name} has the shape {str(shape)[:80]}, which no weight has")
         self.root.claimed += math.prod(shape) * values.element_size()
-        if self.root.claimed > MOST_BYTES:
+        if self.root.claimed > MAX_BYTES:
             raise SmartpruneError(
-                f"{self.where}: {name} has the shape {str(shape)[:80]}, and the tensors that store their nonzero numbers only "
-                f"would be more than {MOST_BYTES:,} bytes together, which no file holds"
+                f"{self.where}: {name} has the shape {str(shape)[:80]}, and the sparse tensors of the file "
+                f"would take more than {MAX_BYTES:,} bytes; the file is damaged or hostile"
             )
         sizes, index = (shape, index) if index.dim() != 1 else ([math.prod(shape)], index[:, None])
         fits = values.dim() == 1 and index.shape == (len(values), len(sizes)) and index.dtype == torch.int64

@@ -22,8 +22,8 @@ from .counts import Count, Requested, Row
 
 FORMAT = 1
 WIDTH = 80
-MOST_BYTES = 1 << 25
-MOST_LAYERS = 100_000
+MAX_BYTES = 1 << 25
+MAX_LAYERS = 100_000
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Receipt:
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Receipt:
         where = os.fspath(path)
-        return Receipt.from_json(parse_json(read_limited(path, MOST_BYTES), where), where)
+        return Receipt.from_json(parse_json(read_limited(path, MAX_BYTES), where), where)
 
     def __str__(self) -> str:
         floor = f", floor {float(self.floor):g}" if self.floor is not None else ""
@@ -201,7 +201,7 @@ def _read(fields: Fields) -> Receipt:
         block = Block.of(fields.text("block", max_length=100))
     except SmartpruneError as error:
         raise SmartpruneError(f"{fields.where}: {error}") from None
-    layers = tuple(Row.read(item, block) for item in fields.items("layers", MOST_LAYERS))
+    layers = tuple(Row.read(item, block) for item in fields.items("layers", MAX_LAYERS))
     names = [row.weight for row in layers]
     if not layers or len(set(names)) != len(names):
         raise fields.error("layers", "at least one layer, and no weight twice")

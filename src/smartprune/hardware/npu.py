@@ -23,7 +23,7 @@ from ..files import parse_json, read_limited
 if TYPE_CHECKING:
     from .estimate import Estimate
 
-MOST_BYTES = 1 << 16
+MAX_BYTES = 1 << 16
 Dataflow = Literal["output_stationary", "weight_stationary"]
 
 
@@ -179,7 +179,7 @@ def read_npu(name: str) -> NPU:
         return PRESETS[name]
     if not name.endswith(".json"):
         raise SmartpruneError(f"npu {name!r} is not known; there are: {', '.join(PRESETS)}; or give a .json file of its settings")
-    return NPU.from_json(parse_json(read_limited(name, MOST_BYTES), name), name)
+    return NPU.from_json(parse_json(read_limited(name, MAX_BYTES), name), name)
 
 
 def _bits(bandwidth: float) -> Fraction | None:
