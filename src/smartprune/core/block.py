@@ -157,11 +157,6 @@ class Grid:
     def n(self) -> int:
         return math.prod(self.shape)
 
-    @cached_property
-    def block_elements(self) -> int:
-        """Elements of the largest block. It is never larger than the weight."""
-        return math.prod(axis.step for axis in self.axes)
-
     @property
     def ragged(self) -> bool:
         return any(axis.length % axis.step for axis in self.axes)
