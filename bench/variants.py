@@ -5,14 +5,19 @@ python bench/variants.py --data DIR [--network NAME] [--sparsity S | --macs M] [
                          [--crop] [--augment [search|pruning]]
                          [--dense FILE.pt] [--out FILE.json]
 
-CIFAR-10 at 16x16 pixels, 16x8 blocks, one thread, two to four minutes a run. The networks: residual, of width 32; folded, the
-same with its batch norms folded into the convolutions once the dense model is trained, as networks arrive from ONNX files;
-densenet, of growth 16; plain, convolutions with biases and nothing that normalises; transformer, four layers with layer norm.
-One dense model is trained first; all variants start from it, with the same epochs, optimizer and schedule. With --transfer it
-has seen other classes, and gets a new last layer; with --crop the pictures of all stages are moved about, and with --augment
-the search, or all that comes after the dense training, is shown strongly changed ones. Accuracy on 5,000 training pictures
-that were held out, and training loss of the last epoch; the test split is not read. What wins here is worth GPU time; it is
-no claim about larger networks.
+CIFAR-10 at 16x16 pixels with 16x8 blocks on one thread; a run takes two to four minutes. The networks are
+
+- residual: a ResNet of width 32;
+- folded: the same, with batch norms folded into the convolutions after dense training, like networks from ONNX files;
+- densenet: a DenseNet of growth 16;
+- plain: convolutions with biases and without normalization;
+- transformer: four layers with layer norm.
+
+One dense model is trained first. All variants start from it, with the same epochs, optimizer and schedule. --transfer trains
+the dense model on other classes and replaces its last layer. --crop shifts the images in all stages. --augment changes the
+images strongly in the search, or in all stages after dense training. Prints the accuracy on 5,000 held-out training images and
+the training loss of the last epoch. The test split is not used. A variant that wins here is worth GPU time; the results say
+nothing about larger networks.
 """
 
 from __future__ import annotations
@@ -36,9 +41,9 @@ from smartprune.models.densenet import DenseNet
 from smartprune.models.resnet import ResNet
 from smartprune.tasks.cifar10_files import read
 
-BATCH, BLOCK, HELD = 64, (16, 8), 5000
-BLACK = -1.88  # of a picture as the networks see it
-PLAIN = {"start": 5.0, "end": 1e-3, "follow": False, "reach": None}  # SMART as the paper has it, in units of the model's weights
+BATCH, BLOCK, HELD_OUT = 64, (16, 8), 5000
+BLACK = -1.88  # of a normalized image
+PAPER = {"start": 5.0, "end": 1e-3, "follow": False, "reach": None}  # SMART as in the paper, with scores in units of the weights
 VARIANTS: dict[str, object] = {
     "gradual": sp.Gradual(),
     "gradual(norm=share)": sp.Gradual(norm="share"),
@@ -46,15 +51,15 @@ VARIANTS: dict[str, object] = {
     "smart(gain)": sp.Smart(gain=True),
     "smart(warmup=0.1)": sp.Smart(warmup=0.1),
     "smart(reach=1)": sp.Smart(reach=1.0),
-    "plain smart": sp.Smart(**PLAIN),
-    "plain smart(gain)": sp.Smart(**PLAIN, gain=True),
-    "plain smart(init=ones)": sp.Smart(**PLAIN, init="ones"),
-    "plain smart(init=share)": sp.Smart(**PLAIN, init="share"),
+    "plain smart": sp.Smart(**PAPER),
+    "plain smart(gain)": sp.Smart(**PAPER, gain=True),
+    "plain smart(init=ones)": sp.Smart(**PAPER, init="ones"),
+    "plain smart(init=share)": sp.Smart(**PAPER, init="share"),
     "smart(follow, reach=1, start=5, end=0.001)": sp.Smart(reach=1.0, start=5.0, end=1e-3),
     "smart(follow, reach=1, start=2, end=0.01)": sp.Smart(reach=1.0, end=0.01),
     "smart(follow, reach=0.15, start=1, ramp)": sp.Smart(reach=0.15, start=1.0, end=1e-3, ramp="cubic"),
 }
-ABLATION: dict[str, object] = {  # the switches of the paper's Table 5, one at a time
+ABLATION: dict[str, object] = {  # the options of Table 5 of the paper, one at a time
     "smart": sp.Smart(),
     "smart(mask_type=stochastic)": sp.Smart(mask_type="stochastic"),
     "smart(mask_type=binary)": sp.Smart(mask_type="binary"),
@@ -76,7 +81,7 @@ ABLATION: dict[str, object] = {  # the switches of the paper's Table 5, one at a
 
 
 def plain() -> nn.Module:
-    """Convolutions with biases, ReLU and pooling, nothing that normalises."""
+    """Convolutions with biases, ReLU and pooling, without normalization."""
     layers: list[nn.Module] = []
     for inputs, outputs, halve in ((3, 32, 0), (32, 64, 1), (64, 128, 0), (128, 128, 1), (128, 256, 1)):
         layers += [nn.Conv2d(inputs, outputs, 3, padding=1), nn.ReLU(), *[nn.MaxPool2d(2)] * halve]
@@ -89,7 +94,7 @@ def plain() -> nn.Module:
 
 
 class Layer(nn.Module):
-    """Attention and a perceptron, layer norm before each, what they give added to what they got."""
+    """A pre-norm transformer layer: attention and a perceptron, each with layer norm and a residual connection."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -98,9 +103,9 @@ class Layer(nn.Module):
         self.perceptron = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: Tensor) -> Tensor:
-        n, places, width = x.shape
-        parts = self.qkv(self.norms[0](x)).view(n, places, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        x = x + self.out(F.scaled_dot_product_attention(*parts).transpose(1, 2).reshape(n, places, width))
+        n, tokens, width = x.shape
+        parts = self.qkv(self.norms[0](x)).view(n, tokens, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        x = x + self.out(F.scaled_dot_product_attention(*parts).transpose(1, 2).reshape(n, tokens, width))
         out: Tensor = x + self.perceptron(self.norms[1](x))
         return out
 
@@ -109,12 +114,12 @@ class Transformer(nn.Module):
     def __init__(self, width: int = 64, depth: int = 4, patch: int = 2, side: int = 16) -> None:
         super().__init__()
         self.patches = nn.Conv2d(3, width, patch, patch)
-        self.places = nn.Parameter(0.02 * torch.randn(1, (side // patch) ** 2, width))
+        self.positions = nn.Parameter(0.02 * torch.randn(1, (side // patch) ** 2, width))
         self.layers = nn.Sequential(*(Layer(width, 4) for _ in range(depth)), nn.LayerNorm(width))
         self.head = nn.Linear(width, 10)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(self.layers(self.patches(x).flatten(2).transpose(1, 2) + self.places).mean(1))
+        out: Tensor = self.head(self.layers(self.patches(x).flatten(2).transpose(1, 2) + self.positions).mean(1))
         return out
 
 
@@ -125,7 +130,7 @@ class Network:
     epochs: tuple[int, int, int]  # dense, search, fine-tuning
     lr: float
     pruning_lr: float
-    finish: Callable[[nn.Module], nn.Module] = lambda dense: dense  # of the trained dense model
+    finish: Callable[[nn.Module], nn.Module] = lambda dense: dense  # applied to the trained dense model
 
 
 def residual() -> nn.Module:
@@ -141,27 +146,27 @@ NETWORKS = {
 }
 
 
-def pictures(folder: Path, part: str) -> tuple[Tensor, Tensor]:
-    """At half size, [n, 3, 16, 16]."""
-    found, labels = read(folder, part)
-    small = F.avg_pool2d(torch.from_numpy(found).permute(0, 3, 1, 2).float() / 255, 2)
+def load_images(folder: Path, split: str) -> tuple[Tensor, Tensor]:
+    """Images at half resolution [n, 3, 16, 16], and labels [n]."""
+    images, labels = read(folder, split)
+    small = F.avg_pool2d(torch.from_numpy(images).permute(0, 3, 1, 2).float() / 255, 2)
     return (small - 0.47) / 0.25, torch.from_numpy(labels).long()
 
 
-def moved(batch: Tensor, draw: torch.Generator, around: float) -> Tensor:
-    """By up to two pixels each way."""
+def shift(batch: Tensor, rng: torch.Generator, padding: float) -> Tensor:
+    """Shifts each image by up to two pixels in each direction."""
     side, count = batch.shape[-1], len(batch)
-    wide = F.pad(batch, (2, 2, 2, 2), value=around)
-    right, down = torch.randint(0, 5, (2, count), generator=draw)
-    return torch.stack([wide[i, :, down[i] : down[i] + side, right[i] : right[i] + side] for i in range(count)])
+    padded = F.pad(batch, (2, 2, 2, 2), value=padding)
+    right, down = torch.randint(0, 5, (2, count), generator=rng)
+    return torch.stack([padded[i, :, down[i] : down[i] + side, right[i] : right[i] + side] for i in range(count)])
 
 
-def augment(batch: Tensor, draw: torch.Generator) -> Tensor:
-    """With other contrast and colours, and a square of 4x4 pixels blank."""
+def augment(batch: Tensor, rng: torch.Generator) -> Tensor:
+    """Changes contrast and colors, and blanks a square of 4x4 pixels."""
     side, count = batch.shape[-1], len(batch)
-    out = batch * (0.7 + 0.6 * torch.rand(count, 1, 1, 1, generator=draw))
-    out = out + 0.3 * (torch.rand(count, 3, 1, 1, generator=draw) - 0.5)
-    right, down = torch.randint(0, side - 3, (2, count), generator=draw)
+    out = batch * (0.7 + 0.6 * torch.rand(count, 1, 1, 1, generator=rng))
+    out = out + 0.3 * (torch.rand(count, 3, 1, 1, generator=rng) - 0.5)
+    right, down = torch.randint(0, side - 3, (2, count), generator=rng)
     for i in range(count):
         out[i, :, down[i] : down[i] + 4, right[i] : right[i] + 4] = 0
     return out
@@ -179,117 +184,165 @@ def train(
     crop: bool = False,
     augmented: bool = False,
 ) -> float:
-    """The mean loss of the last epoch. The learning rate follows one cosine from step 0 to ``total``."""
-    other = torch.Generator().manual_seed(seed + 7)
+    """Trains and returns the mean loss of the last epoch. The learning rate follows a cosine from step 0 to ``total``."""
+    rng_augment = torch.Generator().manual_seed(seed + 7)
     scores = [] if pruner is None else pruner.parameters()
-    own = {id(p) for p in scores}
-    groups = [{"params": [p for p in model.parameters() if id(p) not in own], "weight_decay": 5e-4}]
+    score_ids = {id(p) for p in scores}
+    groups = [{"params": [p for p in model.parameters() if id(p) not in score_ids], "weight_decay": 5e-4}]
     groups += [{"params": scores, "weight_decay": 0.0}] * bool(scores)
     optimizer = torch.optim.SGD(groups, lr, 0.9, nesterov=True)
-    draw, (x, y) = torch.Generator().manual_seed(seed), data
+    rng, (x, y) = torch.Generator().manual_seed(seed), data
     steps, loss = len(x) // BATCH, 0.0
     for _ in range(epochs):
-        order, loss = torch.randperm(len(x), generator=draw), 0.0
+        order, loss = torch.randperm(len(x), generator=rng), 0.0
         for step in range(steps):
-            chosen = order[step * BATCH : (step + 1) * BATCH]
-            mirrored = torch.rand(BATCH, generator=draw) < 0.5
-            batch = torch.where(mirrored[:, None, None, None], x[chosen].flip(3), x[chosen])
+            indices = order[step * BATCH : (step + 1) * BATCH]
+            flipped = torch.rand(BATCH, generator=rng) < 0.5
+            batch = torch.where(flipped[:, None, None, None], x[indices].flip(3), x[indices])
             if crop or augmented:
-                batch = moved(batch, other, BLACK if crop else 0.0)
-            batch = augment(batch, other) if augmented else batch
+                batch = shift(batch, rng_augment, BLACK if crop else 0.0)
+            batch = augment(batch, rng_augment) if augmented else batch
             for group in optimizer.param_groups:
                 group["lr"] = lr * 0.5 * (1 + math.cos(math.pi * done / total))
-            found = F.cross_entropy(model(batch), y[chosen])
-            found.backward()
+            batch_loss = F.cross_entropy(model(batch), y[indices])
+            batch_loss.backward()
             optimizer.step()
             if pruner is not None:
                 pruner.step()
             optimizer.zero_grad()
-            loss, done = loss + found.item() / steps, done + 1
+            loss, done = loss + batch_loss.item() / steps, done + 1
     return loss
 
 
 @torch.no_grad()
 def accuracy(model: nn.Module, x: Tensor, y: Tensor) -> float:
     model.eval()
-    right = sum(int((model(a).argmax(1) == b).sum()) for a, b in zip(x.split(1000), y.split(1000), strict=True))
-    return right / len(y)
+    correct = sum(int((model(a).argmax(1) == b).sum()) for a, b in zip(x.split(1000), y.split(1000), strict=True))
+    return correct / len(y)
 
 
-def main() -> None:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    default = "(default: depends on the network)"
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--network", choices=NETWORKS, default="residual")
     budget = parser.add_mutually_exclusive_group()
-    budget.add_argument("--sparsity", type=float, help="share of blocks to remove; else what suits the network")
-    budget.add_argument("--macs", type=float, help="share of multiply-accumulates to remove, in place of --sparsity")
+    budget.add_argument("--sparsity", type=float, help=f"share of blocks to remove {default}")
+    budget.add_argument("--macs", type=float, help="share of multiply-accumulates to remove, instead of --sparsity")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--pictures", type=int, default=10_000)
-    parser.add_argument("--epochs", type=int, nargs=3, metavar=("DENSE", "SEARCH", "FINETUNE"), help="else what suits the network")
-    parser.add_argument("--lr", type=float, help="learning rate of search and fine-tuning; else what suits the network")
+    parser.add_argument("--epochs", type=int, nargs=3, metavar=("DENSE", "SEARCH", "FINETUNE"), help=default.strip("()"))
+    parser.add_argument("--lr", type=float, help=f"learning rate of search and fine-tuning {default}")
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=(*VARIANTS, *ABLATION), metavar="NAME")
-    parser.add_argument("--ablation", action="store_true", help="in place of --variants: the switches of the paper's Table 5")
+    parser.add_argument("--ablation", action="store_true", help="the options of Table 5 of the paper, instead of --variants")
+    parser.add_argument("--transfer", action="store_true", help="train the dense model on five classes, and prune on the others")
+    parser.add_argument("--crop", action="store_true", help="shift the images in all stages")
     parser.add_argument(
-        "--transfer", action="store_true", help="dense on five of the classes, search and fine-tuning on the others"
+        "--augment", nargs="?", const="search", choices=("search", "pruning"), help="stages with strong augmentation"
     )
-    parser.add_argument("--crop", action="store_true", help="move the pictures of all stages about")
-    parser.add_argument(
-        "--augment", nargs="?", const="search", choices=("search", "pruning"), help="where pictures are strongly changed"
+    parser.add_argument("--dense", type=Path, help="the dense model; it is read if the file exists, and written otherwise")
+    parser.add_argument("--out", type=Path, help="write the results as JSON")
+    return parser.parse_args()
+
+
+@dataclass(frozen=True)
+class Job:
+    """The arguments with the defaults of the network, and the data."""
+
+    args: argparse.Namespace
+    network: Network
+    sparsity: float
+    epochs: tuple[int, int, int]
+    lr: float
+    dense_data: tuple[Tensor, Tensor]
+    data: tuple[Tensor, Tensor]
+    held_out: tuple[Tensor, Tensor]
+
+    @property
+    def steps(self) -> int:
+        return int(self.args.pictures) // BATCH
+
+
+def make_job(args: argparse.Namespace) -> Job:
+    network, count = NETWORKS[args.network], args.pictures
+    images, labels = load_images(args.data, "train")
+    before = (labels < 5) | (not args.transfer)  # images for the dense model
+    after = (labels >= 5) | (not args.transfer)  # images for search and fine-tuning
+    return Job(
+        args=args,
+        network=network,
+        sparsity=args.sparsity or network.sparsity,
+        epochs=args.epochs or network.epochs,
+        lr=args.lr or network.pruning_lr,
+        dense_data=(images[before][:count], labels[before][:count]),
+        data=(images[after][:count], labels[after][:count]),
+        held_out=(images[after][count:][:HELD_OUT], labels[after][count:][:HELD_OUT]),
     )
-    parser.add_argument("--dense", type=Path, help="the trained dense model: read where the file exists, else written")
-    parser.add_argument("--out", type=Path, help="write the figures as JSON")
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    network = NETWORKS[args.network]
-    sparsity, (first, search, last) = args.sparsity or network.sparsity, args.epochs or network.epochs
-    lr = args.lr or network.pruning_lr
-    found, labels = pictures(args.data, "train")
-    before = (labels < 5) | (not args.transfer)  # pictures for the dense model, and for what comes after
-    after = (labels >= 5) | (not args.transfer)
-    first_x, first_y = found[before][: args.pictures], labels[before][: args.pictures]
-    x, y = found[after][: args.pictures], labels[after][: args.pictures]
-    held = found[after][args.pictures :][:HELD], labels[after][args.pictures :][:HELD]
-    steps = args.pictures // BATCH
+
+
+def make_dense(job: Job) -> nn.Module:
+    """The trained dense model, from the file --dense if it exists."""
+    path: Path | None = job.args.dense
     torch.manual_seed(0)
-    dense = network.make()
-    if args.dense is not None and args.dense.exists():
-        dense.load_state_dict(torch.load(args.dense, weights_only=True))
+    dense = job.network.make()
+    if path is not None and path.exists():
+        dense.load_state_dict(torch.load(path, weights_only=True))
     else:
-        loss = train(dense, (first_x, first_y), first, network.lr, 0, 0, first * steps, None, args.crop)
+        total = job.epochs[0] * job.steps
+        loss = train(dense, job.dense_data, job.epochs[0], job.network.lr, 0, 0, total, None, job.args.crop)
         print(f"dense: training loss {loss:.4f}")
-        if args.dense is not None:
-            torch.save(dense.state_dict(), args.dense)
-    dense = network.finish(dense)
-    print(f"dense {accuracy(dense, *held):.4f}", flush=True)
+        if path is not None:
+            torch.save(dense.state_dict(), path)
+    dense = job.network.finish(dense)
+    print(f"dense {accuracy(dense, *job.held_out):.4f}", flush=True)
     dense.train()
-    if args.transfer:  # its last layer knows nothing of the new classes
+    if job.args.transfer:  # a new last layer for the new classes
         head = [module for module in dense.modules() if isinstance(module, nn.Linear)][-1]
         head.reset_parameters()
+    return dense
+
+
+def run_variant(job: Job, dense: nn.Module, method: object, seed: int) -> tuple[float, float]:
+    """Held-out accuracy and training loss of one method and seed."""
+    args, (_, search, last) = job.args, job.epochs
+    model, total = copy.deepcopy(dense), (search + last) * job.steps
+    budget = {"budget": sp.macs(args.macs, example=job.data[0][:1])} if args.macs else {"sparsity": job.sparsity}
+    pruner = sp.attach(model, method, block=BLOCK, steps=search * job.steps, **budget)  # type: ignore[arg-type]
+    train(model, job.data, search, job.lr, seed, 0, total, pruner, args.crop, args.augment is not None)
+    done = search * job.steps
+    loss = train(model, job.data, last, job.lr, seed + 100, done, total, None, args.crop, args.augment == "pruning")
+    return accuracy(model, *job.held_out), loss
+
+
+def describe(job: Job) -> dict[str, object]:
+    """The columns that all rows share."""
+    args, (first, search, last) = job.args, job.epochs
     protocol = f"{first} dense + {search} search + {last} fine-tuning epochs" + ", on other classes" * args.transfer
-    protocol += f", lr {lr:g}" * (lr != network.pruning_lr) + ", cropped" * args.crop
-    protocol += {None: "", "search": ", search on changed pictures", "pruning": ", search and fine-tuning on changed pictures"}[
-        args.augment
-    ]
-    common = {"model": f"{args.network}, small", "data": f"cifar10 at 16x16, {args.pictures:,} pictures", "block": "16x8"}
-    common |= {"sparsity": args.macs or sparsity, "protocol": protocol + ", of MACs" * bool(args.macs)}
+    protocol += f", lr {job.lr:g}" * (job.lr != job.network.pruning_lr) + ", cropped" * args.crop
+    if args.augment:
+        protocol += ", search on changed pictures" if args.augment == "search" else ", search and fine-tuning on changed pictures"
+    data = f"cifar10 at 16x16, {args.pictures:,} pictures"
+    columns: dict[str, object] = {"model": f"{args.network}, small", "data": data, "block": "16x8"}
+    return columns | {"sparsity": args.macs or job.sparsity, "protocol": protocol + ", of MACs" * bool(args.macs)}
+
+
+def main() -> None:
+    args = parse_arguments()
+    torch.set_num_threads(1)
+    job = make_job(args)
+    dense = make_dense(job)
     rows = []
-    every = VARIANTS | ABLATION
     for name in ABLATION if args.ablation else args.variants:
-        got: dict[str, list[float]] = {"accuracy, held out": [], "training loss": []}
+        results: dict[str, list[float]] = {"accuracy, held out": [], "training loss": []}
         for seed in args.seeds:
-            model, total = copy.deepcopy(dense), (search + last) * steps
-            asked = {"budget": sp.macs(args.macs, example=x[:1])} if args.macs else {"sparsity": sparsity}
-            pruner = sp.attach(model, every[name], block=BLOCK, steps=search * steps, **asked)  # type: ignore[arg-type]
-            train(model, (x, y), search, lr, seed, 0, total, pruner, args.crop, args.augment is not None)
-            loss = train(model, (x, y), last, lr, seed + 100, search * steps, total, None, args.crop, args.augment == "pruning")
-            right = accuracy(model, *held)
-            print(f"{name:<50} seed {seed}: {right:.4f}, loss {loss:.4f}", flush=True)
-            got["accuracy, held out"].append(right)
-            got["training loss"].append(loss)
-        for metric, values in got.items():
+            figures = run_variant(job, dense, (VARIANTS | ABLATION)[name], seed)
+            print(f"{name:<50} seed {seed}: {figures[0]:.4f}, loss {figures[1]:.4f}", flush=True)
+            for values, figure in zip(results.values(), figures, strict=True):
+                values.append(figure)
+        for metric, values in results.items():
             std = statistics.stdev(values) if len(values) > 1 else None
             row = {"method": name, "metric": metric, "values": values, "mean": statistics.fmean(values), "std": std}
-            rows.append({**common, **row, "n": len(values), **({"unit": "share"} if metric.startswith("accuracy") else {})})
+            rows.append({**describe(job), **row, "n": len(values), **({"unit": "share"} if metric.startswith("accuracy") else {})})
     if args.out:
         args.out.write_text(json.dumps({"rows": rows, "torch": torch.__version__, "threads": 1}, indent=1) + "\n")
 
