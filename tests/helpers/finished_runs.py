@@ -21,7 +21,7 @@ def write_run(root: Path, pruned: float, dense: float = 0.9, **settings: Any) ->
     (folder / "config.json").write_text(json.dumps(asdict(config)))
     result: dict[str, Any] = {"folder": str(folder), "task": config.task, "model": config.model, "method": config.method}
     result |= {"measure": "accuracy", "dense": dense, "pruned": pruned, "verified": True, "seconds": 1.5}
-    (folder / "result.json").write_text(json.dumps({**result, "stage_seconds": {}, "versions": VERSIONS}))
+    (folder / "result.json").write_text(json.dumps({**result, "stage_seconds": {}, "versions": VERSIONS, "also": {}, "files": {}}))
     return folder
 
 

@@ -124,7 +124,7 @@ def test_an_unreadable_result_does_not_stop_the_sweep(tmp_path: Path, capsys: py
     assert main(sweep_arguments(tmp_path)) == 1
     captured = capsys.readouterr()
     assert f"{path}: " in captured.err
-    assert "delete it, and the run is finished once more" in captured.err
+    assert "Delete result.json and finish the run again" in captured.err
     assert "1 runs done, 1 failed" in captured.err
 
     class Ended:
