@@ -1,4 +1,4 @@
-"""Models that have no graph, or another one from call to call: they keep their own code, and it works."""
+"""Models without a graph, or with a different graph for some calls: they run their own code."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Rest(Optional):
 
 
 class Encoder(nn.Module):
-    """Cannot be traced, and holds a layer of torch that reads its own layers' weights."""
+    """Cannot be traced, and contains modules of torch that read the weights of their layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Encoder(nn.Module):
 
 
 class Reads(nn.Module):
-    """Cannot be traced, and reads what its layers have."""
+    """Cannot be traced, and reads attributes of its layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,7 +111,9 @@ CALLS: list[tuple[type[nn.Module], list[tuple[tuple[Any, ...], dict[str, Any]]]]
 
 @pytest.mark.parametrize("with_example", [True, False])
 @pytest.mark.parametrize(("make", "calls"), CALLS)
-def test_ordinary_models(make: type[nn.Module], calls: list[tuple[tuple[Any, ...], dict[str, Any]]], with_example: bool) -> None:
+def test_all_kinds_of_calls_agree_with_the_model(
+    make: type[nn.Module], calls: list[tuple[tuple[Any, ...], dict[str, Any]]], with_example: bool
+) -> None:
     model = randomly_pruned(make(), 0.3, (4, 4))
     fast = sp.accelerate(model, threads=1, example=calls[0][0] if with_example and calls[0][0] else None)
     for _ in range(2):
@@ -119,15 +121,15 @@ def test_ordinary_models(make: type[nn.Module], calls: list[tuple[tuple[Any, ...
             same(fast, model, *args, **kwargs)
     for other in (copy.deepcopy(fast), pickle.loads(pickle.dumps(fast))):
         same(other, model, *calls[0][0], **calls[0][1])
-    if make in (Optional, Named, Many, Rest):  # these have a graph, one per form of the call
+    if make in (Optional, Named, Many, Rest):  # these have one graph for every kind of call
         assert isinstance(fast, Accelerated)
         assert fast.replaced_model() is None
         assert len(fast.plan(X).programs) == 1
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
-def test_an_example_of_zeros_is_not_enough(dtype: str) -> None:
-    """A symbol is no tensor: the traced form lacks a factor, which zeros do not show."""
+def test_wrong_graphs_are_found_with_an_example_of_zeros(dtype: str) -> None:
+    """A symbol is not a Tensor, so the traced graph lacks a factor. Zeros hide this, random inputs do not."""
 
     class Doubled(nn.Module):
         def __init__(self) -> None:
@@ -150,7 +152,7 @@ def test_an_example_of_zeros_is_not_enough(dtype: str) -> None:
         same(fast, model, X)
 
 
-def test_torchs_own_modules_are_left_alone() -> None:
+def test_modules_of_torch_are_not_replaced() -> None:
     fast = sp.accelerate(randomly_pruned(Encoder(), 0.3, (4, 4)), example=torch.randn(2, 5, 16))
     assert type(fast.layer.linear1) is nn.Linear
     assert isinstance(fast.head, ReplacedLayer)
@@ -160,7 +162,7 @@ def test_torchs_own_modules_are_left_alone() -> None:
 
 
 @pytest.mark.parametrize("with_example", [True, False])
-def test_own_code_adds_to_a_list_and_is_told_what_to_do(with_example: bool) -> None:
+def test_the_models_code_can_append_to_a_list_and_its_attributes_can_be_set(with_example: bool) -> None:
     class Keeping(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -185,8 +187,8 @@ def test_own_code_adds_to_a_list_and_is_told_what_to_do(with_example: bool) -> N
 
 @pytest.mark.parametrize("with_example", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_own_code_runs_like_a_plan(dtype: torch.dtype, with_example: bool) -> None:
-    """In float32 and eval mode, without gradients, whatever is done to a surrounding model."""
+def test_the_models_code_runs_in_float32_and_eval_mode(dtype: torch.dtype, with_example: bool) -> None:
+    """Also without gradients, whatever mode and dtype a surrounding model is set to."""
 
     class Choosing(nn.Module):
         def __init__(self) -> None:
@@ -208,7 +210,7 @@ def test_own_code_runs_like_a_plan(dtype: torch.dtype, with_example: bool) -> No
     assert not fast.norm.training
 
 
-def test_inputs_of_an_unknown_kind() -> None:
+def test_inputs_of_an_unknown_class() -> None:
     class Boxed(Optional):
         def forward(self, box: Box) -> Tensor:  # type: ignore[override]
             return self.conv(box.inside)
@@ -234,22 +236,22 @@ RESULTS = {
 }
 
 
-def alike(ours: Any, theirs: Any) -> None:
+def assert_same_containers(ours: Any, theirs: Any) -> None:
     assert type(ours) is type(theirs)
     if isinstance(theirs, Tensor):
         assert_equal_to_rounding(ours, theirs)
     elif isinstance(theirs, dict):
         assert list(ours) == list(theirs)
-        alike(list(ours.values()), list(theirs.values()))
+        assert_same_containers(list(ours.values()), list(theirs.values()))
     elif isinstance(theirs, (tuple, list)):
         for a, b in zip(ours, theirs, strict=True):
-            alike(a, b)
+            assert_same_containers(a, b)
     else:
         assert ours == theirs
 
 
 @pytest.mark.parametrize("name", RESULTS)
-def test_results_are_the_containers_of_the_model(name: str) -> None:
+def test_results_have_the_containers_of_the_model(name: str) -> None:
     class Giving(Optional):
         def forward(self, x: Tensor) -> Any:  # type: ignore[override]
             return RESULTS[name](self.conv(x))
@@ -258,10 +260,10 @@ def test_results_are_the_containers_of_the_model(name: str) -> None:
     fast = sp.accelerate(model, threads=1)
     with torch.no_grad():
         for _ in range(2):
-            alike(fast(X), model(X))
+            assert_same_containers(fast(X), model(X))
 
 
-def test_a_result_of_the_models_own_class() -> None:
+def test_results_of_a_custom_class() -> None:
     class Boxing(Optional):
         def forward(self, x: Tensor) -> Box:  # type: ignore[override]
             return Box(self.conv(x))
@@ -271,14 +273,14 @@ def test_a_result_of_the_models_own_class() -> None:
         assert_equal_to_rounding(sp.accelerate(model, threads=1, example=X)(Y).inside, model(Y).inside)
 
 
-def test_hooks_and_patched_code() -> None:
+def test_forward_hooks_run() -> None:
     model = randomly_pruned(Named(), 0.3, (4, 4))
     model.register_forward_hook(lambda m, args, out: out + 1)
     model.conv.register_forward_hook(lambda m, args, out: out * 2)
     same(sp.accelerate(model, threads=1), model, X)
 
 
-def test_an_accelerated_part_of_a_model() -> None:
+def test_a_model_that_contains_an_accelerated_one() -> None:
     class Outer(nn.Module):
         def __init__(self, inner: nn.Module) -> None:
             super().__init__()
@@ -304,7 +306,7 @@ def test_int8_with_and_without_a_mask() -> None:
 
 
 def test_tracing_does_not_disturb_other_threads() -> None:
-    """torch.fx patches torch.nn.Module while it traces; plans are made while other threads run their models."""
+    """torch.fx patches torch.nn.Module while it traces, and other threads run models meanwhile."""
     model, other = randomly_pruned(Optional(), 0.3, (4, 4)), nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval()
     errors: list[BaseException] = []
     stop = threading.Event()
@@ -334,8 +336,8 @@ def test_tracing_does_not_disturb_other_threads() -> None:
     assert nn.Module.__call__.__module__ == "torch.nn.modules.module"
 
 
-def test_threads_with_the_same_new_shape() -> None:
-    """What the first of them expects is not compared with what another one gets."""
+def test_threads_with_the_same_new_shape_get_their_own_results() -> None:
+    """The expected result of the first thread is compared only with its own result."""
 
     class View(nn.Module):
         def __init__(self) -> None:
@@ -359,25 +361,25 @@ def test_threads_with_the_same_new_shape() -> None:
 
 
 class Selects(nn.Module):
-    """Says which of many almost equal numbers are the largest, as a detector does of its boxes: rounding changes their order."""
+    """Sorts many almost equal numbers, as detectors sort boxes: rounding changes the order."""
 
     def __init__(self, noise: float = 0.0) -> None:
         super().__init__()
         self.scores, self.noise = nn.Linear(256, 4096), noise
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.sum().isnan():  # what torch.fx cannot trace
+        if x.sum().isnan():  # torch.fx cannot trace this
             return x
         scores = self.scores(x)
         order = scores.argsort(-1, descending=True)
         return order.float() + self.noise * torch.rand(order.shape)
 
 
-def test_a_model_that_selects_among_numbers_that_are_all_but_equal() -> None:
+def test_a_model_that_sorts_almost_equal_numbers_is_accepted() -> None:
     torch.manual_seed(0)
     model, x = randomly_pruned(Selects(), 0.5), torch.randn(16, 256)
     fast = sp.accelerate(model, example=x)
     same = (fast(x) == model(x)).float().mean()
-    assert 0.9 < same < 1  # or there is nothing to test
+    assert 0.9 < same < 1  # otherwise nothing is tested
     with pytest.raises(sp.SmartpruneError, match="draw random numbers"):
         sp.accelerate(randomly_pruned(Selects(noise=100), 0.5), example=x)

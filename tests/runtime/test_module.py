@@ -1,4 +1,4 @@
-"""The accelerated model as an object: copies, pickles, threads, shapes, misuse."""
+"""The accelerated model as an object: copies, pickles, threads, shapes and misuse."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def model() -> nn.Module:
     return randomly_pruned(resnet.resnet8(in_channels=3), 0.7)
 
 
-def test_the_model_is_not_touched(model: nn.Module) -> None:
+def test_the_model_does_not_change(model: nn.Module) -> None:
     model.train()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     x = torch.randn(1, 3, 8, 8)
@@ -37,7 +37,7 @@ def test_the_model_is_not_touched(model: nn.Module) -> None:
     assert all(torch.equal(before[name], after[name]) for name in before)
     for p in model.parameters():
         p.data.zero_()
-    assert torch.equal(fast(x), first)  # nor does it see later changes
+    assert torch.equal(fast(x), first)  # later changes of the model have no effect
     assert not fast.training
     assert not fast.train().training
     assert not fast(x.requires_grad_()).requires_grad
@@ -53,8 +53,8 @@ def test_new_shapes_make_new_plans(model: nn.Module) -> None:
     assert len(fast._plans) == 4
 
 
-def test_memory_is_reused(model: nn.Module) -> None:
-    """Margins stay zero and nothing of an earlier input remains."""
+def test_reused_memory_does_not_change_results(model: nn.Module) -> None:
+    """Margins stay zero, and no numbers of an earlier input remain."""
     fast = sp.accelerate(model)
     x = torch.randn(1, 3, 16, 16)
     first = fast(x)
@@ -62,7 +62,7 @@ def test_memory_is_reused(model: nn.Module) -> None:
     assert torch.equal(fast(x), first)
 
 
-def test_copies_and_pickles(model: nn.Module) -> None:
+def test_copies_and_pickles_give_equal_results(model: nn.Module) -> None:
     x = torch.randn(1, 3, 8, 8)
     for dtype in ("float32", "int8"):
         fast = sp.accelerate(model, dtype=dtype, example=x)
@@ -95,12 +95,12 @@ def test_models_that_share_threads_take_turns() -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_forked_process_has_no_threads_and_runs_alone(model: nn.Module) -> None:
+def test_a_forked_process_runs_without_threads(model: nn.Module) -> None:
     fast = sp.accelerate(model, threads=3)
     x = torch.randn(4, 3, 32, 32)
     expected = fast(x)
     child = os.fork()
-    if child == 0:  # no exception may leave this branch
+    if child == 0:  # exceptions must not leave this branch
         try:
             os._exit(0 if torch.equal(fast(x), expected) else 3)
         finally:
@@ -108,7 +108,7 @@ def test_a_forked_process_has_no_threads_and_runs_alone(model: nn.Module) -> Non
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def test_half_precision_and_other_devices(model: nn.Module) -> None:
+def test_half_precision_runs_in_float32_and_other_devices_are_an_error(model: nn.Module) -> None:
     x = torch.randn(1, 3, 8, 8)
     fast = sp.accelerate(copy.deepcopy(model).bfloat16())
     assert fast(x.bfloat16()).dtype == torch.float32
@@ -116,7 +116,7 @@ def test_half_precision_and_other_devices(model: nn.Module) -> None:
         fast(x.to("meta"))
 
 
-def test_a_model_with_state_is_noticed() -> None:
+def test_a_model_with_state_is_an_error() -> None:
     class Stateful(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -131,7 +131,7 @@ def test_a_model_with_state_is_noticed() -> None:
         sp.accelerate(Stateful(), example=torch.randn(1, 3, 4, 4))
 
 
-def test_misuse() -> None:
+def test_misuse_is_an_error() -> None:
     model, x = plain_cnn()
     for kwargs, words in (
         ({"dtype": "float16"}, "dtype='float16' is not one of float32, int8"),
@@ -156,15 +156,15 @@ def test_misuse() -> None:
         fast(x, x)
 
 
-@pytest.mark.filterwarnings("ignore")  # torch means to drop scripts
-def test_models_that_cannot_be_copied() -> None:
+@pytest.mark.filterwarnings("ignore")  # torch.jit is deprecated
+def test_a_model_that_cannot_be_copied_is_an_error() -> None:
     model, _ = plain_cnn()
     for bad in (torch.jit.script(model), nn.Linear(4, 4, device="meta"), nn.LazyLinear(4)):
         with pytest.raises(sp.SmartpruneError, match="accelerate: the model cannot be copied"):
             sp.accelerate(bad)
 
 
-def test_a_model_that_is_still_masked() -> None:
+def test_a_masked_model_is_an_error() -> None:
     model, _ = plain_cnn()
     sp.attach(model, sp.Magnitude(), block=(4, 4), sparsity=0.5, steps=2)
     with pytest.raises(sp.SmartpruneError, match="bake"):
@@ -172,15 +172,15 @@ def test_a_model_that_is_still_masked() -> None:
 
 
 @torch.no_grad()
-def test_weights_that_a_hook_makes_before_every_call() -> None:
-    """Those of torch.nn.utils.prune are masked for good, so that they gain; a norm is computed as ever."""
+def test_weights_that_hooks_compute() -> None:
+    """Masks of torch.nn.utils.prune are applied once, so their zeros are skipped. Weight norm is computed in every call."""
     x = torch.randn(1, 8, 6, 6)
     masked = nn.Sequential(nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 1))
-    for _ in range(2):  # the second time, masks are combined
+    for _ in range(2):  # the second call combines masks
         prune.ln_structured(masked[0], "weight", 0.25, n=2, dim=0)
     prune.random_unstructured(masked[2], "bias", 0.5)
     with torch.enable_grad():
-        theirs = masked(x)  # which leaves a weight with a history, that torch does not copy
+        theirs = masked(x)  # leaves a weight with a grad_fn, which torch cannot copy
         assert_equal_to_rounding(sp.accelerate(masked, (1, None, None, None), threads=1)(x), theirs)
     fast = sp.accelerate(masked, threads=1)
     assert_equal_to_rounding(fast(x), theirs)
@@ -194,7 +194,7 @@ def test_weights_that_a_hook_makes_before_every_call() -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("both", [True, False])
-def test_a_tied_weight_under_masks_of_its_own(both: bool) -> None:
+def test_tied_weights_with_separate_masks(both: bool) -> None:
     model, x = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16)), torch.randn(4, 16)
     model[2].weight = model[0].weight
     for layer in (model[0], model[2])[: 1 + both]:
@@ -206,8 +206,8 @@ def test_a_tied_weight_under_masks_of_its_own(both: bool) -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # dynamo imports torch.jit
 @torch.no_grad()
-def test_a_model_in_a_wrapper(model: nn.Module) -> None:
-    """What compiles a model or spreads it over devices has no part in it."""
+def test_wrappers_are_removed(model: nn.Module) -> None:
+    """torch.compile and DataParallel do not matter for the accelerated model."""
     x = torch.randn(1, 3, 8, 8)
     for wrapped in (
         torch.compile(model, backend="eager"),
@@ -219,7 +219,7 @@ def test_a_model_in_a_wrapper(model: nn.Module) -> None:
         assert_equal_to_rounding(fast(x), model(x))
 
 
-def test_a_block_that_is_there_is_accepted() -> None:
+def test_a_block_with_empty_ones_is_accepted() -> None:
     model, x = plain_cnn()
     assert_equal_to_rounding(sp.accelerate(randomly_pruned(model, 0.5), "16x8")(x), model(x))
 
@@ -228,6 +228,6 @@ def test_profile_names_every_operation(model: nn.Module) -> None:
     fast = sp.accelerate(model)
     x = torch.randn(1, 3, 8, 8)
     assert isinstance(fast, Accelerated)
-    told = fast.plan(x).profile([x], 2)
-    assert len(told) == len(fast.plan(x).programs[0].names)
-    assert all(seconds >= 0 for _, seconds in told)
+    profile = fast.plan(x).profile([x], 2)
+    assert len(profile) == len(fast.plan(x).programs[0].names)
+    assert all(seconds >= 0 for _, seconds in profile)

@@ -1,4 +1,4 @@
-"""float32: every operation, every tile and every model against torch."""
+"""float32 programs: every operation, every tile and every model agrees with torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check(model: nn.Module, *inputs: Tensor, threads: int = 1, native: bool = Tr
     fast = sp.accelerate(model.eval(), threads=threads)
     assert_equal_to_rounding(fast(*inputs), model(*inputs))
     assert isinstance(fast, Accelerated)
-    if native:  # nothing was left to torch
+    if native:  # torch runs no node
         assert len(fast.plan(*inputs).parts) == 1
     return fast
 
@@ -60,7 +60,7 @@ def test_convolutions(case: tuple[nn.Module, Tensor], threads: int) -> None:
 @pytest.mark.parametrize("stride", [1, 2, 3])
 @pytest.mark.parametrize("outputs", [16, 8])  # vectors of 16 and of 8
 def test_every_tile(stride: int, outputs: int) -> None:
-    """All widths of a map, so all widths of a tile; heights and batches that leave rows over."""
+    """All widths of a map, and so of a tile; heights and batches that are not multiples of a tile."""
     conv = randomly_pruned(nn.Conv2d(8, outputs, 3, stride, 1), 0.3, (8, 8))
     fast = sp.accelerate(conv, threads=1)
     with torch.no_grad():
@@ -80,7 +80,7 @@ def test_linear(inputs: int, outputs: int, lead: tuple[int, ...]) -> None:
     check(randomly_pruned(nn.Sequential(nn.Linear(inputs, outputs), nn.ReLU()), 0.5), torch.randn(*lead, inputs))
 
 
-def test_input_of_any_strides() -> None:
+def test_inputs_with_arbitrary_strides() -> None:
     model = randomly_pruned(nn.Sequential(nn.Conv2d(20, 24, 3, padding=1), nn.ReLU()), 0.5)
     big = torch.randn(3, 40, 18, 22)
     for x in (
@@ -95,7 +95,7 @@ def test_input_of_any_strides() -> None:
 
 
 class Branches(nn.Module):
-    """Additions before and after an activation, of a value used twice, of itself, of one value per channel."""
+    """Additions before and after an activation: of a value that is used twice, of itself, and of one value per channel."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class Branches(nn.Module):
 
 
 class Joined(nn.Module):
-    """Concatenations that lie at the borders of blocks and others that do not, of values used elsewhere too."""
+    """Concatenations at the borders of blocks and elsewhere, of values that are used elsewhere too."""
 
     def __init__(self, first: int, second: int) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ def test_operations(module: type[nn.Module], channels: int) -> None:
     fast = check(module(), torch.randn(2, channels, 9, 12))
     assert_equal_to_rounding(
         fast(torch.randn(1, channels, 18, 4)), module()(torch.randn(1, channels, 18, 4)), 1e9
-    )  # another shape runs
+    )  # another shape works
 
 
 @pytest.mark.parametrize("channels", [16, 20, 5])
@@ -215,13 +215,13 @@ def test_models(name: str) -> None:
 
 
 @pytest.mark.parametrize("make", [plain_cnn, mobilenet_block, transformer_block, unet, conv1d_net])
-def test_what_is_not_native_runs_in_torch(make: Callable[[], tuple[nn.Module, Tensor]]) -> None:
+def test_torch_runs_nodes_without_kernels(make: Callable[[], tuple[nn.Module, Tensor]]) -> None:
     model, x = make()
     check(randomly_pruned(model, 0.5), x, native=False)
 
 
-def test_a_value_read_in_two_layouts() -> None:
-    """A linear layer takes the last axis for channels, a convolution the second."""
+def test_a_value_that_is_read_in_two_layouts() -> None:
+    """The channels of a linear layer are the last axis, those of a convolution the second."""
 
     class Mixed(nn.Module):
         def __init__(self) -> None:
@@ -244,14 +244,14 @@ def test_values_changed_in_place() -> None:
         def forward(self, x: Tensor) -> Tensor:
             y = self.conv(x)
             z = self.relu(y)
-            z = self.conv(z) + y  # the rectified one
+            z = self.conv(z) + y  # y is rectified by now
             z += y
             return z
 
     check(InPlace(), torch.randn(1, 8, 6, 6))
 
 
-def test_what_cannot_be_traced_keeps_its_code() -> None:
+def test_a_model_that_cannot_be_traced_runs_its_own_code() -> None:
     class Dynamic(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -290,7 +290,7 @@ def test_several_inputs_and_nested_outputs() -> None:
 
 @pytest.mark.parametrize("size", [(1, 1), (3, 5), (7, 64), (9, 65), (128, 128), (1024, 512), (100_000, 1), (1, 100_000)])
 def test_mean_of_a_large_map_does_not_drift(size: tuple[int, int]) -> None:
-    """Of equal numbers: one long sum loses what is small beside it, and noise does not show that."""
+    """A single float sum of equal numbers loses precision, which random numbers do not show."""
 
     class Mean(nn.Module):
         def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""int8: whole numbers against a plain computation in whole numbers, and networks against their float32 selves."""
+"""int8: layers agree with integer arithmetic, and networks with their float32 results."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ FEW = settings(max_examples=40, deadline=None, derandomize=True, suppress_health
 
 
 class Two(nn.Module):
-    """A convolution with what follows it, and one that reads the result, so that the first result is stored in int8."""
+    """A convolution with an addition and an activation. Another convolution reads the result, so it is stored as int8."""
 
-    def __init__(self, conv: nn.Conv2d, relu: bool, adding: str) -> None:
+    def __init__(self, conv: nn.Conv2d, relu: bool, addition: str) -> None:
         super().__init__()
-        self.conv, self.relu, self.adding = conv, relu, adding
+        self.conv, self.relu, self.addition = conv, relu, addition
         self.side = nn.Conv2d(conv.in_channels, conv.out_channels, 1, conv.stride)
         self.last = nn.Conv2d(conv.out_channels, 8, 1)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         side = self.side(x)
         y = self.conv(x)
-        if self.adding == "before":
+        if self.addition == "before":
             y = y + side
         if self.relu:
             y = F.relu(y)
-        if self.adding == "after":
+        if self.addition == "after":
             y = y + side
         return y, side, self.last(y) + self.last(side)
 
 
 class Grid:
-    """The 256 numbers that a tensor with this range can have."""
+    """The 256 numbers that a tensor with this range can hold."""
 
     def __init__(self, values: Tensor) -> None:
         low, high = min(float(values.min()), 0.0), max(float(values.max()), 0.0)
@@ -52,7 +52,7 @@ class Grid:
 
 
 def convolved(q: np.ndarray, zero: int, conv: nn.Conv2d) -> tuple[np.ndarray, np.ndarray]:
-    """Exact sums of whole numbers by an independent convolution in float64, and the scale of every channel."""
+    """Exact integer sums of an independent convolution in float64, and the scale of every channel."""
     w = conv.weight.detach().numpy()
     largest = np.abs(w.reshape(len(w), -1)).max(1)
     scale = np.where(largest > 0, largest / np.float32(127), 1.0).astype(np.float32)
@@ -75,12 +75,12 @@ def convolved(q: np.ndarray, zero: int, conv: nn.Conv2d) -> tuple[np.ndarray, np
     st.sampled_from([0.0, 0.5, 1.0]),
     st.sampled_from([1, 3]),
 )
-def test_whole_numbers(
+def test_convolutions_agree_with_integer_arithmetic(
     inputs: int,
     outputs: int,
     kernel: int,
     stride: int,
-    adding: str,
+    addition: str,
     relu: bool,
     block: tuple[int, int],
     sparsity: float,
@@ -88,9 +88,9 @@ def test_whole_numbers(
 ) -> None:
     torch.manual_seed(inputs + outputs)
     conv = nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2)
-    model = Two(conv, relu, adding).eval()
+    model = Two(conv, relu, addition).eval()
     randomly_pruned(model.conv, sparsity, block)
-    x = (torch.randint(0, 256, (batch, inputs, 9, 14)) - 128) / 32  # numbers that int8 has exactly
+    x = (torch.randint(0, 256, (batch, inputs, 9, 14)) - 128) / 32  # int8 represents these exactly
     x[0, 0, 0, :2] = torch.tensor([-4.0, 127 / 32])
     with torch.no_grad():
         y, side, _ = model(x)
@@ -101,24 +101,24 @@ def test_whole_numbers(
     sums, scale = convolved(q, grid_x.zero, conv)
     real = sums * (grid_x.scale * scale)[None, :, None, None] + conv.bias.detach().numpy()[None, :, None, None]
     q_side = grid_side.whole(got_side)
-    if adding == "before":
+    if addition == "before":
         real = real + (q_side - grid_side.zero) * grid_side.scale
     if relu:
         real = np.maximum(real, 0)
-    if adding == "after":
+    if addition == "after":
         real = real + (q_side - grid_side.zero) * grid_side.scale
     steps = real / grid_y.scale + grid_y.zero
     expected = np.clip(np.rint(steps), 0, 255)
     got = grid_y.whole(got_y)
-    close_to_a_tie = np.abs(steps - np.floor(steps) - 0.5) < 1e-3  # the kernel rounds in float32, this in float64
+    close_to_a_tie = np.abs(steps - np.floor(steps) - 0.5) < 1e-3  # the kernel rounds in float32, this test in float64
     assert (got == expected)[~close_to_a_tie].all()
     assert (np.abs(got - expected) <= 1).all()
 
 
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize("activation", [nn.ReLU6, nn.SiLU, nn.Hardswish])
-def test_one_layer_lies_within_its_steps(stride: int, activation: type[nn.Module]) -> None:
-    """Depthwise, other activations, pools, concatenations and all that is between convolutions."""
+def test_all_operations_are_close_to_float32(stride: int, activation: type[nn.Module]) -> None:
+    """Depthwise convolutions, other activations, pooling, concatenation and everything else between convolutions."""
 
     class Mixed(nn.Module):
         def __init__(self) -> None:
@@ -142,8 +142,8 @@ def test_one_layer_lies_within_its_steps(stride: int, activation: type[nn.Module
 
 @pytest.mark.parametrize("pool", [nn.AvgPool2d(2), nn.AvgPool2d(3, 2, 1, count_include_pad=False), nn.AdaptiveAvgPool2d((4, 2))])
 @torch.no_grad()
-def test_an_average_between_numbers_of_two_kinds(pool: nn.Module) -> None:
-    """What a convolution reads is int8, everything else float32: a pool stands between the two, either way around."""
+def test_average_pooling_between_int8_and_float32(pool: nn.Module) -> None:
+    """Inputs of convolutions are int8 and everything else is float32. The pool lies between the two, in both directions."""
 
     class Between(nn.Module):
         def __init__(self) -> None:
@@ -160,8 +160,8 @@ def test_an_average_between_numbers_of_two_kinds(pool: nn.Module) -> None:
 
 
 @torch.no_grad()
-def test_a_factor_that_only_happens_to_give_a_multiple() -> None:
-    """4 pixels times 3.2 are 12, and torch reads pixel 11 / 3.2, not 11 / 3."""
+def test_upsampling_by_a_factor_that_is_not_an_integer() -> None:
+    """4 pixels times 3.2 give 12, and torch reads pixel 11 / 3.2 instead of 11 / 3."""
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Conv2d(8, 8, 1), nn.Upsample(scale_factor=3.2), nn.Conv2d(8, 8, 1)).eval(), torch.randn(1, 8, 4, 4)
     for dtype, most in (("float32", 1e-6), ("int8", 0.03)):
@@ -190,14 +190,14 @@ def test_models(name: str) -> None:
         assert float((a - b).norm() / (b - b.mean()).norm()) < 0.06
 
 
-def test_threads_do_not_change_a_number() -> None:
+def test_results_do_not_depend_on_the_number_of_threads() -> None:
     model, x = randomly_pruned(MODELS["resnet18"](), 0.9), torch.randn(3, 3, 32, 32)
     for dtype in ("float32", "int8"):
         one, two = (sp.accelerate(model, dtype=dtype, example=x, threads=n) for n in (1, 2))
         assert torch.equal(one(x), two(x))
 
 
-def test_values_beyond_the_example_end_at_its_range() -> None:
+def test_values_are_clipped_to_the_range_of_the_example() -> None:
     model = nn.Sequential(nn.Conv2d(8, 8, 1), nn.ReLU(), nn.Conv2d(8, 8, 1)).eval()
     x = torch.randn(1, 8, 4, 4)
     fast = sp.accelerate(model, dtype="int8", example=x, threads=1)
@@ -208,7 +208,7 @@ def test_values_beyond_the_example_end_at_its_range() -> None:
         assert torch.allclose(fast(clipped), model(clipped), atol=0.05)
 
 
-def test_needs_an_example() -> None:
+def test_int8_needs_a_finite_example() -> None:
     with pytest.raises(sp.SmartpruneError, match="example"):
         sp.accelerate(nn.Conv2d(3, 3, 1), dtype="int8")
     with pytest.raises(sp.SmartpruneError, match="finite"):
@@ -217,7 +217,7 @@ def test_needs_an_example() -> None:
 
 @torch.fx.wrap
 def _halved(x: Tensor, sizes: list[int]) -> Tensor:
-    sizes[0] = 2  # a list in a traced graph cannot be changed
+    sizes[0] = 2  # lists in a traced graph are immutable
     return x / sizes[0]
 
 
@@ -230,7 +230,7 @@ class Writes(nn.Module):
         return _halved(self.layer(x), [1])
 
 
-def test_a_graph_that_does_not_run_says_so() -> None:
+def test_a_graph_that_does_not_run_is_an_error() -> None:
     model, x = randomly_pruned(Writes(), 0.5), torch.randn(4, 16)
     assert torch.allclose(sp.accelerate(model, example=x)(x), model(x), atol=1e-5)
     with pytest.raises(sp.SmartpruneError, match=r"does not run \(TypeError.*use float32"):
@@ -240,7 +240,7 @@ def test_a_graph_that_does_not_run_says_so() -> None:
 
 
 def test_a_channel_of_denormal_weights() -> None:
-    """Its scale came out as zero, and the channel as NaN."""
+    """Their scale must not become zero, or the channel becomes NaN."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 16, 1), nn.Conv2d(16, 16, 3, padding=1, groups=16, bias=False), nn.Conv2d(16, 4, 1))
     model.eval().requires_grad_(False)

@@ -1,4 +1,4 @@
-"""Changes in place: either the order is kept, or the model's own code is run. Examples of zeros show none of it."""
+"""In-place changes: either their order is kept, or the model's own code runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from smartprune.runtime.module import Accelerated
 
 
 class Net(nn.Module):
-    """Two convolutions with something between them."""
+    """Two convolutions with in-place operations between them."""
 
     def __init__(self, between: Callable[[Net, Tensor], Tensor]) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ def viewed_before(m: Net, y: Tensor) -> Tensor:
     return torch.cat([v, v], 1)
 
 
-OWN = [on_view, zeroed, narrowed, flattened, seen_before, by_data, in_a_list, chunked, given_out, dropped_out, viewed_before]
+UNSAFE = [on_view, zeroed, narrowed, flattened, seen_before, by_data, in_a_list, chunked, given_out, dropped_out, viewed_before]
 
 
 def function(m: Net, y: Tensor) -> Tensor:
@@ -160,28 +160,30 @@ def memory_read_before(m: Net, y: Tensor) -> Tensor:
     return m.last(w) + z.transpose(2, 3).sub_(1)
 
 
-ORDERED = [function, positional, method, copied, operators, renamed, sizes, module, chain, of_a_view_alone, memory_read_before]
+SAFE = [function, positional, method, copied, operators, renamed, sizes, module, chain, of_a_view_alone, memory_read_before]
 
 
 @pytest.mark.parametrize("backend", ["native", "reference"])
 @pytest.mark.parametrize("example", [None, torch.zeros(2, 8, 6, 6), torch.randn(2, 8, 6, 6)], ids=["none", "zeros", "random"])
-@pytest.mark.parametrize("between", [*OWN, *ORDERED])
+@pytest.mark.parametrize("between", [*UNSAFE, *SAFE])
 @torch.no_grad()
-def test_values_changed_in_place(between: Callable[[Net, Tensor], Tensor], example: Tensor | None, backend: str) -> None:
+def test_in_place_changes_agree_with_the_model(
+    between: Callable[[Net, Tensor], Tensor], example: Tensor | None, backend: str
+) -> None:
     model = randomly_pruned(Net(between), 0.3, (4, 4))
     fast = sp.accelerate(model, threads=1, example=example, backend=backend)
     for _ in range(2):
         x = torch.randn(2, 8, 6, 6)
         assert_equal_to_rounding(fast(x), model(x))
-    own = not isinstance(fast, Accelerated) or fast.replaced_model() is not None
-    if between in ORDERED:
-        assert not own
-    elif between is not given_out:  # nothing of it is left to go wrong where torch.fx makes the buffer a value
-        assert own
+    is_fallback = not isinstance(fast, Accelerated) or fast.replaced_model() is not None
+    if between in SAFE:
+        assert not is_fallback
+    elif between is not given_out:  # torch.fx may make the buffer a value, and then there is no in-place change
+        assert is_fallback
 
 
-def test_the_order_is_proved_not_tried() -> None:
-    """Where the numbers do not show it, it is still seen."""
+def test_the_order_is_derived_from_memory_and_not_from_results() -> None:
+    """Also where a wrong order gives the same numbers."""
 
     class Late(Net):
         def forward(self, x: Tensor) -> Tensor:
@@ -194,8 +196,8 @@ def test_the_order_is_proved_not_tried() -> None:
 
 
 @torch.no_grad()
-def test_a_picture_is_prepared_in_place() -> None:
-    """A new dtype is new memory; the strides of an input are not what a plan belongs to."""
+def test_in_place_preprocessing_of_inputs() -> None:
+    """Another dtype means new memory. Plans do not depend on the strides of inputs."""
 
     class Prepared(Net):
         def forward(self, x: Tensor) -> Tensor:
@@ -245,7 +247,7 @@ def test_a_model_that_changes_its_inputs_still_does(change: Callable[[Tensor], T
     assert_equal_to_rounding(fast(ours), model(before.clone()))
 
 
-def test_a_buffer_that_counts() -> None:
+def test_a_buffer_that_counts_calls() -> None:
     class Counting(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -263,14 +265,14 @@ def test_a_buffer_that_counts() -> None:
 
 
 @pytest.mark.parametrize("between", [on_view, zeroed, viewed_before])
-def test_int8_says_that_it_cannot(between: Callable[[Net, Tensor], Tensor]) -> None:
+def test_int8_raises_for_unsafe_changes(between: Callable[[Net, Tensor], Tensor]) -> None:
     with pytest.raises(sp.SmartpruneError, match="use float32"):
         sp.accelerate(Net(between), dtype="int8", example=torch.randn(2, 8, 6, 6))
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("between", [method, operators, chain, memory_read_before])
-def test_int8_keeps_the_order(between: Callable[[Net, Tensor], Tensor]) -> None:
+def test_int8_keeps_the_order_of_safe_changes(between: Callable[[Net, Tensor], Tensor]) -> None:
     model, x = randomly_pruned(Net(between), 0.3, (4, 4)), torch.randn(2, 8, 6, 6)
     ours, theirs = sp.accelerate(model, dtype="int8", example=x, threads=1)(x), model(x)
     assert float((ours - theirs).norm() / theirs.norm()) < 0.05

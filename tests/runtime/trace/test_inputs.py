@@ -1,4 +1,4 @@
-"""What a plan may be used for again: other dtypes, other structures, values whose shape depends on numbers."""
+"""Which calls share a plan: dtypes, structures, and shapes that depend on numbers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Masked(nn.Module):
 
 
 class Nested(nn.Module):
-    """Takes anything that holds two tensors."""
+    """Accepts any container of two tensors."""
 
     def __init__(self, read: Callable[[Any], tuple[Tensor, Tensor]]) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ def planned(fast: nn.Module) -> Accelerated:
     return fast
 
 
-def test_a_mask_of_another_dtype() -> None:
+def test_inputs_of_other_dtypes() -> None:
     model = randomly_pruned(Masked(), 0.4, (4, 4))
     x, mask = torch.randn(2, 8, 6, 6), torch.rand(2, 8, 6, 6) > 0.5
     fast = sp.accelerate(model, threads=1)
@@ -61,8 +61,8 @@ def test_a_mask_of_another_dtype() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bool, torch.int64, torch.complex64])
-def test_a_dtype_that_the_model_does_not_take(dtype: torch.dtype) -> None:
-    """The same error as without us, before and after a call that can be answered."""
+def test_a_dtype_that_the_model_rejects_gives_its_error(dtype: torch.dtype) -> None:
+    """The error is that of the model, before and after a successful call."""
     model = randomly_pruned(nn.Sequential(nn.Conv2d(3, 8, 3)), 0.4, (4, 4))
     x = (torch.rand(1, 3, 16, 16) * 9).to(dtype)
     with pytest.raises(RuntimeError) as theirs, torch.no_grad():
@@ -98,7 +98,7 @@ READS: list[tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], tuple[Tensor,
 def test_nested_inputs(make: Callable[[Tensor, Tensor], Any], read: Callable[[Any], tuple[Tensor, Tensor]]) -> None:
     model = randomly_pruned(Nested(read), 0.4, (4, 4))
     fast = sp.accelerate(model, threads=1)
-    for rows in (3, 3, 300, 3000, 3):  # large tensors print alike
+    for rows in (3, 3, 300, 3000, 3):  # the text of large tensors is not a key
         for _ in range(2):
             same(fast, model, make(torch.randn(rows, 16), torch.randn(rows, 16)))
     same(fast, model, make(torch.randn(3, 16), torch.arange(48).reshape(3, 16)))
@@ -115,7 +115,7 @@ def test_numbers_and_other_constants() -> None:
             self.conv = nn.Conv2d(8, 8, 1)
 
         def forward(self, x: Tensor, times: int = 1, factor: float = 1.0, *, mode: str = "plain", flag: bool = False) -> Tensor:
-            for _ in range(times):  # cannot be traced without the number
+            for _ in range(times):  # tracing needs the number
                 x = self.conv(x) * factor
             return x.relu() if mode == "relu" else -x if flag else x
 
@@ -135,12 +135,12 @@ def test_numbers_and_other_constants() -> None:
     assert len(planned(fast)._plans) == 7
 
 
-def test_plans_are_bounded() -> None:
+def test_the_number_of_plans_is_bounded() -> None:
     model = randomly_pruned(nn.Sequential(nn.Linear(8, 8)), 0.4, (4, 4))
     fast = planned(sp.accelerate(model, threads=1))
     for rows in range(1, MOST_PLANS + 9):
         same(fast, model, torch.randn(rows, 8))
-        same(fast, model, torch.randn(1, 8))  # what is used stays
+        same(fast, model, torch.randn(1, 8))  # recently used plans stay
     assert len(fast._plans) == MOST_PLANS
     assert next(reversed(fast._plans)) == ((tuple, (torch.float32, (1, 8))))
 
@@ -152,7 +152,7 @@ def test_plans_are_bounded() -> None:
 
 
 class Chosen(nn.Module):
-    """Rows by their numbers, as proposals are chosen."""
+    """Selects rows by their numbers, as detectors select proposals."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ class Chosen(nn.Module):
 
 
 class Resized(nn.Module):
-    """A size that depends on numbers: the tensors that the program reads keep their shape."""
+    """A size depends on numbers, and the inputs of the program keep their shape."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -186,7 +186,7 @@ def test_shapes_that_depend_on_numbers() -> None:
     assert len(seen) > 3
     assert len(planned(fast)._plans) == 1
     model.a.bias.data.fill_(-100)
-    assert sp.accelerate(model, example=x)(x).shape == (0, 4)  # none at all
+    assert sp.accelerate(model, example=x)(x).shape == (0, 4)  # no rows
 
 
 def test_sizes_that_depend_on_numbers() -> None:
@@ -199,7 +199,7 @@ def test_sizes_that_depend_on_numbers() -> None:
     assert planned(fast).plan(x).programs
 
 
-def test_a_program_points_at_nothing_else() -> None:
+def test_a_program_rejects_other_tensors() -> None:
     x = torch.randn(2, 8)
     fast = planned(sp.accelerate(randomly_pruned(nn.Sequential(nn.Linear(8, 8)), 0.4, (4, 4)), threads=1))
     plan = fast.plan(x)
@@ -210,8 +210,8 @@ def test_a_program_points_at_nothing_else() -> None:
     assert_equal_to_rounding(program.run(fast._pool, [x])[0], fast(x))
 
 
-def test_memory_that_does_not_hold_the_numbers() -> None:
-    """The imaginary part of a conjugate is negated when it is read; a default dtype is not what outputs are made of."""
+def test_negated_memory_and_other_default_dtypes() -> None:
+    """The imaginary part of a conjugate is negated lazily, and outputs do not have the default dtype."""
     model = randomly_pruned(nn.Sequential(nn.Linear(8, 8)), 0.4, (4, 4))
     fast = sp.accelerate(model, threads=1)
     x = torch.randn(3, 8, dtype=torch.complex64).conj().imag
