@@ -1,4 +1,4 @@
-"""A headless Chromium, driven by the WebDriver protocol with the standard library alone."""
+"""A headless Chromium, controlled over the WebDriver protocol with the standard library."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 
 CHROMIUM, DRIVER = shutil.which("chromium") or shutil.which("google-chrome"), shutil.which("chromedriver")
 MISSING = None if CHROMIUM and DRIVER else "needs chromium and chromedriver (Debian: apt-get install chromium chromium-driver)"
-ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # what the protocol calls a reference to an element
+ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # key of an element reference in the protocol
 KEYS = {"left": "\ue012", "up": "\ue013", "right": "\ue014", "down": "\ue015", "end": "\ue010", "tab": "\ue004", "enter": "\ue007"}
 FLAGS = [
     "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
@@ -25,7 +25,7 @@ FLAGS = [
 
 
 class Browser:
-    """One browser with one window. ``logs`` are what the console and the network said since they were read last."""
+    """One browser with one window."""
 
     def __init__(self) -> None:
         assert CHROMIUM is not None
@@ -37,10 +37,10 @@ class Browser:
         self.driver = subprocess.Popen([DRIVER, f"--port={port}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         self.base = f"http://127.0.0.1:{port}"
         options = {"binary": CHROMIUM, "args": [*FLAGS, f"--user-data-dir={self.profile}"]}
-        wanted = {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL", "performance": "ALL"}}
+        capabilities = {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL", "performance": "ALL"}}
         try:
             self._wait()
-            self.base += "/session/" + self._send("POST", "/session", {"capabilities": {"alwaysMatch": wanted}})["sessionId"]
+            self.base += "/session/" + self._send("POST", "/session", {"capabilities": {"alwaysMatch": capabilities}})["sessionId"]
         except BaseException:
             self.close()
             raise
@@ -65,7 +65,7 @@ class Browser:
                 raise RuntimeError(json.loads(error.read())["value"]["message"]) from None
 
     def open(self, path: Path, width: int = 1280, height: int = 900, dark: bool = False, touch: bool = False) -> None:
-        """Opens a file in a window of exactly this size."""
+        """Opens a file in a window of this size."""
         screen = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": touch}
         self.command("Emulation.setDeviceMetricsOverride", screen)
         scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
@@ -75,18 +75,18 @@ class Browser:
         self.settle()
 
     def settle(self) -> None:
-        """Until two frames were drawn."""
+        """Waits until two frames are drawn."""
         self.later("requestAnimationFrame(() => requestAnimationFrame(() => done()))")
 
     def later(self, script: str) -> Any:
-        """The value that a piece of JavaScript gives to ``done``."""
+        """Runs JavaScript and returns the value that it passes to ``done``."""
         return self._send("POST", "/execute/async", {"script": f"const done = arguments[0]; {script}", "args": []})
 
     def command(self, name: str, values: object) -> Any:
         return self._send("POST", "/goog/cdp/execute", {"cmd": name, "params": values})
 
     def run(self, script: str, *values: object) -> Any:
-        """The value of a piece of JavaScript that returns one."""
+        """Runs JavaScript and returns its result."""
         return self._send("POST", "/execute/sync", {"script": script, "args": list(values)})
 
     def text(self, selector: str) -> str:
@@ -104,19 +104,19 @@ class Browser:
         self.settle()
 
     def click(self, selector: str) -> None:
-        found = self._send("POST", "/element", {"using": "css selector", "value": selector})
-        self._send("POST", f"/element/{found[ELEMENT]}/click", {})
+        element = self._send("POST", "/element", {"using": "css selector", "value": selector})
+        self._send("POST", f"/element/{element[ELEMENT]}/click", {})
         self.settle()
 
     def picture(self, path: Path) -> None:
         path.write_bytes(base64.b64decode(self._send("GET", "/screenshot")))
 
     def logs(self) -> tuple[list[str], list[str]]:
-        """What the console said, and the addresses that were asked for, since the last call."""
-        said = [entry["message"] for entry in self._send("POST", "/se/log", {"type": "browser"})]
+        """Console messages and requested URLs since the last call."""
+        messages = [entry["message"] for entry in self._send("POST", "/se/log", {"type": "browser"})]
         events = [json.loads(entry["message"])["message"] for entry in self._send("POST", "/se/log", {"type": "performance"})]
-        asked = [event["params"]["request"]["url"] for event in events if event["method"] == "Network.requestWillBeSent"]
-        return said, asked
+        urls = [event["params"]["request"]["url"] for event in events if event["method"] == "Network.requestWillBeSent"]
+        return messages, urls
 
     def close(self) -> None:
         try:

@@ -1,4 +1,4 @@
-"""Trainers for the tests of the integrations: the real ones, and small ones that call the same hooks in the documented order."""
+"""Trainers for the tests of the integrations: the real ones, and small ones that call the hooks in the documented order."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 EPOCHS, BATCHES, LR, DECAY = 4, 6, 0.05, 0.01
-STOPS = {"search": 5, "frozen": 15}  # where trainings are interrupted
+STOPS = {"search": 5, "frozen": 15}  # optimizer steps at which training is interrupted
 INSTALLED = {name: importlib.util.find_spec(name) is not None for name in ("lightning", "transformers")}
 
 
 class StopError(Exception):
-    """The machine went down."""
+    """Simulates an interrupted training run."""
 
 
 class Body(nn.Module):
-    """A network that remembers what it was trained with; the last module is none that trains."""
+    """A network that records its training batches. Its last module has no parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,20 +65,20 @@ def make_scheduler(optimizer: torch.optim.Optimizer, total: int) -> LambdaLR:
 
 
 class Module(Body):
-    """What a LightningModule is for the small trainer. It makes its layers late, where Lightning allows it."""
+    """The LightningModule of the small trainer. It creates its layers in configure_model."""
 
     automatic_optimization = True
 
     def __init__(self) -> None:
         nn.Module.__init__(self)
         self.logged: dict[str, list[float]] = {}
-        self.made = False
+        self.configured = False
 
     def configure_model(self) -> None:
-        if not self.made:
+        if not self.configured:
             with torch.device("cpu"):
                 Body.__init__(self)
-            self.made = True
+            self.configured = True
 
     def configure_optimizers(self, total: int) -> tuple[torch.optim.Optimizer, LambdaLR]:
         optimizer = make_optimizer(self.net.parameters())
@@ -93,7 +93,7 @@ class Module(Body):
 
 
 class SmallLightning:
-    """Lightning's order: setup, configure_model, the checkpoint, optimizers, on_fit_start, their states, on_train_start, ..."""
+    """The hook order of Lightning: setup, configure_model, checkpoint, optimizers, on_fit_start, on_train_start."""
 
     name, barebones, stops = "lightning", False, STOPS
 
@@ -118,7 +118,7 @@ class SmallLightning:
     def _fit(self, module: Any, callback: Any, stop: int, resume: Any, early: bool) -> None:
         saved = None if resume is None else torch.load(resume, weights_only=True)
         callback.setup(self, module, "fit")
-        with torch.device("meta"):  # what is made here, and not by the module, would be lost
+        with torch.device("meta"):  # layers created outside of the module would be lost
             module.configure_model()
         if saved:
             module.load_state_dict(saved["state_dict"], strict=True)
@@ -173,7 +173,7 @@ class SmallLightning:
         return module.logged
 
 
-class OfTransformers:
+class TransformersTrainer:
     name, stops = "transformers", STOPS
 
     def __init__(self, folder: Path) -> None:
@@ -183,8 +183,8 @@ class OfTransformers:
         return Body()
 
 
-class SmallTransformers(OfTransformers):
-    """The order of transformers' Trainer: on_init_end, the checkpoint, optimizer and scheduler, on_train_begin, ..."""
+class SmallTransformers(TransformersTrainer):
+    """The hook order of the transformers Trainer: on_init_end, checkpoint, optimizer and scheduler, on_train_begin."""
 
     def fit(self, module: Any, callback: Any, accumulate: int = 1, stop: int = -1, resume: Any = None, early: bool = False) -> None:
         args = types.SimpleNamespace(gradient_accumulation_steps=accumulate, load_best_model_at_end=False, output_dir=self.folder)
@@ -202,8 +202,8 @@ class SmallTransformers(OfTransformers):
             self.optimizer.load_state_dict(saved["optimizer"])
             scheduler.load_state_dict(saved["scheduler"])
             done = saved["done"]
-        given = {"model": module, "optimizer": self.optimizer, "lr_scheduler": scheduler, "train_dataloader": batches()}
-        callback.on_train_begin(args, state, None, **given)
+        arguments = {"model": module, "optimizer": self.optimizer, "lr_scheduler": scheduler, "train_dataloader": batches()}
+        callback.on_train_begin(args, state, None, **arguments)
         self.history = state.log_history
         module.train()
         for number in range(done, EPOCHS * BATCHES):
@@ -218,12 +218,12 @@ class SmallTransformers(OfTransformers):
                 module.zero_grad()
                 logs = {"loss": 0.0}
                 state.log_history.append({**logs})
-                callback.on_log(args, state, None, logs=logs, **given)
-            saving = {"state_dict": module.state_dict(), "done": number + 1}
+                callback.on_log(args, state, None, logs=logs, **arguments)
+            checkpoint = {"state_dict": module.state_dict(), "done": number + 1}
             torch.save(
-                {**saving, "optimizer": self.optimizer.state_dict(), "scheduler": scheduler.state_dict()}, self.path(number + 1)
+                {**checkpoint, "optimizer": self.optimizer.state_dict(), "scheduler": scheduler.state_dict()}, self.path(number + 1)
             )
-        callback.on_train_end(args, state, None, **given)
+        callback.on_train_end(args, state, None, **arguments)
 
     def path(self, step: int) -> Path:
         return self.folder / f"{step}.ckpt"
@@ -247,7 +247,10 @@ class SmallTransformers(OfTransformers):
 
 class RealLightning:
     name = "lightning"
-    stops: ClassVar[dict[str, int]] = {"search": 6, "frozen": 18}  # within an epoch it starts that epoch's data again
+    stops: ClassVar[dict[str, int]] = {
+        "search": 6,
+        "frozen": 18,
+    }  # at epoch ends, because Lightning restarts the data of an interrupted epoch
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -278,8 +281,8 @@ class RealLightning:
         from lightning.pytorch import Trainer
 
         quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "accelerator": "cpu", "devices": 1}
-        given = {"max_epochs": EPOCHS, "default_root_dir": self.folder, "callbacks": [callback], **quiet}
-        return Trainer(**{"enable_checkpointing": False, **given, **options})
+        defaults = {"max_epochs": EPOCHS, "default_root_dir": self.folder, "callbacks": [callback], **quiet}
+        return Trainer(**{"enable_checkpointing": False, **defaults, **options})
 
     def fit(self, module: Any, callback: Any, accumulate: int = 1, stop: int = -1, resume: Any = None, early: bool = False) -> None:
         from lightning.pytorch import Callback
@@ -315,13 +318,13 @@ class RealLightning:
         return self.last.optimizers[0].param_groups
 
 
-class RealTransformers(OfTransformers):
+class RealTransformers(TransformersTrainer):
     def trainer(self, module: Any, callbacks: list[Any], **options: Any) -> Any:
         from transformers import Trainer, TrainingArguments
 
-        given = {"num_train_epochs": EPOCHS, "learning_rate": LR, "weight_decay": DECAY, "max_grad_norm": 0.0, "save_steps": 1}
+        defaults = {"num_train_epochs": EPOCHS, "learning_rate": LR, "weight_decay": DECAY, "max_grad_norm": 0.0, "save_steps": 1}
         quiet = {"report_to": [], "disable_tqdm": True, "use_cpu": True, "logging_steps": 1, "per_device_train_batch_size": 4}
-        args = TrainingArguments(str(self.folder), **{**given, **quiet, "optim": "adamw_torch", **options})
+        args = TrainingArguments(str(self.folder), **{**defaults, **quiet, "optim": "adamw_torch", **options})
         return Trainer(module, args, train_dataset=data(), eval_dataset=data(), callbacks=callbacks)
 
     def fit(self, module: Any, callback: Any, accumulate: int = 1, stop: int = -1, resume: Any = None, early: bool = False) -> None:
@@ -363,15 +366,15 @@ TRAINERS = {
 
 @contextlib.contextmanager
 def importable(name: str) -> Iterator[Any]:
-    """The integration, with a stand-in for the library where that is not installed."""
+    """The integration module, with a stub of the library if it is not installed."""
     with pytest.MonkeyPatch.context() as patch:
         if not INSTALLED[name]:
-            library, part = types.ModuleType(name), types.ModuleType("lightning.pytorch")
-            library.TrainerCallback = part.Callback = type("Callback", (), {})  # type: ignore[attr-defined]
-            library.pytorch = part  # type: ignore[attr-defined]
+            library, submodule = types.ModuleType(name), types.ModuleType("lightning.pytorch")
+            library.TrainerCallback = submodule.Callback = type("Callback", (), {})  # type: ignore[attr-defined]
+            library.pytorch = submodule  # type: ignore[attr-defined]
             patch.setitem(sys.modules, name, library)
             if name == "lightning":
-                patch.setitem(sys.modules, "lightning.pytorch", part)
+                patch.setitem(sys.modules, "lightning.pytorch", submodule)
             patch.delitem(sys.modules, f"smartprune.integrations.{name}", raising=False)
         yield importlib.import_module(f"smartprune.integrations.{name}")
         if not INSTALLED[name]:
