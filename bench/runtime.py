@@ -1,20 +1,20 @@
-"""How much faster is a pruned network when its zero blocks are skipped, against the fastest dense engine at hand?
+"""How much faster is a pruned network when zero blocks are skipped, compared with the fastest dense engine installed?
 
 python bench/runtime.py [--models resnet18 ...] [--sparsity 0.5 0.7 0.9 0.95 0.97] [--batch 1 8] [--threads 1] [--rounds 5]
                         [--profile 0.5 | --model-file FILE.safetensors] [--quick] [--out FILE.json]
 
-Engines are those of ``smartprune bench``, each in a process of its own; all but the one being timed are stopped. They take
-turns in rounds; a round's time is the least of its calls, and a speed-up compares times of one round. The dense baseline is
-the fastest of torch (both memory layouts), onnxruntime and OpenVINO, as far as installed, in float32 and, for int8, of the
-last two. Every engine's output is compared with torch's before it is timed.
+Engines are those of ``smartprune bench``, each in its own process; all but the one being timed are stopped. They take turns in
+rounds. The time of a round is the least of its calls, and a speed-up compares times of one round. The dense baseline is the
+fastest of torch (both memory layouts), onnxruntime and OpenVINO, as far as installed, in float32 and, for int8, of the last two.
+The output of every engine is compared with that of torch before it is timed.
 
-Random weights are hard on int8. Other engines' int8 stays in the race up to an RMS error as large as the outputs' RMS about
-their mean, ours up to half of it; errors are in the rows. An engine that is further off or cannot run the network is named
-and left out; our float32 must not be.
+Random weights are hard for int8. Other engines with int8 take part up to an RMS error as large as the standard deviation of the
+outputs, smartprune up to half of it; the rows contain the errors. Engines with larger errors, or that cannot run the network, are
+listed and left out. smartprune with float32 must take part.
 
-Cases are whole networks, and chains of eight equal layers, which show layer kinds. The zeros of a network: unless a file
-brings learned ones, a layer of n blocks keeps a share proportional to n ** -0.5, random blocks, so that small layers
-stay denser, as learned masks have it. Chains are pruned uniformly.
+Cases are whole networks, and chains of eight equal layers, which show kinds of layers. Unless a file provides learned zeros, random
+blocks of a network are zero. A layer of n blocks keeps a share proportional to n ** -0.5, so small layers stay denser, as with
+learned masks. Chains are pruned uniformly.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def build(case: str, sparsity: float, file: str | None, profile: float = 0.5) ->
         model.train()
         with torch.no_grad():
             model(torch.randn(4, *shape(case)))
-        for norm in norms:  # a channel that random zeros cut off would be blown up from nothing; training would not leave it so
+        for norm in norms:  # random zeros can disconnect a channel, and its variance would be near zero; training prevents that
             assert norm.running_var is not None
             norm.running_var.clamp_(min=0.05 * float(norm.running_var.mean()))
     return model.eval()
@@ -108,7 +108,7 @@ def prune(model: nn.Module, sparsity: float, profile: float) -> None:
     layers = prunable(model)
     total = sum(grid.n for _, grid in layers)
     low, high = 0.0, 1e9
-    for _ in range(100):  # the factor that keeps as many blocks as asked
+    for _ in range(100):  # the factor that keeps the requested number of blocks
         factor = (low + high) / 2
         kept = sum(grid.n * min(1.0, factor * grid.n**-profile) for _, grid in layers)
         low, high = (factor, high) if kept < (1 - sparsity) * total else (low, factor)
@@ -155,39 +155,39 @@ def zero_share(model: nn.Module) -> float:
 
 @dataclass(frozen=True)
 class Lane:
-    """The times of an engine, and the zeros it skips: what was asked for, their share, and the share of MACs that is left."""
+    """The times of an engine, the requested and the actual share of zero blocks, and the share of MACs that is left."""
 
     timing: Timing
     label: str
-    asked: float | None = None
+    requested: float | None = None
     zero: float = 0.0
     macs: float = 1.0
 
 
 def measure(case: str, batch: int, args: argparse.Namespace) -> list[Lane]:
-    """Dense engines once, ours at every sparsity. What cannot take part is added to ``args.left_out``."""
+    """Times dense engines once, and smartprune at every sparsity. Adds what cannot run to ``args.left_out``."""
     torch.manual_seed(2)
     x = torch.randn(batch, *shape(case))
     torch.manual_seed(1)
     calibration = [torch.randn_like(x) for _ in range(3)]
     group: list[EngineProcess] = []
-    found: list[tuple[Any, ...]] = []
+    descriptions: list[tuple[Any, ...]] = []
     with tempfile.TemporaryDirectory() as temporary, ExitStack() as stack:
-        for asked in args.sparsity:
-            folder = Path(temporary) / str(asked)
+        for sparsity in args.sparsity:
+            folder = Path(temporary) / str(sparsity)
             folder.mkdir()
-            model = build(case, asked, args.model_file, args.profile)
-            names = [name for name in args.engines if name in (OURS, OURS_INT8) or asked == args.sparsity[0]]
+            model = build(case, sparsity, args.model_file, args.profile)
+            names = [name for name in args.engines if name in (OURS, OURS_INT8) or sparsity == args.sparsity[0]]
             left_out = write_case(model, x, calibration, folder, names, BLOCK)
-            zeros = asked, zero_share(model), kept_macs(model, x)
+            zeros = sparsity, zero_share(model), kept_macs(model, x)
             for name in names:
-                label = f"{name} {asked}" if name in (OURS, OURS_INT8) else name
+                label = f"{name} {sparsity}" if name in (OURS, OURS_INT8) else name
                 if name not in left_out:
                     allowed = RIVAL_INT8 if name in DENSE_INT8 else None
                     engine = stack.enter_context(closing(EngineProcess(name, folder, args.threads, allowed)))
                     if engine.failed is None:
                         group.append(engine)
-                        found.append((label, *zeros) if name in (OURS, OURS_INT8) else (label,))
+                        descriptions.append((label, *zeros) if name in (OURS, OURS_INT8) else (label,))
                         continue
                     left_out[name] = engine.failed
                 args.left_out.append(f"{label}, {case}, batch {batch}: {left_out[name]}")
@@ -195,7 +195,7 @@ def measure(case: str, batch: int, args: argparse.Namespace) -> list[Lane]:
                     raise SystemExit(args.left_out[-1])
                 print(args.left_out[-1], flush=True)
         timings = time_in_turns(group, batch, args.rounds, args.seconds)
-    lanes = [Lane(timing, *more) for timing, more in zip(timings, found, strict=True)]
+    lanes = [Lane(timing, *description) for timing, description in zip(timings, descriptions, strict=True)]
     return sorted(lanes, key=lambda lane: CPU.index(lane.timing.engine))
 
 
@@ -213,8 +213,8 @@ def rows_of(case: str, batch: int, args: argparse.Namespace) -> list[dict[str, A
     for lane in lanes:
         timing = lane.timing
         more: dict[str, Any] = {"least": timing.ms, "error": timing.error}
-        if lane.asked is not None:
-            more["asked"] = lane.asked
+        if lane.requested is not None:
+            more["asked"] = lane.requested
         out.append(row(case, batch, timing.engine, round(lane.zero, 6), "ms", timing.rounds, **more))
         print(f"  {lane.label:24s} {timing.ms:9.4f}  error {timing.error:.1e}")
     for ours, rivals in ((OURS, DENSE), (OURS_INT8, DENSE_INT8), (OURS_INT8, DENSE)):
@@ -225,7 +225,7 @@ def rows_of(case: str, batch: int, args: argparse.Namespace) -> list[dict[str, A
             ratios = [a / b for a, b in zip(rival.rounds, lane.timing.rounds, strict=True)]
             top = rival.ms / lane.timing.ms
             by_blocks, by_macs = 1 / (1 - lane.zero), 1 / lane.macs
-            more = {"to": rival.engine, "of_least": top, "ideal_blocks": by_blocks, "ideal_macs": by_macs, "asked": lane.asked}
+            more = {"to": rival.engine, "of_least": top, "ideal_blocks": by_blocks, "ideal_macs": by_macs, "asked": lane.requested}
             out.append(row(case, batch, ours, round(lane.zero, 6), "times faster", ratios, **more))
             ideals = f"1 / kept: blocks {by_blocks:.1f}, MACs {by_macs:.1f}"
             print(f"  {ours:16s} {lane.zero:6.1%} zero: {top:6.2f} times as fast as {rival.engine} ({ideals})", flush=True)
@@ -237,22 +237,23 @@ def stage_rows(rows: list[dict[str, Any]], batch: int, args: argparse.Namespace)
     out = []
     for ours, rivals in ((OURS, DENSE), (OURS_INT8, DENSE_INT8)):
         for sparsity in args.sparsity:
-            mine = theirs = 0.0
+            sparse_ms = dense_ms = 0.0
             for case in STAGES:
-                here = [r for r in rows if r["model"] == case and r["metric"] == "ms" and r["protocol"] == f"batch {batch}"]
-                dense = [r["least"] for r in here if r["method"] in rivals]
-                fast = [r["least"] for r in here if r["method"] == ours and r["asked"] == sparsity]
+                timed = [r for r in rows if r["model"] == case and r["metric"] == "ms" and r["protocol"] == f"batch {batch}"]
+                dense = [r["least"] for r in timed if r["method"] in rivals]
+                fast = [r["least"] for r in timed if r["method"] == ours and r["asked"] == sparsity]
                 if not dense or not fast:
                     break
-                mine, theirs = mine + fast[0], theirs + min(dense)
+                sparse_ms, dense_ms = sparse_ms + fast[0], dense_ms + min(dense)
             else:
                 more = {"to": "fastest dense per stage", "ideal_blocks": 1 / (1 - sparsity), "asked": sparsity}
-                out.append(row("ResNet18 stages, added up", batch, ours, sparsity, "times faster", [theirs / mine], **more))
-                print(f"ResNet18 stages added up, batch {batch}, {ours} {sparsity}: {theirs / mine:.2f}")
+                out.append(row("ResNet18 stages, added up", batch, ours, sparsity, "times faster", [dense_ms / sparse_ms], **more))
+                print(f"ResNet18 stages added up, batch {batch}, {ours} {sparsity}: {dense_ms / sparse_ms:.2f}")
     return out
 
 
-def main() -> None:
+def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
+    """The checked settings, and the cases."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--models", nargs="*", default=None, help=f"of {', '.join((*SIDES, *CHAINS))}; also 'networks' and 'chains'"
@@ -292,7 +293,12 @@ def main() -> None:
     args.engines = [name for name in names if name in wanted]
     if not args.engines:
         parser.error(f"no engine to time: {'; '.join(args.left_out)}")
-    torch.set_num_threads(1)  # batch norms see the same numbers on every machine
+    return args, cases
+
+
+def main() -> None:
+    args, cases = parse_arguments()
+    torch.set_num_threads(1)  # batch norm statistics do not depend on the machine
     rows: list[dict[str, Any]] = []
     for batch in args.batch:
         for case in cases:
@@ -304,7 +310,7 @@ def main() -> None:
             if args.model_file
             else f"random blocks; networks: kept share of a layer of n blocks ~ n ** -{args.profile}"
         )
-        told = {
+        record = {
             "question": "a pruned network against the fastest dense engine",
             "block": list(BLOCK),
             "zeros": zeros,
@@ -317,7 +323,7 @@ def main() -> None:
             "left_out": args.left_out,
             "rows": rows,
         }
-        args.out.write_text(json.dumps(told, indent=1) + "\n")
+        args.out.write_text(json.dumps(record, indent=1) + "\n")
         print(f"\nwritten to {args.out}")
 
 

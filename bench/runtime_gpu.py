@@ -1,10 +1,10 @@
-"""From which sparsity on are pruned blocks faster on a GPU than the dense layer, and than the dense network?
+"""From which sparsity on are block-sparse layers and networks faster on a GPU than dense ones?
 
 python bench/runtime_gpu.py [--dtype bfloat16] [--seconds 120] [--out FILE.json]
 
-Layers: 3x3 and 1x1 convolutions with 16x8 blocks removed at random, against cuDNN (channels-last, its autotuner on).
-Network: ResNet18 for 32x32 pictures, blocks removed by a global threshold on their size, against the same folded network
-with dense layers; both replayed as CUDA graphs, as are the layers. Results are compared with torch's in the same run.
+Layers: 3x3 and 1x1 convolutions with random 16x8 blocks removed, compared with cuDNN (channels-last, with its autotuner).
+Network: ResNet18 for 32x32 images, with blocks removed by a global threshold on their size, compared with the same folded network
+with dense layers. Layers and networks are replayed as CUDA graphs. Results are compared with torch's in the same run.
 """
 
 import argparse
@@ -40,7 +40,7 @@ LAYERS = {  # in channels, out channels, kernel, side of the map, batch
 
 
 def rows_of(name: str, batch: int, dtype: str, sparsity: float, dense: float, seconds: float, **more: Any) -> list[dict[str, Any]]:
-    """Time and speed-up over dense, as two rows of a record."""
+    """Time and speed-up over the dense layer, as two rows of a record."""
     return [
         {
             "model": "layers and resnet18", "data": "random images", "block": "16x8", "sparsity": sparsity,
@@ -51,7 +51,7 @@ def rows_of(name: str, batch: int, dtype: str, sparsity: float, dense: float, se
     ]  # fmt: skip
 
 
-def masked(weight: Tensor, sparsity: float) -> Tensor:
+def prune_randomly(weight: Tensor, sparsity: float) -> Tensor:
     out, channels, kh, kw = weight.shape
     count = (out // 16) * (channels // 8) * kh * kw
     mask = torch.zeros(count, device=weight.device)
@@ -60,9 +60,9 @@ def masked(weight: Tensor, sparsity: float) -> Tensor:
     return weight * shaped.to(weight.dtype)
 
 
-def time_layers(named: str, deadline: float) -> list[dict[str, Any]]:
+def time_layers(dtype_name: str, deadline: float) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
-    dtype = DTYPES[named]
+    dtype = DTYPES[dtype_name]
     for name, (channels, out, kernel, side, batch) in LAYERS.items():
         torch.manual_seed(0)
         x = torch.randn(batch, channels, side, side, device="cuda", dtype=dtype).contiguous(memory_format=torch.channels_last)
@@ -73,28 +73,28 @@ def time_layers(named: str, deadline: float) -> list[dict[str, Any]]:
             if time.monotonic() > deadline:
                 print("out of time")
                 return rows
-            kept = masked(weight, sparsity)
+            kept = prune_randomly(weight, sparsity)
             bias = torch.zeros(out)
             step = Step("conv", None, [], weight=kept.cpu().numpy(), bias=bias.numpy(), activation=IDENTITY, window=window)  # type: ignore[arg-type]
             shape = (batch, out, side, side)
             if not dense:
                 dense = seconds_per_call(Dense(step, shape, dtype).cuda(), [x], 20, 5)
-                rows += rows_of(name, batch, named, 0.0, dense, dense)
+                rows += rows_of(name, batch, dtype_name, 0.0, dense, dense)
             layer = Sparse(step, shape, dtype).cuda()
             expected = F.conv2d(x.float(), kept, None, 1, pad)
             best, tile = math.inf, layer.tile
-            for one in TILES:
-                if one.rows > layer.kept.rows:
+            for candidate in TILES:
+                if candidate.rows > layer.kept.rows:
                     continue
-                layer.tile = one
+                layer.tile = candidate
                 taken = seconds_per_call(layer, [x], 20, 5)
                 if taken < best:
-                    best, tile = taken, one
+                    best, tile = taken, candidate
             layer.tile = tile
             error = float((layer(x).float() - expected).abs().max() / expected.abs().max())
             assert error < TOLERANCE[dtype], error
             work = 2 * batch * out * channels * kernel**2 * side**2 * (1 - sparsity) / best / 1e12
-            rows += rows_of(name, batch, named, sparsity, dense, best, tflops=work, tile=str(tile), error=error)
+            rows += rows_of(name, batch, dtype_name, sparsity, dense, best, tflops=work, tile=str(tile), error=error)
             print(
                 f"{name:18} batch {batch:4} {sparsity:.2f}  {best * 1e6:7.1f} us  {dense / best:5.2f}x  {work:5.1f} TFLOP/s  {tile}"
             )
@@ -102,7 +102,7 @@ def time_layers(named: str, deadline: float) -> list[dict[str, Any]]:
 
 
 def prune_by_size(model: nn.Module, sparsity: float) -> None:
-    """Blocks with the smallest mean magnitude go, over the whole network, each layer's relative to its own mean."""
+    """Removes the blocks with the smallest mean magnitude of the whole network, relative to the mean of their layer."""
     block = Block.of("16x8")
     layers = [m for m in model.modules() if isinstance(m, nn.Conv2d) and m.in_channels > 3]
     grids = [block.grid(tuple(m.weight.shape)) for m in layers]
@@ -151,7 +151,7 @@ def main() -> None:
         rows = time_layers(args.dtype, deadline)
         if not args.layers_only:
             rows += time_network(args.dtype, deadline)
-    found = {
+    record = {
         "question": "block-sparse layers on a GPU over cuDNN's dense ones",
         "dtype": args.dtype,
         "device": torch.cuda.get_device_name(),
@@ -159,7 +159,7 @@ def main() -> None:
         "rows": rows,
     }
     if args.out:
-        args.out.write_text(json.dumps(found, indent=1) + "\n")
+        args.out.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":
