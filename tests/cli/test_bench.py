@@ -46,12 +46,12 @@ def test_bench_times_a_run_folder(done: Path, tmp_path: Path, capsys: pytest.Cap
     ("words", "message"),
     [
         (["resnet18"], "add --input"),
-        (["resnet18", "--input", "3x32x32", "--batch", "0"], "should be above 0"),
-        (["resnet18", "--input", "3x32x32", "--seconds", "inf"], "not without end"),
+        (["resnet18", "--input", "3x32x32", "--batch", "0"], "must be above 0"),
+        (["resnet18", "--input", "3x32x32", "--seconds", "inf"], "and finite"),
         (["resnet18", "--input", "3x32x32", "--block", "16y8"], "block='16y8' cannot be read"),
-        (["resnet18", "--input", "3x32x32", "--threads", "0"], "--threads 0 should be at least 1"),
-        (["resnet18", "--input", "3x32x32", "--plot", "a.gif"], "should end in .svg or .png"),
-        (["resnet18", "--input", "3x32x32", "--engines", "tvm"], "'tvm' is not known; there are: torch"),
+        (["resnet18", "--input", "3x32x32", "--threads", "0"], "--threads 0 must be at least 1"),
+        (["resnet18", "--input", "3x32x32", "--plot", "a.gif"], "must end in .svg or .png"),
+        (["resnet18", "--input", "3x32x32", "--engines", "tvm"], "unknown engine --engines 'tvm'; choose from: torch"),
         (["nothing"], "unknown model 'nothing'"),
     ],
 )
@@ -112,7 +112,7 @@ def test_bench_does_not_overwrite_its_inputs(done: Path, tmp_path: Path, capsys:
         ([*common, "--plot", str(tmp_path / "no" / "b.svg")], f"the folder {tmp_path / 'no'} does not exist"),
         ([*common, "--out", str(tmp_path / "b.svg"), "--plot", str(tmp_path / "b.svg")], "--out and --plot are both"),
         (["bench", str(done), "--out", str(done / "config.json")], "is the config.json of the run itself"),
-        (["bench", str(done / "model.packed.safetensors")], "smartprune unpack makes a plain one"),
+        (["bench", str(done / "model.packed.safetensors")], "packed files work too"),
     ):
         with pytest.raises(SystemExit) as caught:
             cli.main(words)

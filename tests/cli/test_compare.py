@@ -46,7 +46,7 @@ def test_csv_json_and_plot_are_written(runs: Path, tmp_path: Path, capsys: pytes
 
 def test_plot_refuses_other_formats(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_cli("compare", str(runs), "--plot", "a.pdf") == 2
-    assert "ends in .svg or .png" in capsys.readouterr().err
+    assert "must end in .svg or .png" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(importlib.util.find_spec("matplotlib") is not None, reason="matplotlib is installed")

@@ -51,13 +51,16 @@ def test_eval_of_runs_and_weights_and_invalid_arguments(tmp_path: Path, capsys: 
     assert main(["eval", str(alone), "--task", "digits"]) == 1
     assert "does not fit the model" in capsys.readouterr().err
     for wrong, message in (
-        ([], "give a run folder or a .safetensors file"),
-        ([str(alone)], "lies in no run folder; say what it was trained on with --task"),
+        ([], "give either a run folder or a .safetensors file"),
+        ([str(alone)], "is not in a run folder; give its task"),
         ([str(tmp_path)], "holds no run"),
-        ([str(tmp_path / "none.safetensors")], "is not there"),
+        ([str(tmp_path / "none.safetensors")], "does not exist"),
         ([str(alone), "--dense"], "--dense is for run folders"),
-        (["--detections", "a.json"], "--detections and --annotations go together"),
-        (["--detections", "a.json", "--annotations", "b.json", "--task-set", "size=64"], "--task-set is for a model; finds are"),
+        (["--detections", "a.json"], "--detections and --annotations are only used together; give both"),
+        (
+            ["--detections", "a.json", "--annotations", "b.json", "--task-set", "size=64"],
+            "--task-set is not used with --detections",
+        ),
         ([str(folder), "--device", "tpu"], "device='tpu' must be one of auto, cpu, cuda"),
     ):
         with pytest.raises(SystemExit, match="2"):

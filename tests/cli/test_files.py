@@ -20,7 +20,7 @@ from torch import nn
 import smartprune as sp
 from helpers.training_jobs import SMALL_FLAGS, command, environment, run_cli, small_config
 from smartprune import SmartpruneError
-from smartprune.cli.streams import settle, tell
+from smartprune.cli.streams import discard_unwritten, print_message
 from smartprune.experiments.bench.result import Bench, Timing
 from smartprune.experiments.compare import compare
 from smartprune.training.progress import Progress, Tick
@@ -106,7 +106,7 @@ def test_names_that_a_receipt_cannot_hold(name: str) -> None:
         lambda m: sp.attach(m, sp.Smart(), block="4x4", sparsity=0.5, steps=1),
     ):
         with pytest.raises(
-            SmartpruneError, match=r"layer '(a\\nb|nnn.*)' has a name that a receipt cannot hold.*or leave it alone"
+            SmartpruneError, match=r"the name of layer '(a\\nb|nnn.*)' cannot be stored in a receipt.*or leave the layer out"
         ):
             work(net(name))
         work(net(name, at=3))  # which is not pruned
@@ -181,10 +181,10 @@ def test_streams_that_know_only_ascii(done: Path, tmp_path: Path) -> None:
 
 def test_telling_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", Deaf(0, OSError(errno.EPIPE, "gone")))
-    tell("nothing")
+    print_message("nothing")
     closed = open(os.devnull, "w")  # noqa: SIM115
     closed.close()
-    settle(closed)
+    discard_unwritten(closed)
 
 
 def failing(*given: object, **more: object) -> Bench:
@@ -201,7 +201,7 @@ def test_a_bench_that_failed_leaves_what_was_measured(
     monkeypatch.setattr("smartprune.experiments.bench.run.bench", failing)
     assert run_cli("bench", str(folder)) == 1
     said = capsys.readouterr()
-    assert f"nothing is written and {folder / 'bench.json'} stays as it is" in said.err
+    assert f"no engine could be timed, so {folder / 'bench.json'} is not written" in said.err
     assert "failed: torch, batch 1: no such class" in said.out
     assert ((folder / "bench.json").read_text(), (folder / "report.html").stat().st_mtime_ns) == ("{}", page)
     assert run_cli("bench", str(folder), "--out", str(tmp_path / "b.json")) == 1
@@ -300,7 +300,7 @@ def test_a_folder_that_may_not_be_read(tmp_path: Path, done: Path, monkeypatch: 
     monkeypatch.setattr(os, "scandir", guarded)
     found = compare([done, tmp_path])
     assert len(found.runs) == 1
-    assert list(found.seconds_left_out) == [(closed, "cannot be read (Permission denied); make it readable")]
+    assert list(found.left_out) == [(closed, "cannot be read (Permission denied); make it readable")]
 
 
 def test_a_name_that_is_no_text_is_told(tmp_path: Path, done: Path, capsys: pytest.CaptureFixture[str]) -> None:

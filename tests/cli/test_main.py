@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 import smartprune
 from helpers.training_jobs import SMALL_FLAGS, assert_same_run, command, environment, run_cli, run_in_subprocess
 from smartprune import NPU
-from smartprune.cli import VERBS
+from smartprune.cli import COMMANDS
 from smartprune.experiments.compare.identity import protocol
 from smartprune.training.page import run_cycles
 
@@ -36,7 +36,7 @@ def _inside(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_results_on_stdout_progress_on_stderr(work: Path) -> None:
     output, errors = (work / "stdout.txt").read_text(), (work / "stderr.txt").read_text()
-    for word in ("kept/blocks", "remove 50% of the blocks", "achieved", "dense    accuracy", "pruned   accuracy"):
+    for word in ("kept/blocks", "remove 50% of the blocks", "kept     ", "dense    accuracy", "pruned   accuracy"):
         assert word in output
     assert "folder   runs/a" in output
     assert "loss" not in output
@@ -56,8 +56,8 @@ def test_help_has_an_example(verb: str, capsys: pytest.CaptureFixture[str]) -> N
 def test_help_lists_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_cli("--help") == 0
     text = capsys.readouterr().out
-    assert all(add.__name__.removesuffix("_verb") in text for add in VERBS)
-    assert "Exit codes: 0 done, 1 failed or stopped, 2 bad arguments" in text
+    assert all(add.__name__.removeprefix("add_") in text for add in COMMANDS)
+    assert "Exit codes: 0 success, 1 failed or stopped, 2 wrong arguments" in text
 
 
 def test_default_folder_is_numbered(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -69,7 +69,7 @@ def test_default_folder_is_numbered(work: Path, capsys: pytest.CaptureFixture[st
     capsys.readouterr()
     assert run_cli("train", *short, "--resume") == 0
     captured = capsys.readouterr()
-    assert "the run in runs/digits-smart-4x2-0.5-s0-2 is finished; nothing to resume" in captured.err
+    assert "the run in runs/digits-smart-4x2-0.5-s0-2 is already finished" in captured.err
     assert "folder   runs/digits-smart-4x2-0.5-s0-2" in captured.out
 
 
@@ -128,7 +128,7 @@ def test_the_same_command_resumes_where_the_machine_decided(capsys: pytest.Captu
     """What was left to the machine, by auto or by 0 threads, is decided in config.json."""
     words = ["train", *SMALL_FLAGS, "--device", "auto", "--threads", "0", "--resume", "--out", "runs/a"]
     assert run_cli(*words) == 0
-    assert "nothing to resume" in capsys.readouterr().err
+    assert "is already finished" in capsys.readouterr().err
     assert run_cli(*words, "--threads", "77") == 2
 
 
@@ -164,8 +164,8 @@ def test_json_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
         (["train", "--config", "nowhere.json"], "nowhere.json cannot be read as a configuration"),
         (["train", "--skip", "head.*"], "'head.*' matches no layer"),
         (["train", "--spars", "0.5"], "unrecognized arguments: --spars"),
-        (["train", "--resume", "--out", "runs/a", "--sparsity", "0.75"], "sparsity is 0.5 there, 0.75 was given"),
-        (["plan", "nothing"], "unknown model 'nothing'; there are: resnet8, resnet18"),
+        (["train", "--resume", "--out", "runs/a", "--sparsity", "0.75"], "there sparsity is 0.5, not 0.75"),
+        (["plan", "nothing"], "unknown model 'nothing'; choose one of: resnet8, resnet18"),
         (["plan", "nowhere:build"], "nowhere:build: cannot be imported"),
         (["plan", "builtins:len"], "builtins:len() failed with TypeError"),
         (["plan", "resnet18", "--macs", "0.5"], "--macs needs the shape of one sample"),
@@ -176,7 +176,7 @@ def test_json_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
         (["report", "runs/a", "--map", "conv9"], "there is no layer 'conv9'"),
         (["verify", "runs/a", "--block", "4y2"], "block='4y2' cannot be read"),
         (["dance"], "invalid choice: 'dance'"),
-        ([], "the following arguments are required: VERB"),
+        ([], "the following arguments are required: COMMAND"),
     ],
 )
 def test_bad_arguments_exit_2(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -242,7 +242,7 @@ def test_report(capsys: pytest.CaptureFixture[str]) -> None:
     assert "stages.0.0.conv1:" in capsys.readouterr().out
     for more in (["--json"], ["--npu", "edge"]):
         assert run_cli("report", "runs/a", "--map", "stages.0.0.conv1", *more) == 2
-        assert f"leave out {more[0]}" in capsys.readouterr().err
+        assert f"remove {more[0]}" in capsys.readouterr().err
 
 
 def test_verify(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -308,7 +308,7 @@ def verb(verbs):
         print("a result")
         raise OSError({error})
     verbs.add_parser("fails").set_defaults(run=run)
-smartprune.cli.VERBS = (verb,)
+smartprune.cli.COMMANDS = (verb,)
 sys.exit(smartprune.cli.main(["fails"]))
 """
 
@@ -318,7 +318,7 @@ def test_what_was_printed_before_a_file_failed_is_not_lost() -> None:
     env = {name: value for name, value in environment().items() if name != "PYTHONUNBUFFERED"}
     done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (1, "a result\n")
-    assert done.stderr == "smartprune: x cannot be written or read (No such file); try again once it can\n"
+    assert done.stderr == "smartprune: x cannot be written or read (No such file); fix that and try again\n"
 
 
 def test_an_error_of_a_library_is_not_said_to_be_one_of_the_output() -> None:

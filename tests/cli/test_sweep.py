@@ -16,9 +16,9 @@ from smartprune.cli import main
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--jobs", "0"], "--jobs 0 should be at least 1"),
-        (["--minutes", "0"], "--minutes 0 should be above 0"),
-        (["--seeds", "a"], "--seeds a: write a list with commas"),
+        (["--jobs", "0"], "--jobs 0 must be at least 1"),
+        (["--minutes", "0"], "--minutes 0 must be above 0"),
+        (["--seeds", "a"], "--seeds a must be a list with commas"),
         (["--methods", "snip"], "unknown method 'snip'"),
         (["--set", "start=2"], "write METHOD.NAME=VALUE, such as smart.start=2"),
         (["--set", "smart.strat=2"], "unknown setting 'strat' for smart"),
@@ -46,7 +46,7 @@ def test_grid_files_exclude_the_flags_of_a_grid(tmp_path: Path, capsys: pytest.C
     for flag in (["--label", "a"], ["--dense-seed", "0"]):
         with pytest.raises(SystemExit):
             main(["sweep", "--grid", "grid.json", "--out", str(tmp_path / "out"), *flag])
-        assert f"--grid and {flag[0]}: the file has its own" in capsys.readouterr().err
+        assert f"--grid and {flag[0]}: the file sets it too" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -113,4 +113,4 @@ def test_an_empty_list_is_an_error(flag: str, tmp_path: Path, capsys: pytest.Cap
     with pytest.raises(SystemExit) as stop:
         main(["sweep", flag, "", "--out", str(tmp_path / "out")])
     assert stop.value.code == 2
-    assert f"{flag} '': write a list" in capsys.readouterr().err
+    assert f"{flag} '' must be a list" in capsys.readouterr().err

@@ -477,7 +477,7 @@ def test_report_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         (["--npu", "edge"], "--npu needs the network of"),
         (["--npu", "edge", "--model", "resnet18"], "--npu needs the shape of one sample"),
         (["--npu", "none", "--model", "resnet18"], "npu 'none' is not known"),
-        (["--input", "3x32x32"], "--input goes with --npu"),
+        (["--input", "3x32x32"], "--input is only used with --npu"),
     ):
         assert run_cli("report", path, *words) == 2
         assert message in capsys.readouterr().err
@@ -515,7 +515,7 @@ def test_plan_by_cycles(capsys: pytest.CaptureFixture[str]) -> None:
     assert "budget   remove 90% of the NPU cycles: keep at most" in capsys.readouterr().out
     for words, message in (
         (["--cycles", "0.9"], "--cycles needs the shape of one sample"),
-        (["--npu", "edge", "--macs", "0.5", "--input", "3x32x32"], "--npu says whose cycles --cycles counts"),
+        (["--npu", "edge", "--macs", "0.5", "--input", "3x32x32"], "--npu needs a budget of cycles: add --cycles"),
     ):
         assert run_cli("plan", "resnet18", *words) == 2
         assert message in capsys.readouterr().err

@@ -17,7 +17,8 @@ from helpers.training_jobs import SMALL_SETTINGS, assert_same_run, metric_rows, 
 from smartprune import METHODS, SmartpruneError
 from smartprune.artifacts.receipt import Receipt
 from smartprune.artifacts.verify import verify
-from smartprune.cli.train import asked, train_verb
+from smartprune.cli.settings import requested_settings
+from smartprune.cli.train import add_train
 from smartprune.tasks.digits import Digits
 from smartprune.training.check import check, resolve
 from smartprune.training.config import configure, load_config
@@ -335,20 +336,20 @@ def test_a_file_for_another_task(tmp_path: Path) -> None:
     """What the file does not say comes from the task that the command names."""
     (tmp_path / "f.json").write_text('{"sparsity": 0.8}')
     parser = argparse.ArgumentParser()
-    train_verb(parser.add_subparsers())
+    add_train(parser.add_subparsers())
     args = parser.parse_args(["train", "scenes", "--config", str(tmp_path / "f.json")])
-    given = asked(args)
+    given = requested_settings(args)
     assert configure(given).model == "segnet"
     assert given["sparsity"] == 0.8
     (tmp_path / "f.json").write_text('{"sparsity": 0.8, "sparsity": 0.9}')
     with pytest.raises(SmartpruneError, match="duplicate key"):
-        asked(args)
+        requested_settings(args)
     (tmp_path / "f.json").write_text('{"lr": ' + "9" * 400 + "}")
     with pytest.raises(SmartpruneError, match="lr="):
-        configure(asked(args))
+        configure(requested_settings(args))
     (tmp_path / "f.json").write_text(json.dumps(asdict(small_config(tmp_path / "x"))))
     more = parser.parse_args(["train", "scenes", "--config", str(tmp_path / "f.json"), "--model", "segnet", "--block", "8x4"])
-    assert configure(asked(more)).model == "segnet"  # flags are in place of what the file says
+    assert configure(requested_settings(more)).model == "segnet"  # flags are in place of what the file says
 
 
 @pytest.mark.parametrize(
@@ -363,9 +364,9 @@ def test_a_file_for_another_task(tmp_path: Path) -> None:
 def test_a_setting_is_read_as_its_type(words: list[str], settings: dict[str, object]) -> None:
     """``none`` is a word in one setting and nothing in another, and a folder may be called by a number."""
     parser = argparse.ArgumentParser()
-    train_verb(parser.add_subparsers())
+    add_train(parser.add_subparsers())
     task, words = (words[1:2], words[2:]) if words[0] == "--task" else ([], words)
-    found = configure(asked(parser.parse_args(["train", *task, *words])))
+    found = configure(requested_settings(parser.parse_args(["train", *task, *words])))
     kept = {**found.task_settings, **found.settings}
     assert {name: kept[name] for name in settings} == settings
 
@@ -374,9 +375,9 @@ def test_a_setting_is_read_as_its_type(words: list[str], settings: dict[str, obj
 def test_settings_of_a_file_that_are_none(words: list[str], tmp_path: Path) -> None:
     (tmp_path / "f.json").write_text('{"settings": 5, "task_settings": [1]}')
     parser = argparse.ArgumentParser()
-    train_verb(parser.add_subparsers())
+    add_train(parser.add_subparsers())
     with pytest.raises(SmartpruneError, match=r"settings=(5|\[1\]) must be dict"):
-        configure(asked(parser.parse_args(["train", "--config", str(tmp_path / "f.json"), *words])))
+        configure(requested_settings(parser.parse_args(["train", "--config", str(tmp_path / "f.json"), *words])))
 
 
 class Screen:

@@ -1,7 +1,8 @@
-"""The command line: every verb is a short function around what the library does.
+"""The command line. Every command is a thin layer over the library.
 
-Results go to stdout, progress to stderr. Exit codes: 0 done, 1 failed or stopped, 2 bad arguments. Torch is imported
-inside the commands, so that help comes at once. A new verb is a function that adds its parser, and a name in ``VERBS``.
+Results go to stdout, progress and messages to stderr. Exit codes: 0 success, 1 failed or stopped, 2 wrong arguments.
+Commands import torch when they run, so that help is shown without delay. A new command is a function that adds its
+parser, listed in ``COMMANDS``.
 """
 
 from __future__ import annotations
@@ -12,57 +13,57 @@ from collections.abc import Callable, Sequence
 
 from .. import __version__
 from ..errors import SmartpruneError
-from .bench import bench_verb
-from .common import Verbs
-from .compare import compare_verb
-from .evaluate import eval_verb
-from .export import export_verb
-from .inspect import plan_verb, report_verb, verify_verb
-from .pack import pack_verb, unpack_verb
-from .streams import ready_streams, settle, tell
-from .sweep import sweep_verb
-from .train import train_verb
-from .watch import watch_verb
+from .bench import add_bench
+from .common import Subparsers
+from .compare import add_compare
+from .evaluate import add_eval
+from .export import add_export
+from .inspect import add_plan, add_report, add_verify
+from .pack import add_pack, add_unpack
+from .streams import discard_unwritten, prepare_streams, print_message
+from .sweep import add_sweep
+from .train import add_train
+from .watch import add_watch
 
-VERBS: tuple[Callable[[Verbs], None], ...] = (
-    train_verb,
-    plan_verb,
-    report_verb,
-    verify_verb,
-    eval_verb,
-    pack_verb,
-    unpack_verb,
-    export_verb,
-    bench_verb,
-    compare_verb,
-    sweep_verb,
-    watch_verb,
+COMMANDS: tuple[Callable[[Subparsers], None], ...] = (
+    add_train,
+    add_plan,
+    add_report,
+    add_verify,
+    add_eval,
+    add_pack,
+    add_unpack,
+    add_export,
+    add_bench,
+    add_compare,
+    add_sweep,
+    add_watch,
 )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
-    ready_streams()
+    prepare_streams()
     try:
         return _run(argv)
     finally:
-        settle(sys.stderr)
+        discard_unwritten(sys.stderr)
 
 
 def _run(argv: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(
         prog="smartprune",
-        description="Exact-budget block pruning: finds which blocks of a network can go,\n"
-        "removes exactly as many as asked for, and proves it.",
-        epilog="smartprune VERB --help shows a verb's options with an example.\n"
-        "Exit codes: 0 done, 1 failed or stopped, 2 bad arguments.",
+        description="Block pruning with exact budgets: removes exactly as many blocks of weights as requested,\n"
+        "and records and verifies the result.",
+        epilog="smartprune COMMAND --help shows the options of a command, with examples.\n"
+        "Exit codes: 0 success, 1 failed or stopped, 2 wrong arguments.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"smartprune {__version__}")
-    verbs = parser.add_subparsers(metavar="VERB", required=True)
-    for add in VERBS:
-        add(verbs)
+    subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
+    for add in COMMANDS:
+        add(subparsers)
     args = parser.parse_args(argv)
     args.words = sys.argv[1:] if argv is None else list(argv)
     try:
@@ -70,18 +71,18 @@ def _run(argv: Sequence[str] | None) -> int:
         sys.stdout.flush()
         return code
     except SmartpruneError as error:
-        tell(f"smartprune: {error}")
+        print_message(f"smartprune: {error}")
         return 1
-    except BrokenPipeError:  # the reader of our output went away, as in `smartprune report ... | head`
-        settle(sys.stdout)
+    except BrokenPipeError:  # the reader of the output ended first, as in `smartprune report ... | head`
+        discard_unwritten(sys.stdout)
         return 1
-    except OSError as error:  # a full disk, most likely: where our output goes, or where temporary files lie
-        if error.errno is None:  # of a library, not of the system: it is about neither
+    except OSError as error:  # most likely a full disk, where the output or temporary files are written
+        if error.errno is None:  # raised by a library, not by the system
             raise
-        settle(sys.stdout)
+        discard_unwritten(sys.stdout)
         where = "the output, or a temporary file," if error.filename is None else error.filename
-        tell(f"smartprune: {where} cannot be written or read ({error.strerror or error}); try again once it can")
+        print_message(f"smartprune: {where} cannot be written or read ({error.strerror or error}); fix that and try again")
         return 1
     except KeyboardInterrupt:
-        tell("smartprune: stopped")
+        print_message("smartprune: stopped")
         return 1

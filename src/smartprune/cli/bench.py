@@ -1,4 +1,4 @@
-"""``smartprune bench``: a pruned model in every engine that is installed, side by side."""
+"""``smartprune bench``: times a pruned model in every installed engine."""
 
 from __future__ import annotations
 
@@ -11,35 +11,36 @@ from pathlib import Path
 from .. import run_files
 from ..errors import SmartpruneError, explain_memory_errors
 from ..training.config import MAX_THREADS
-from .common import Verbs, add_verb, arguments, check_outputs, files_of_run
-from .export import from_run, load_weights, training_inputs
-from .inspect import find_model, sample
-from .streams import tell
+from .common import Subparsers, add_command, argument_errors, check_outputs, files_of_run
+from .models import find_model, load_run, load_stored_weights, parse_input, training_inputs
+from .streams import print_message
 
 
-def bench_verb(verbs: Verbs) -> None:
-    parser = add_verb(
-        verbs,
+def add_bench(subparsers: Subparsers) -> None:
+    parser = add_command(
+        subparsers,
         "bench",
-        "time a pruned model in torch, onnxruntime, OpenVINO and smartprune's own runtime, side by side",
+        "time a pruned model in torch, onnxruntime, OpenVINO and smartprune's runtime",
         "  smartprune bench runs/mine\n"
         "  smartprune bench resnet18 --weights model.safetensors --input 3x32x32 --batch 1 8 --plot speed.svg\n\n"
-        "Every engine has a process of its own; outputs are compared before anything is timed.\n"
-        "onnxruntime and OpenVINO take part where they are installed: smartprune[onnx], and openvino beside it.\n"
+        "Every engine runs in a separate process. Outputs are compared before timing.\n"
+        "onnxruntime and OpenVINO are timed if they are installed: smartprune[onnx], and openvino in addition.\n"
         "Exit code 1: no engine could be timed.",
     )
-    parser.add_argument("model", help="a run folder, a network by name, or MODULE:FUNCTION that returns a torch.nn.Module")
-    parser.add_argument("--weights", metavar="FILE", help="weights to load into the model: any file that verify reads")
+    parser.add_argument("model", help="a run folder, a built-in network, or MODULE:FUNCTION that returns a torch.nn.Module")
+    parser.add_argument("--weights", metavar="FILE", help="weights to load into the model: any file that verify can read")
     parser.add_argument("--input", metavar="SHAPE", help="shape of one sample, such as 3x32x32 (default: the task's)")
-    parser.add_argument("--block", help="block to count, output x input channels (default: the receipt's, or 16x8)")
+    parser.add_argument("--block", help="block size to count, output x input channels (default: the receipt's, or 16x8)")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8], metavar="N", help="batch sizes (default: 1 8)")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of every engine (default: 1)")
-    parser.add_argument("--rounds", type=int, default=3, help="turns of every engine (default: 3)")
-    parser.add_argument("--seconds", type=float, default=0.3, help="of every turn (default: 0.3)")
-    parser.add_argument("--engines", nargs="+", default=[], metavar="NAME", help="only these, such as torch smartprune")
-    parser.add_argument("--no-layers", action="store_true", help="the whole network only")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of every engine (default: 3)")
+    parser.add_argument("--seconds", type=float, default=0.3, help="seconds per round (default: 0.3)")
+    parser.add_argument(
+        "--engines", nargs="+", default=[], metavar="NAME", help="engines to time, such as torch smartprune (default: all)"
+    )
+    parser.add_argument("--no-layers", action="store_true", help="time the whole network only, not its layers")
     parser.add_argument("--plot", metavar="FILE", help="draw the times: .svg, or .png with Pillow")
-    parser.add_argument("--out", metavar="FILE", help="write the figures as JSON (default: bench.json in a run folder)")
+    parser.add_argument("--out", metavar="FILE", help="write the results as JSON (default: bench.json in a run folder)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run_bench)
 
@@ -55,42 +56,42 @@ def run_bench(args: argparse.Namespace) -> int:
 
     folder = Path(args.model)
     inputs: list[torch.Tensor] = []
-    with arguments(args):
+    with argument_errors(args):
         for name in ("threads", "rounds"):
             if getattr(args, name) < 1:
-                raise SmartpruneError(f"--{name} {getattr(args, name)} should be at least 1")
+                raise SmartpruneError(f"--{name} {getattr(args, name)} must be at least 1")
         if args.threads > MAX_THREADS:
             raise SmartpruneError(f"--threads {args.threads} must be at most {MAX_THREADS}")
         if min(args.batch) < 1 or not 0 < args.seconds < math.inf:
-            raise SmartpruneError("--batch and --seconds should be above 0, and not without end")
+            raise SmartpruneError("--batch and --seconds must be above 0 and finite")
         if args.plot and Path(args.plot).suffix not in (".svg", ".png"):
-            raise SmartpruneError(f"--plot {args.plot} should end in .svg or .png")
+            raise SmartpruneError(f"--plot {args.plot} must end in .svg or .png")
         out = args.out or (folder / run_files.BENCH if folder.is_dir() else None)
-        read = {"the file of --weights": args.weights, **files_of_run(folder, but=run_files.BENCH)}
-        check_outputs({"--out": out, "--plot": args.plot}, read)
+        protected = {"the file of --weights": args.weights, **files_of_run(folder, but=run_files.BENCH)}
+        check_outputs({"--out": out, "--plot": args.plot}, protected)
         if folder.is_file():
             raise SmartpruneError(
-                f"{folder} is a file; give the network that it belongs to, by name, and the file as "
-                f"--weights {shlex.quote(args.model)} (a packed file too; smartprune unpack makes a plain one of it)"
+                f"{folder} is a file; give the name of its network, and the file as --weights {shlex.quote(args.model)} "
+                "(packed files work too)"
             )
         if folder.is_dir():
-            model, example, receipt, task, config = from_run(folder)
+            model, example, receipt, task, config = load_run(folder)
             block = str(receipt.block) if receipt is not None else config.block
-            inputs = [one[0] for one in training_inputs(task, model, config)]
+            inputs = [arguments[0] for arguments in training_inputs(task, model, config)]
         else:
             model, block, example = find_model(args.model)
         if args.block is not None:
             Block.of(args.block)
         if args.input:
-            example, inputs = sample(args.input), []  # in place of the task's
+            example, inputs = parse_input(args.input), []  # replaces that of the task
         if example is None:
-            raise SmartpruneError("the shape of one sample is not known: add --input, such as --input 3x32x32")
+            raise SmartpruneError("the shape of one sample is unknown; add --input, such as --input 3x32x32")
         if unknown := set(args.engines) - {*CPU, *GPU}:
-            raise SmartpruneError(f"--engines {unknown.pop()!r} is not known; there are: {', '.join((*CPU, *GPU))}")
+            raise SmartpruneError(f"unknown engine --engines {unknown.pop()!r}; choose from: {', '.join((*CPU, *GPU))}")
     if args.weights:
-        load_weights(model, args.weights)
+        load_stored_weights(model, args.weights)
     with explain_memory_errors(f"--batch {max(args.batch)}" + (f" with --input {args.input}" if args.input else "")):
-        found = bench(
+        result = bench(
             model,
             inputs[0][:1] if inputs else example,
             name=args.model,
@@ -102,16 +103,16 @@ def run_bench(args: argparse.Namespace) -> int:
             layers=not args.no_layers,
             calibration=inputs,
             only=args.engines,
-            tell=tell,
+            tell=print_message,
         )
-    data, timed = json.dumps(found.to_json(), indent=2), any(timing.failed is None for timing in found.timings)
+    data, timed = json.dumps(result.to_json(), indent=2), any(timing.failed is None for timing in result.timings)
     if out is not None and (timed or args.out is not None):
         write_atomic(out, f"{data}\n".encode())
     elif out is not None:
-        tell(f"no engine could be timed, so nothing is written and {out} stays as it is; --out FILE writes this all the same")
+        print_message(f"no engine could be timed, so {out} is not written; add --out FILE to write this result")
     if timed and folder.is_dir() and args.out is None:
-        write_run_page(folder, trusted=True)  # it shows the speed
+        write_run_page(folder, trusted=True)  # the report includes the speed
     if args.plot:
-        found.save(args.plot)
-    print(data if args.json else found)
+        result.save(args.plot)
+    print(data if args.json else result)
     return 0 if timed else 1

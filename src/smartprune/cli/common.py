@@ -1,4 +1,4 @@
-"""What every verb of the command line shares."""
+"""Helpers that the commands share."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ..errors import SmartpruneError
 from ..files import check_no_overwrite, check_writable
 from ..run_files import BENCH, CHECKPOINT, CONFIG, DENSE, METRICS, MODEL, RECEIPT, RESULT, SCORES
 
-Verbs = Any  # argparse keeps the type of its sub-commands to itself
+Subparsers = Any  # argparse does not export the type
 Target = str | Path | None
 RUN_FILES = (CONFIG, METRICS, CHECKPOINT, RESULT, DENSE, MODEL, RECEIPT, SCORES, BENCH)
 
 
-def add_verb(verbs: Verbs, name: str, summary: str, example: str) -> argparse.ArgumentParser:
-    """A sub-command with its one-line summary and an example."""
-    parser: argparse.ArgumentParser = verbs.add_parser(
+def add_command(subparsers: Subparsers, name: str, summary: str, example: str) -> argparse.ArgumentParser:
+    """A command with its one-line summary and examples."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
         name,
         help=summary,
         description=summary[0].upper() + summary[1:] + ".",
@@ -34,18 +34,20 @@ def add_verb(verbs: Verbs, name: str, summary: str, example: str) -> argparse.Ar
 
 
 @contextmanager
-def arguments(args: argparse.Namespace) -> Iterator[None]:
-    """What goes wrong in here is the fault of an argument: exit code 2."""
+def argument_errors(args: argparse.Namespace) -> Iterator[None]:
+    """A context in which errors are reported as wrong arguments: with the usage and exit code 2."""
     try:
         yield
     except SmartpruneError as error:
         args.parser.error(str(error))
 
 
-def check_outputs(outputs: Mapping[str, Target], read: Mapping[str, Target]) -> None:
-    """Refuses, before any work, files that cannot be written, that are read, or that are named twice. ``outputs`` are by flag,
-    ``read`` by a word for what they are."""
-    seen: dict[str, str] = {}
+def check_outputs(outputs: Mapping[str, Target], inputs: Mapping[str, Target]) -> None:
+    """Raises before any work on output files that cannot be written, that are inputs, or that are named twice.
+
+    ``outputs`` are by flag, ``inputs`` by a description.
+    """
+    flags: dict[str, str] = {}  # by real path
     for flag, path in outputs.items():
         if path is None:
             continue
@@ -53,20 +55,20 @@ def check_outputs(outputs: Mapping[str, Target], read: Mapping[str, Target]) -> 
             check_writable(path)
         except SmartpruneError as error:
             raise SmartpruneError(f"{flag} {error}") from None
-        check_no_overwrite(path, read, flag)
+        check_no_overwrite(path, inputs, flag)
         real = os.path.realpath(path)
-        if real in seen and (os.path.isfile(real) or not os.path.exists(real)):
-            raise SmartpruneError(f"{seen[real]} and {flag} are both {path}; give two files")
-        seen[real] = flag
+        if real in flags and (os.path.isfile(real) or not os.path.exists(real)):
+            raise SmartpruneError(f"{flags[real]} and {flag} are both {path}; give two different files")
+        flags[real] = flag
 
 
 def files_of_run(folder: Target, but: str | None = None) -> dict[str, Target]:
-    """What a run folder holds and nothing but the run may write, if it is one; ``but`` is the file that a verb writes."""
+    """The files of a run folder that other commands must not overwrite, except the file ``but``. Empty for other paths."""
     if folder is None or not os.path.isdir(folder):
         return {}
     return {f"the {name} of the run": Path(folder) / name for name in RUN_FILES if name != but}
 
 
-def show(args: argparse.Namespace, found: Any) -> None:
-    """Prints a result as text, or with --json as its plain data."""
-    print(json.dumps(found.to_json(), indent=2) if args.json else found)
+def print_result(args: argparse.Namespace, result: Any) -> None:
+    """Prints a result as text, or as JSON with --json."""
+    print(json.dumps(result.to_json(), indent=2) if args.json else result)

@@ -1,4 +1,4 @@
-"""``smartprune eval``: judges a stored model again, or finds that were written down but not scored."""
+"""``smartprune eval``: evaluates a stored model, or scores stored detections."""
 
 from __future__ import annotations
 
@@ -11,97 +11,97 @@ from typing import TYPE_CHECKING, Any
 
 from .. import run_files
 from ..errors import SmartpruneError, explain_memory_errors
-from .common import Verbs, add_verb, arguments
-from .train import read_settings
+from .common import Subparsers, add_command, argument_errors
+from .settings import parse_settings
 
 if TYPE_CHECKING:
     from ..training.config import Config
     from ..training.evaluate import Metrics
 
-LARGEST_FILE = 4 << 30
+MAX_BYTES = 4 << 30
 
 
-def eval_verb(verbs: Verbs) -> None:
-    parser = add_verb(
-        verbs,
+def add_eval(subparsers: Subparsers) -> None:
+    parser = add_command(
+        subparsers,
         "eval",
-        "judge a stored model again on the data of its task, or score what a detector found",
+        "evaluate a stored model on the data of its task, or score detections",
         "  smartprune eval runs/mine                    the pruned model of a run, on the test split\n"
-        "  smartprune eval runs/mine --dense --json     the dense one\n"
+        "  smartprune eval runs/mine --dense --json     the dense model\n"
         "  smartprune eval model.safetensors --task bccd --data DIR\n"
         "  smartprune eval --detections detections.json --annotations instances_val.json\n\n"
-        "A run whose finds were written but not scored, because nothing that scores them was installed, is scored from these,\n"
-        "and the figures go to its result.json.",
+        "If the detections of a run are not scored yet, because a package for scoring was not installed, they are scored now,\n"
+        "and the metrics are added to its result.json.",
     )
     parser.add_argument("path", nargs="?", help="a run folder or a .safetensors file")
-    parser.add_argument("--dense", action="store_true", help="the dense model of the run in place of the pruned one")
+    parser.add_argument("--dense", action="store_true", help="the dense model of the run instead of the pruned one")
     parser.add_argument(
-        "--split", choices=("test", "validation", "train"), default="test", help="split to judge on (default: test)"
+        "--split", choices=("test", "validation", "train"), default="test", help="split to evaluate on (default: test)"
     )
-    parser.add_argument("--task", metavar="NAME", help="task of a model file that lies in no run folder")
-    parser.add_argument("--model", metavar="NAME", help="network of that file (default: the task's own)")
+    parser.add_argument("--task", metavar="NAME", help="task of a model file outside a run folder")
+    parser.add_argument("--model", metavar="NAME", help="network of that file (default: the task's)")
     parser.add_argument("--task-set", action="append", metavar="NAME=VALUE", help="a setting of the task")
-    parser.add_argument("--data", metavar="DIR", help="where the task's data lies (default: as in the run, or $SMARTPRUNE_DATA)")
+    parser.add_argument("--data", metavar="DIR", help="folder of the task's data (default: the run's, or $SMARTPRUNE_DATA)")
     parser.add_argument("--device", metavar="NAME", default="auto", help="auto, cpu or cuda (default: auto)")
-    parser.add_argument("--detections", metavar="FILE", help="score this list of finds in COCO's form ...")
-    parser.add_argument("--annotations", metavar="FILE", help="... by the boxes in this file of COCO's form")
+    parser.add_argument("--detections", metavar="FILE", help="detections to score, in COCO format; with --annotations")
+    parser.add_argument("--annotations", metavar="FILE", help="true boxes, in COCO format; with --detections")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run_eval)
 
 
 def run_eval(args: argparse.Namespace) -> int:
-    with arguments(args):
+    with argument_errors(args):
         if bool(args.detections) != bool(args.annotations):
-            raise SmartpruneError("--detections and --annotations go together")
+            raise SmartpruneError("--detections and --annotations are only used together; give both")
         if bool(args.path) == bool(args.detections):
-            raise SmartpruneError("give a run folder or a .safetensors file, or --detections and --annotations")
+            raise SmartpruneError("give either a run folder or a .safetensors file, or --detections and --annotations")
         for name in ("dense", "task", "model", "task_set", "data"):
             if args.detections and getattr(args, name):
-                raise SmartpruneError(f"--{name.replace('_', '-')} is for a model; finds are scored by --annotations alone")
-        place = None if args.path is None else _place(args)
-    if place is None:
-        return _show(args, [_score_file(Path(args.detections), Path(args.annotations))])
-    path, config = place
-    if _unscored(args):
-        return _show(args, _score_run(Path(args.path), config))
-    return _show(args, [_judged(path, config, args.split)])
+                raise SmartpruneError(f"--{name.replace('_', '-')} is not used with --detections; remove it")
+        stored = None if args.path is None else _find_weights(args)
+    if stored is None:
+        return _print(args, [_score_file(Path(args.detections), Path(args.annotations))])
+    path, config = stored
+    if _is_unscored(args):
+        return _print(args, _score_run(Path(args.path), config))
+    return _print(args, [_evaluate(path, config, args.split)])
 
 
-def _place(args: argparse.Namespace) -> tuple[Path, Config]:
-    """The file of the weights, and the settings it was made with."""
+def _find_weights(args: argparse.Namespace) -> tuple[Path, Config]:
+    """The file of the weights, and the settings of its run."""
     from ..artifacts.packfile import is_packed_file
     from ..training.check import resolve
     from ..training.config import configure, load_config
 
-    given = Path(args.path)
-    path = given / (run_files.DENSE if args.dense else run_files.MODEL) if given.is_dir() else given
-    if given.is_dir() and not (given / run_files.CONFIG).exists():
-        raise SmartpruneError(f"{given} holds no run (no {run_files.CONFIG}); give a run folder or a .safetensors file")
-    if args.dense and not given.is_dir():
+    source = Path(args.path)
+    path = source / (run_files.DENSE if args.dense else run_files.MODEL) if source.is_dir() else source
+    if source.is_dir() and not (source / run_files.CONFIG).exists():
+        raise SmartpruneError(f"{source} holds no run (no {run_files.CONFIG}); give a run folder or a .safetensors file")
+    if args.dense and not source.is_dir():
         raise SmartpruneError("--dense is for run folders; give the file of the dense model itself")
-    if not path.is_file() and not _unscored(args):
-        raise SmartpruneError(f"{path} is not there" + ("; the run is not finished" if given.is_dir() else ""))
+    if not path.is_file() and not _is_unscored(args):
+        raise SmartpruneError(f"{path} does not exist" + ("; the run is not finished" if source.is_dir() else ""))
     if is_packed_file(path):
         raise SmartpruneError(
-            f"{path} is a packed file, and eval reads plain ones; make one first: "
+            f"{path} is a packed file, which eval does not read; unpack it first: "
             f"smartprune unpack {shlex.quote(str(path))} --out model.safetensors"
         )
     if args.task is None and (path.parent / run_files.CONFIG).exists():
         values = asdict(load_config(path.parent / run_files.CONFIG))
     elif args.task is None:
-        raise SmartpruneError(f"{path} lies in no run folder; say what it was trained on with --task, such as --task digits")
+        raise SmartpruneError(f"{path} is not in a run folder; give its task, such as --task digits")
     else:
         values = {"task": args.task, "task_settings": {}}
-    own = read_settings("task", values["task"], args.task_set or [])
+    task_settings = parse_settings("task", values["task"], args.task_set or [])
     if args.data:
-        own["folder"] = str(Path(args.data).absolute())
-    values["task_settings"] = {**values["task_settings"], **own}
+        task_settings["folder"] = str(Path(args.data).absolute())
+    values["task_settings"] = {**values["task_settings"], **task_settings}
     if args.model:
         values["model"] = args.model
     return path, resolve(configure({**values, "device": args.device, "graph": "auto"}))
 
 
-def _judged(path: Path, config: Config, split: str) -> dict[str, Any]:
+def _evaluate(path: Path, config: Config, split: str) -> dict[str, Any]:
     import torch
 
     from ..training.check import model_flags
@@ -118,12 +118,13 @@ def _judged(path: Path, config: Config, split: str) -> dict[str, Any]:
         load_weights(model, path)
         if task.data(split, device).steps(1) == 0:
             raise SmartpruneError(f"{config.task} has no {split} split")
-        figures, _ = evaluate(task, model.to(device), split, device)
-    return {"file": str(path), "task": config.task, "model": config.model, "split": split, "figures": _scored(figures, task)}
+        metrics, _ = evaluate(task, model.to(device), split, device)
+    figures = _require_scored(metrics, task)
+    return {"file": str(path), "task": config.task, "model": config.model, "split": split, "figures": figures}
 
 
-def _unscored(args: argparse.Namespace) -> bool:
-    """Whether a run is to be scored by what its models found; their weights, which are large, may be elsewhere then."""
+def _is_unscored(args: argparse.Namespace) -> bool:
+    """Whether the detections of the run are to be scored. The weights, which are large, may be missing then."""
     from ..training.result import Result
 
     folder = Path(args.path)
@@ -134,57 +135,58 @@ def _unscored(args: argparse.Namespace) -> bool:
 
 
 def _score_run(folder: Path, config: Config) -> list[dict[str, Any]]:
-    """Scores what the models of a run found, and writes that down in its ``result.json``."""
+    """Scores the detections of a run's models and adds the metrics to its ``result.json``."""
     from ..files import parse_json, read_limited
     from ..training.config import make_task
     from ..training.folder import locked, write_json
     from ..training.page import write_run_page
     from ..training.result import Result
 
-    out, task = [], make_task(config.task, config.task_settings)
+    rows, task = [], make_task(config.task, config.task_settings)
     with locked(folder):
         result = asdict(Result.load(folder))
         for form, name in run_files.DETECTIONS.items():
             path = folder / name
-            found = parse_json(read_limited(path, LARGEST_FILE), str(path))
+            detections = parse_json(read_limited(path, MAX_BYTES), str(path))
             try:
-                figures = _scored(task.score(found, "test"), task)  # type: ignore[attr-defined]
+                figures = _require_scored(task.score(detections, "test"), task)  # type: ignore[attr-defined]
             except SmartpruneError as error:
                 raise SmartpruneError(f"{path}: {error}") from None
             result[form] = figures[task.measure]
             result["also"][form] = {key: value for key, value in figures.items() if key != task.measure}
-            out.append({"file": str(path), "task": config.task, "model": config.model, "split": "test", "figures": figures})
+            rows.append({"file": str(path), "task": config.task, "model": config.model, "split": "test", "figures": figures})
         write_json(folder / run_files.RESULT, result)
         if (folder / run_files.MODEL).exists():
-            write_run_page(folder)  # the old one says that it is not scored
-    return out
+            write_run_page(folder)  # the old page lacks the metrics
+    return rows
 
 
-def _score_file(finds: Path, boxes: Path) -> dict[str, Any]:
+def _score_file(detections: Path, annotations: Path) -> dict[str, Any]:
     from ..files import parse_json, read_limited
     from ..tasks.coco_eval import mean_average_precision
     from ..tasks.detection import Detection
     from ..tasks.detection_files import check_detections, parse_annotations
 
-    truth = parse_annotations(read_limited(boxes, LARGEST_FILE), str(boxes))
-    found = check_detections(parse_json(read_limited(finds, LARGEST_FILE), str(finds)), truth, str(finds))
-    return {"file": str(finds), "annotations": str(boxes), "figures": _scored(mean_average_precision(truth, found), Detection)}
+    truth = parse_annotations(read_limited(annotations, MAX_BYTES), str(annotations))
+    checked = check_detections(parse_json(read_limited(detections, MAX_BYTES), str(detections)), truth, str(detections))
+    figures = _require_scored(mean_average_precision(truth, checked), Detection)
+    return {"file": str(detections), "annotations": str(annotations), "figures": figures}
 
 
-def _scored(figures: Metrics | dict[str, float] | None, task: Any) -> Metrics:
-    if figures is None or figures[task.measure] is None:
+def _require_scored(metrics: Metrics | dict[str, float] | None, task: Any) -> Metrics:
+    if metrics is None or metrics[task.measure] is None:
         raise SmartpruneError(f"{task.measure} needs {task.needs}")
-    return {**figures}
+    return {**metrics}
 
 
-def _show(args: argparse.Namespace, found: list[dict[str, Any]]) -> int:
+def _print(args: argparse.Namespace, rows: list[dict[str, Any]]) -> int:
     if args.json:
-        print(json.dumps(found[0] if len(found) == 1 else {"results": found}, indent=2))
+        print(json.dumps(rows[0] if len(rows) == 1 else {"results": rows}, indent=2))
         return 0
-    for each in found:
-        about = ", ".join(str(each[key]) for key in ("task", "model", "split") if key in each)
-        print(each["file"] + (f" ({about})" if about else ""))
-        width = max(map(len, each["figures"]))
-        for name, value in each["figures"].items():
+    for row in rows:
+        origin = ", ".join(str(row[key]) for key in ("task", "model", "split") if key in row)
+        print(row["file"] + (f" ({origin})" if origin else ""))
+        width = max(map(len, row["figures"]))
+        for name, value in row["figures"].items():
             print(f"  {name:<{width}}  {100 * value:.2f} %")
     return 0

@@ -1,4 +1,4 @@
-"""``smartprune plan``, ``report`` and ``verify``: look at a model before and after."""
+"""``smartprune plan``, ``report`` and ``verify``: inspect a model before and after pruning."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from ..budgets import budget_fields, budget_names, removal
 from ..errors import SmartpruneError, explain_memory_errors
 from ..files import check_folder, write_atomic
 from ..run_files import CONFIG
-from .common import Verbs, add_verb, arguments, check_outputs, files_of_run, show
-from .streams import tell
+from .common import Subparsers, add_command, argument_errors, check_outputs, files_of_run, print_result
+from .models import find_model, parse_input
+from .streams import print_message
 
 if TYPE_CHECKING:
     from torch import nn
@@ -22,9 +23,9 @@ if TYPE_CHECKING:
     from ..pruning.plan import Plan
 
 
-def plan_verb(verbs: Verbs) -> None:
-    parser = add_verb(
-        verbs,
+def add_plan(subparsers: Subparsers) -> None:
+    parser = add_command(
+        subparsers,
         "plan",
         "show what would be pruned, what would not and why, and whether the budget can be met",
         "  smartprune plan resnet18 --block 16x8 --sparsity 0.95 --input 3x32x32\n"
@@ -35,21 +36,23 @@ def plan_verb(verbs: Verbs) -> None:
         "Exit code 1: the budget cannot be met.",
     )
     parser.add_argument(
-        "model", help="a network by name, a task, timm/NAME, torchvision/NAME, or MODULE:FUNCTION that returns a torch.nn.Module"
+        "model", help="a built-in network, a task, timm/NAME, torchvision/NAME, or MODULE:FUNCTION that returns a torch.nn.Module"
     )
-    parser.add_argument("--block", help="block, output x input channels (default: the task's, or 16x8)")
+    parser.add_argument("--block", help="block size, output x input channels (default: the task's, or 16x8)")
     budget = parser.add_mutually_exclusive_group()
     budget.add_argument("--sparsity", type=float, help="share of blocks to remove, in [0, 1)")
     budget.add_argument("--params", type=float, help="share of weights to remove")
     budget.add_argument("--macs", type=float, help="share of multiply-accumulates to remove; needs --input")
-    budget.add_argument("--cycles", type=float, help="share of the time on an NPU to remove; needs --input")
+    budget.add_argument("--cycles", type=float, help="share of the cycles on an NPU to remove; needs --input")
     budget.add_argument("--budget", metavar="KIND=SHARE", help="any budget, such as params=0.9")
-    parser.add_argument("--npu", metavar="NAME", help="small, edge, server, or a .json file of its settings (default: edge)")
-    parser.add_argument("--floor", type=float, help="least share of its blocks that each layer keeps")
-    parser.add_argument("--include", action="append", metavar="GLOB", default=[], help="prune these layers too")
-    parser.add_argument("--skip", action="append", metavar="GLOB", default=[], help="leave these layers alone")
-    parser.add_argument("--input", metavar="SHAPE", help="shape of one sample, such as 3x32x32; makes MACs known")
-    parser.add_argument("--data", metavar="DIR", help="where the data of a task lies (default: $SMARTPRUNE_DATA)")
+    parser.add_argument("--npu", metavar="NAME", help="small, edge, server, or a .json file with its settings (default: edge)")
+    parser.add_argument("--floor", type=float, help="smallest share of its blocks that each layer keeps")
+    parser.add_argument(
+        "--include", action="append", metavar="GLOB", default=[], help="prune these layers although they are skipped by default"
+    )
+    parser.add_argument("--skip", action="append", metavar="GLOB", default=[], help="do not prune these layers")
+    parser.add_argument("--input", metavar="SHAPE", help="shape of one sample, such as 3x32x32; needed to count MACs")
+    parser.add_argument("--data", metavar="DIR", help="folder of a task's data (default: $SMARTPRUNE_DATA)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run_plan)
 
@@ -58,107 +61,74 @@ def run_plan(args: argparse.Namespace) -> int:
     from ..core.budget import InfeasibleBudgetError
     from ..pruning.plan import plan
 
-    with arguments(args), explain_memory_errors(f"--input {args.input}" if args.input else args.model):
+    with argument_errors(args), explain_memory_errors(f"--input {args.input}" if args.input else args.model):
         model, block, example = find_model(args.model, args.data)
         if args.input:
-            example = sample(args.input)
+            example = parse_input(args.input)
         budget = _budget(args, example)
-        more = {"floor": args.floor, "include": args.include, "skip": args.skip, "example": example}
+        options = {"floor": args.floor, "include": args.include, "skip": args.skip, "example": example}
         try:
-            found = plan(model, args.block or block, budget=budget, **more)
+            result = plan(model, args.block or block, budget=budget, **options)
         except InfeasibleBudgetError as error:
-            _show_unmet(args, plan(model, args.block or block, **more), budget, str(error))
+            _print_infeasible(args, plan(model, args.block or block, **options), budget, str(error))
             return 1
-    show(args, found)
-    return 0 if found.feasible else 1
+    print_result(args, result)
+    return 0 if result.feasible else 1
 
 
 def _budget(args: argparse.Namespace, example: Any) -> Budget | None:
-    """The budget of the flags, if there is one."""
+    """The budget from the flags, if there is one."""
     from ..training.config import make_budget, parse_budget
 
-    given = [(name, getattr(args, name)) for name in budget_names() if getattr(args, name, None) is not None]
+    budgets = [(name, getattr(args, name)) for name in budget_names() if getattr(args, name, None) is not None]
     if args.budget is not None:
-        given = [parse_budget(args.budget)]
-    fields = budget_fields(given[0][0]) if given else set()
+        budgets = [parse_budget(args.budget)]
+    fields = budget_fields(budgets[0][0]) if budgets else set()
     if "example" in fields and example is None:
-        raise SmartpruneError(f"--{given[0][0]} needs the shape of one sample: add --input, such as --input 3x32x32")
+        raise SmartpruneError(f"--{budgets[0][0]} needs the shape of one sample: add --input, such as --input 3x32x32")
     if args.npu and "npu" not in fields:
-        raise SmartpruneError("--npu says whose cycles --cycles counts: add --cycles, such as --cycles 0.9")
-    return make_budget(*given[0], example, args.npu or "edge") if given else None
+        raise SmartpruneError("--npu needs a budget of cycles: add --cycles, such as --cycles 0.9")
+    return make_budget(*budgets[0], example, args.npu or "edge") if budgets else None
 
 
-def _show_unmet(args: argparse.Namespace, found: Plan, budget: Budget | None, problem: str) -> None:
-    """The plan of a budget for which there is no limit, and why."""
+def _print_infeasible(args: argparse.Namespace, result: Plan, budget: Budget | None, problem: str) -> None:
+    """The plan without a budget, and why the budget cannot be met."""
     from ..core.budget import scope
 
     if budget is None:
         return
     if args.json:
-        wanted = {"kind": budget.kind, "share": str(budget.share)}
-        print(json.dumps({**found.to_json(), "budget": wanted, "feasible": False, "problem": problem}, indent=2))
+        requested = {"kind": budget.kind, "share": str(budget.share)}
+        print(json.dumps({**result.to_json(), "budget": requested, "feasible": False, "problem": problem}, indent=2))
     else:
-        *lines, _ = str(found).splitlines()  # the last one says that there is no budget
+        *lines, _ = str(result).splitlines()  # the last line says that there is no budget
         print("\n".join([*lines, f"budget   {removal(float(budget.share), budget.label, scope(budget))}", f"problem  {problem}"]))
 
 
-def find_model(text: str, data: str | None = None) -> tuple[nn.Module, str, Any]:
-    """A model with the block and the example input that go with it (16x8 and None where it has none of its own); ``data`` is
-    where that of a task lies."""
-    from ..models import MODELS, build, is_external
-    from ..models.named import OTHER_NAMES
-    from ..tasks import TASKS
-    from ..training.config import make_task
-
-    if text in TASKS:
-        task = make_task(text, {"folder": data} if data else {})
-        return task.model(task.recipe.model), task.recipe.block, task.example()
-    if data:
-        raise SmartpruneError(f"--data is that of a task, and {text} is none; there are: {', '.join(TASKS)}")
-    if text not in MODELS and not is_external(text):
-        raise SmartpruneError(
-            f"unknown model {text!r}; there are: {', '.join(MODELS)}; tasks: {', '.join(TASKS)}; or use {OTHER_NAMES}"
-        )
-    return build(text), "16x8", None
-
-
-def sample(text: str) -> Any:
-    import torch
-
-    try:
-        shape = [int(part) for part in text.lower().split("x")]
-    except ValueError:
-        shape = []
-    if not shape or min(shape) < 1:
-        raise SmartpruneError(f"--input {text} cannot be read; write the shape of one sample, such as 3x32x32")
-    with explain_memory_errors(f"--input {text}"):
-        return torch.zeros(1, *shape)
-
-
-def report_verb(verbs: Verbs) -> None:
-    parser = add_verb(
-        verbs,
+def add_report(subparsers: Subparsers) -> None:
+    parser = add_command(
+        subparsers,
         "report",
-        "show where the zeros of a model file or a run folder are",
+        "show where the zero blocks of a stored model are",
         "  smartprune report runs/mine\n  smartprune report model.safetensors --block 16x8 --map layer3.0.conv1\n"
         "  smartprune report runs/mine --html mine.html --figures figures\n"
         "  smartprune report runs/mine --npu edge\n"
         "  smartprune report model.safetensors --npu edge --model resnet18 --input 3x32x32",
     )
     parser.add_argument("path", help="a run folder, a .safetensors, packed or .onnx file, or a torch checkpoint")
-    parser.add_argument("--block", help="block, output x input channels (default: the receipt's, or 16x8)")
-    parser.add_argument("--map", metavar="LAYER", help="draw the blocks of one layer instead")
-    parser.add_argument("--html", metavar="FILE", help="write a page that opens in any browser, with all there is to see")
-    parser.add_argument("--figures", metavar="DIR", help="write its figures as .svg, and with Pillow as .png")
+    parser.add_argument("--block", help="block size, output x input channels (default: the receipt's, or 16x8)")
+    parser.add_argument("--map", metavar="LAYER", help="draw the blocks of one layer instead of the table")
+    parser.add_argument("--html", metavar="FILE", help="write a complete report as an HTML page")
+    parser.add_argument("--figures", metavar="DIR", help="write the figures as .svg and, with Pillow, as .png")
     parser.add_argument(
-        "--npu", metavar="NAME", help="show the cycles on an NPU instead: small, edge, server, or a .json file of its settings"
+        "--npu", metavar="NAME", help="show the cycles on an NPU instead: small, edge, server, or a .json file with its settings"
     )
     parser.add_argument(
         "--model",
         metavar="NAME",
-        help="the network of a file, as in smartprune plan: says which layers are transposed or grouped; for --npu too",
+        help="the network of a file, as for smartprune plan: gives transposed and grouped layers; needed for --npu",
     )
-    parser.add_argument("--input", metavar="SHAPE", help="with --npu, the shape of one sample, such as 3x32x32")
+    parser.add_argument("--input", metavar="SHAPE", help="shape of one sample for --npu, such as 3x32x32")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run_report)
 
@@ -168,19 +138,19 @@ def run_report(args: argparse.Namespace) -> int:
 
     if args.html or args.figures:
         return _write_report(args)
-    with arguments(args):
+    with argument_errors(args):
         if args.map and (args.json or args.npu):
-            raise SmartpruneError(f"--map draws a layer in place of all else; leave out --{'json' if args.json else 'npu'}")
+            raise SmartpruneError(f"--map prints only a drawing of one layer; remove --{'json' if args.json else 'npu'}")
     if args.npu:
-        show(args, _cycles(args))
+        print_result(args, _cycles(args))
         return 0
     _no_input(args)
-    found = report(args.path, _block(args), model=_network_or_run(args))
+    result = report(args.path, _block(args), model=_network_or_run(args))
     if args.map:
-        with arguments(args):
-            print(found.map(args.map))
+        with argument_errors(args):
+            print(result.map(args.map))
     else:
-        show(args, found)
+        print_result(args, result)
     return 0
 
 
@@ -190,9 +160,9 @@ def _write_report(args: argparse.Namespace) -> int:
     from ..reports.view import gather
     from ..training.page import run_cycles
 
-    with arguments(args):
+    with argument_errors(args):
         if args.json or (args.map and not args.figures):
-            raise SmartpruneError("--json and --map are for the terminal; with --html leave them out (--map goes with --figures)")
+            raise SmartpruneError("--html and --figures write files: remove --json, and use --map only with --figures")
         check_outputs({"--html": args.html}, {"the model": args.path, "the file of --npu": args.npu, **files_of_run(args.path)})
         if args.figures:
             check_folder(args.figures)
@@ -201,27 +171,27 @@ def _write_report(args: argparse.Namespace) -> int:
     cycles = _cycles(args) if args.npu else run_cycles(args.path) if Path(args.path).is_dir() else None
     view = gather(args.path, _block(args), cycles, _network_or_run(args))
     if args.figures:
-        with arguments(args):
+        with argument_errors(args):
             select_layers(view, args.map)
         written, png = save_figures(view, args.figures, args.map)
-        tell(f"{len(written)} figures written to {args.figures}")
+        print_message(f"{len(written)} figures written to {args.figures}")
         if not png:
-            tell("for .png files as well, run: pip install 'smartprune[plot]'")
+            print_message("to get .png files too, run: pip install 'smartprune[plot]'")
     if args.html:
         write_atomic(args.html, render(view).encode())
-        tell(f"written to {args.html}")
+        print_message(f"written to {args.html}")
     return 0
 
 
 def _no_input(args: argparse.Namespace) -> None:
-    with arguments(args):
+    with argument_errors(args):
         if args.input:
-            raise SmartpruneError("--input goes with --npu; leave it out, or add --npu edge")
+            raise SmartpruneError("--input is only used with --npu; remove it, or add --npu edge")
 
 
 def _network(args: argparse.Namespace) -> nn.Module | None:
-    """The network that --model names, which the weights belong to."""
-    with arguments(args):
+    """The network of --model, if it is given."""
+    with argument_errors(args):
         return find_model(args.model)[0] if args.model else None
 
 
@@ -235,7 +205,7 @@ def _cycles(args: argparse.Namespace) -> Estimate:
     from ..hardware.npu import read_npu
 
     block = _block(args)
-    with arguments(args):
+    with argument_errors(args):
         npu = read_npu(args.npu)
         if args.model:
             model, _, example = find_model(args.model)
@@ -248,29 +218,29 @@ def _cycles(args: argparse.Namespace) -> Estimate:
         else:
             raise SmartpruneError(f"--npu needs the network of {args.path}: add --model, such as --model resnet18")
         if args.input:
-            example = sample(args.input)
+            example = parse_input(args.input)
         if example is None:
             raise SmartpruneError("--npu needs the shape of one sample: add --input, such as --input 3x32x32")
     with explain_memory_errors(f"--input {args.input}" if args.input else args.path):
         return npu.estimate(model, example, block, weights=args.path)
 
 
-def verify_verb(verbs: Verbs) -> None:
-    parser = add_verb(
-        verbs,
+def add_verify(subparsers: Subparsers) -> None:
+    parser = add_command(
+        subparsers,
         "verify",
-        "count the zero blocks of a stored model again, and hold its receipt against them",
+        "count the zero blocks of a stored model and compare them with its receipt",
         "  smartprune verify runs/mine\n"
         "  smartprune verify model.safetensors --receipt receipt.json\n"
         "  smartprune verify model.safetensors --block 16x8\n"
         "  smartprune verify model.safetensors --block 16x8 --model mypackage.net:build\n\n"
-        "Exit code 1: something is not as the receipt says.",
+        "Exit code 1: the model does not match its receipt.",
     )
     parser.add_argument("path", help="a run folder, a .safetensors, packed or .onnx file, or a torch checkpoint")
     parser.add_argument("--receipt", metavar="FILE", help="receipt to compare with (default: the run folder's)")
-    parser.add_argument("--block", help="block to count in; without it and without a receipt, usual shapes are tried")
+    parser.add_argument("--block", help="block size to count; without it and without a receipt, common sizes are tried")
     parser.add_argument(
-        "--model", metavar="NAME", help="the network of a file, as in smartprune plan: says which layers are transposed or grouped"
+        "--model", metavar="NAME", help="the network of a file, as for smartprune plan: gives transposed and grouped layers"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run_verify)
@@ -279,13 +249,13 @@ def verify_verb(verbs: Verbs) -> None:
 def run_verify(args: argparse.Namespace) -> int:
     from ..artifacts.verify import verify
 
-    found = verify(args.path, _block(args), args.receipt, model=_network(args))
-    show(args, found)
-    return 0 if found.ok else 1
+    result = verify(args.path, _block(args), args.receipt, model=_network(args))
+    print_result(args, result)
+    return 0 if result.ok else 1
 
 
 def _block(args: argparse.Namespace) -> Any:
     from ..core.block import Block
 
-    with arguments(args):
+    with argument_errors(args):
         return None if args.block is None else Block.of(args.block)

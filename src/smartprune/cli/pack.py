@@ -1,4 +1,4 @@
-"""``smartprune pack`` and ``unpack``: a pruned model as a small file, and back."""
+"""``smartprune pack`` and ``unpack``: convert a pruned model to a small file and back."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import SmartpruneError
-from .common import Verbs, add_verb, arguments, check_outputs, files_of_run, show
+from .common import Subparsers, add_command, argument_errors, check_outputs, files_of_run, print_result
 
 
-def pack_verb(verbs: Verbs) -> None:
-    parser = add_verb(
-        verbs,
+def add_pack(subparsers: Subparsers) -> None:
+    parser = add_command(
+        subparsers,
         "pack",
         "write a model without its zero blocks",
         "  smartprune pack runs/mine\n"
         "  smartprune pack model.safetensors --block 16x8 --out small.packed.safetensors\n\n"
-        "docs/format.md is the file's specification.",
+        "docs/format.md specifies the file format.",
     )
     parser.add_argument("model", help="a run folder, a .safetensors file or a torch checkpoint")
-    parser.add_argument("--block", help="block, output x input channels (default: the receipt's)")
-    parser.add_argument("--receipt", metavar="FILE", help="receipt to put into the file (default: the run folder's)")
+    parser.add_argument("--block", help="block size, output x input channels (default: the receipt's)")
+    parser.add_argument("--receipt", metavar="FILE", help="receipt to store in the file (default: the run folder's)")
     parser.add_argument("--out", metavar="FILE", help="file to write (default: the model's name with .packed.safetensors)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run_pack)
@@ -33,40 +33,40 @@ def run_pack(args: argparse.Namespace) -> int:
     from ..artifacts.receipt import Receipt
     from ..core.block import Block
 
-    with arguments(args):
+    with argument_errors(args):
         block = None if args.block is None else Block.of(args.block)
-        out = Path(args.out or _default(Path(args.model)))
-        if block is None and args.receipt is None and Path(args.model).is_file() and not _says_block(Path(args.model)):
-            raise SmartpruneError("a file has no receipt that says which block to use: add --block, such as --block 16x8")
-        read = {"the model": args.model, "the receipt": args.receipt, **files_of_run(args.model)}
-        check_outputs({"--out": out}, read)
+        out = Path(args.out or _default_out(Path(args.model)))
+        if block is None and args.receipt is None and Path(args.model).is_file() and not _stores_block(Path(args.model)):
+            raise SmartpruneError("no receipt gives the block size; add --block, such as --block 16x8")
+        inputs = {"the model": args.model, "the receipt": args.receipt, **files_of_run(args.model)}
+        check_outputs({"--out": out}, inputs)
     receipt = None if args.receipt is None else Receipt.load(args.receipt)
-    show(args, pack(args.model, out, block, receipt))
+    print_result(args, pack(args.model, out, block, receipt))
     return 0
 
 
-def _says_block(path: Path) -> bool:
+def _stores_block(path: Path) -> bool:
     from ..artifacts.packfile import is_packed_file
 
     return path.suffix == ".onnx" or is_packed_file(path)
 
 
-def _default(model: Path) -> Path:
+def _default_out(model: Path) -> Path:
     from ..artifacts.pack import SUFFIX
 
     return model / f"model{SUFFIX}" if model.is_dir() else model.with_name(model.stem + SUFFIX)
 
 
-def unpack_verb(verbs: Verbs) -> None:
-    parser = add_verb(
-        verbs,
+def add_unpack(subparsers: Subparsers) -> None:
+    parser = add_command(
+        subparsers,
         "unpack",
-        "write the plain, dense form of a packed file",
+        "convert a packed file to a plain .safetensors file",
         "  smartprune unpack small.packed.safetensors --out model.safetensors",
     )
     parser.add_argument("file", help="a packed file")
     parser.add_argument("--out", metavar="FILE", required=True, help=".safetensors file to write")
-    parser.add_argument("--limit", metavar="BYTES", type=int, help="most bytes that the tensors may take (default: 1 GiB or more)")
+    parser.add_argument("--limit", metavar="BYTES", type=int, help="maximum size of the tensors (default: 1 GiB or more)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run_unpack)
 
@@ -77,11 +77,11 @@ def run_unpack(args: argparse.Namespace) -> int:
     from ..files import write_atomic
 
     out = Path(args.out)
-    with arguments(args):
+    with argument_errors(args):
         if out.suffix != ".safetensors":
-            raise SmartpruneError(f"--out {out} must end in .safetensors, for that is what is written")
+            raise SmartpruneError(f"--out {out} must end in .safetensors")
         if args.limit is not None and args.limit < 0:
-            raise SmartpruneError(f"--limit {args.limit} should be 0 or more bytes")
+            raise SmartpruneError(f"--limit {args.limit} must not be negative")
         check_outputs({"--out": out}, {"the packed file": args.file})
     state = unpack(args.file, limit=args.limit)
     data = b"".join(safetensors_bytes(state))

@@ -1,4 +1,4 @@
-"""The streams of the command line: some may be closed, know no letters but ASCII, or have nobody who reads them."""
+"""stdout and stderr of the command line. They may be closed, limited to ASCII, or have no reader."""
 
 from __future__ import annotations
 
@@ -8,45 +8,44 @@ import sys
 from typing import TextIO
 
 
-def ready_streams() -> None:
-    """Makes both streams fit to print to: one that is closed leads nowhere, and letters that a stream does not know become
-    their codes."""
-    for name, handle in (("stdout", 1), ("stderr", 2)):
+def prepare_streams() -> None:
+    """Makes both streams safe to print to: a closed stream becomes /dev/null, and characters that it cannot encode are escaped."""
+    for name, descriptor in (("stdout", 1), ("stderr", 2)):
         stream = getattr(sys, name)
         if stream is None:
-            setattr(sys, name, open(_nowhere(handle), "w", encoding="utf-8", closefd=False))  # noqa: SIM115 (until the end)
+            setattr(sys, name, open(_open_null(descriptor), "w", encoding="utf-8", closefd=False))  # noqa: SIM115 (until the end)
         elif isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="backslashreplace")
 
 
-def _nowhere(handle: int) -> int:
-    """What leads nowhere, if it is free with the number of the stream: the next file that is opened must not get that."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
+def _open_null(descriptor: int) -> int:
+    """/dev/null. If the stream's descriptor is free, it is taken, so that no other file gets it."""
+    null = os.open(os.devnull, os.O_WRONLY)
     try:
-        os.fstat(handle)
+        os.fstat(descriptor)
     except OSError:
-        os.dup2(nowhere, handle)
-    os.set_inheritable(nowhere, nowhere == handle)
-    return nowhere
+        os.dup2(null, descriptor)
+    os.set_inheritable(null, null == descriptor)
+    return null
 
 
-def tell(text: str) -> None:
-    """A line on stderr. Where nobody can read it, the work goes on without it."""
+def print_message(text: str) -> None:
+    """Prints a line on stderr. If that fails, the command continues without it."""
     try:
         print(text, file=sys.stderr, flush=True)
     except (OSError, ValueError):
-        settle(sys.stderr)
+        discard_unwritten(sys.stderr)
 
 
-def settle(stream: TextIO) -> None:
-    """Drops what a stream cannot write, which would fail once more when the process ends."""
+def discard_unwritten(stream: TextIO) -> None:
+    """Discards buffered output that cannot be written, which would fail again when the process exits."""
     try:
         stream.flush()
     except (OSError, ValueError):
         try:
-            handle = stream.fileno()
-        except (OSError, ValueError):  # closed, or none of the system's
+            descriptor = stream.fileno()
+        except (OSError, ValueError):  # closed, or not a file of the system
             return
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, handle)
-        os.close(nowhere)
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, descriptor)
+        os.close(null)

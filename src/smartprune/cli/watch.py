@@ -1,4 +1,4 @@
-"""``smartprune watch``: follows a run in the terminal, from this machine or over a mounted folder."""
+"""``smartprune watch``: follows a run in the terminal, also in a mounted folder of another machine."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from pathlib import Path
 
 from ..errors import SmartpruneError
 from ..run_files import CONFIG
-from .common import Verbs, add_verb, arguments
-from .streams import tell
+from .common import Subparsers, add_command, argument_errors
+from .streams import print_message
 
 
-def watch_verb(verbs: Verbs) -> None:
-    parser = add_verb(
-        verbs,
+def add_watch(subparsers: Subparsers) -> None:
+    parser = add_command(
+        subparsers,
         "watch",
-        "follow a run folder while it grows: stage, loss, metric, temperature, undecided blocks, time left",
+        "follow a run: stage, loss, metric, temperature, undecided blocks, time left",
         "  smartprune watch runs/mine\n  smartprune watch /mnt/server/runs/mine --every 10\n  smartprune watch runs/mine --once\n\n"
-        "Reads only, so it disturbs nothing. Ends when the run does, or with Ctrl+C.",
+        "It only reads files. It ends with the run, or with Ctrl-C.",
     )
     parser.add_argument("path", help="a run folder")
-    parser.add_argument("--every", type=float, default=2.0, metavar="SECONDS", help="how often to look (default: 2)")
-    parser.add_argument("--once", action="store_true", help="print where the run stands and end")
-    parser.add_argument("--wait", action="store_true", help="wait for the folder if it is not there yet")
+    parser.add_argument("--every", type=float, default=2.0, metavar="SECONDS", help="seconds between updates (default: 2)")
+    parser.add_argument("--once", action="store_true", help="print the current state and exit")
+    parser.add_argument("--wait", action="store_true", help="wait for the folder if it does not exist yet")
     parser.set_defaults(run=run_watch)
 
 
@@ -31,13 +31,13 @@ def run_watch(args: argparse.Namespace) -> int:
     from .. import text
     from ..training.monitor import follow, read_snapshot, status_lines
 
-    with arguments(args):
+    with argument_errors(args):
         if not 0.05 <= args.every <= 86_400:
-            raise SmartpruneError(f"--every {args.every:g}: give the seconds between two looks, from 0.05 to 86400")
+            raise SmartpruneError(f"--every {args.every:g} must be from 0.05 to 86400 seconds")
     config = Path(args.path) / CONFIG
     try:
         if args.wait and not config.is_file():
-            tell(f"waiting for {config}")
+            print_message(f"waiting for {config}")
             while not config.is_file():
                 time.sleep(args.every)
         if not config.is_file():
@@ -46,6 +46,6 @@ def run_watch(args: argparse.Namespace) -> int:
             print("\n".join(status_lines(read_snapshot(args.path), text.stdout_is_ascii())))
         else:
             follow(args.path, args.every)
-    except KeyboardInterrupt:  # the way to stop watching
-        tell("")
+    except KeyboardInterrupt:  # the usual way to stop watching
+        print_message("")
     return 0

@@ -61,7 +61,7 @@ def test_a_failed_dense_model_fails_the_cells_that_need_it(tmp_path: Path, capsy
     captured = capsys.readouterr().err
     assert f"{cells[0].dense} failed with exit code 1" in captured
     assert all(f"{cell.name} failed with exit code 1" in captured for cell in cells)
-    assert "0 runs done, 2 failed; the same command goes on from here" in captured
+    assert "0 runs done, 2 failed; repeat the same command to continue" in captured
 
 
 @pytest.mark.parametrize("going", [False, True])
@@ -191,7 +191,7 @@ def test_a_failed_run_does_not_stop_the_others(tmp_path: Path, capsys: pytest.Ca
     assert "1 of 3 cells are recorded already" in captured.err
     assert f"{smart.name} failed with exit code 1; the end of {out / 'logs' / smart.name}.log:" in captured.err
     assert "checkpoint.pt is damaged" in captured.err
-    assert "1 runs done, 1 failed; the same command goes on from here" in captured.err
+    assert "1 runs done, 1 failed; repeat the same command to continue" in captured.err
     assert "magnitude" in captured.out
     dense = out / "dense" / f"{magnitude.dense}.safetensors"
     assert dense.read_bytes() == (tmp_path / "plain" / "dense.safetensors").read_bytes()
