@@ -7,6 +7,7 @@ import re
 import runpy
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 
 import smartprune as sp
 from helpers import training_jobs
+from smartprune.budgets import BUDGETS
 from smartprune.training.train import train
 
 ROOT = Path(__file__).parents[2]
@@ -45,12 +47,14 @@ def user_variables() -> dict[str, object]:
 @pytest.mark.parametrize("text", SNIPPETS)
 def test_code_blocks_run(text: str) -> None:
     scope = user_variables()
-    methods = dict(sp.METHODS)
+    tables: list[Any] = [sp.METHODS, BUDGETS]
+    entries = [dict(table) for table in tables]
     try:
         exec(text.replace("steps=7640", "steps=6"), scope)
-    finally:  # a code block may add a method
-        sp.METHODS.clear()
-        sp.METHODS.update(methods)
+    finally:  # a code block may add a method or a budget
+        for table, before in zip(tables, entries, strict=True):
+            table.clear()
+            table.update(before)
     if "bake" in text:
         assert isinstance(scope["receipt"], sp.Receipt)
 

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
+from helpers.pruned_weights import randomly_pruned_weight
 from helpers.triton_interpreter import INTERPRETED, loaded_loop_bounds, needs_interpreter, needs_triton, run_interpreted  # noqa: F401 (a fixture)
 from helpers.triton_interpreter import on_gpu as on_gpu_machine
-from helpers.pruned_weights import randomly_pruned_weight
-from smartprune import SmartpruneError
-from smartprune.runtime.gpu import network
 from smartprune.runtime.gpu.layers import TILES, Dense, KeptBlocks, Sparse, Tile
-from smartprune.runtime.gpu.network import on_gpu
 from smartprune.runtime.lower.steps import IDENTITY, Activation, Step
-from smartprune.runtime.module import Options
 
 
 @needs_triton
@@ -106,7 +100,9 @@ ENDS = [
 
 @needs_interpreter
 @pytest.mark.parametrize(("case", "addition", "activation"), [(case, *end) for case, end in zip(CASES, ENDS, strict=True)])
-def test_sparse_layers_agree_with_torch(case: tuple[int, int, tuple[int, int], int, int, int, int, int], addition: str, activation: Activation) -> None:
+def test_sparse_layers_agree_with_torch(
+    case: tuple[int, int, tuple[int, int], int, int, int, int, int], addition: str, activation: Activation
+) -> None:
     out, channels, kernel, stride, padding, dilation, height, width = case
     torch.manual_seed(out)
     weight, bias = randomly_pruned_weight(torch.randn(out, channels, *kernel), 0.4), torch.randn(out)
@@ -145,7 +141,11 @@ def test_linear_on_rows_and_half_precision() -> None:
 def test_gpu_every_tile(case: tuple[int, int, tuple[int, int], int, int, int, int, int]) -> None:
     out, channels, kernel, stride, padding, dilation, height, width = case
     torch.manual_seed(out)
-    weight, bias, x = randomly_pruned_weight(torch.randn(out, channels, *kernel), 0.4), torch.randn(out), torch.randn(70, channels, height, width)
+    weight, bias, x = (
+        randomly_pruned_weight(torch.randn(out, channels, *kernel), 0.4),
+        torch.randn(out),
+        torch.randn(70, channels, height, width),
+    )
     plain = F.conv2d(x, weight, bias, stride, padding, dilation)
     window = {"sh": stride, "sw": stride, "ph": padding, "pw": padding, "dh": dilation, "dw": dilation}
     made = step(weight, bias, "none", Activation("clamp", 0.0), **window)

@@ -9,16 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from helpers.pruned_weights import randomly_pruned_weight
 from helpers.triton_interpreter import INTERPRETED, loaded_loop_bounds, needs_interpreter, needs_triton, run_interpreted  # noqa: F401 (a fixture)
 from helpers.triton_interpreter import on_gpu as on_gpu_machine
-from helpers.pruned_weights import randomly_pruned_weight
 from smartprune import SmartpruneError
 from smartprune.runtime.gpu import network
-from smartprune.runtime.gpu.layers import TILES, Dense, KeptBlocks, Sparse, Tile
+from smartprune.runtime.gpu.layers import Dense
 from smartprune.runtime.gpu.network import on_gpu
-from smartprune.runtime.lower.steps import IDENTITY, Activation, Step
 from smartprune.runtime.module import Options
-
 
 FLOAT = Options("float32", 1, False)
 
