@@ -108,7 +108,8 @@ class Layer(nn.Module, ABC):
         if min(size[2:], default=0) < 1 or (lead is not None and size[2:] != (1, 1)):  # the kernel does not check
             raise SmartpruneError(
                 f"accelerate: a layer of {self.channels} channels and a {text.format_shape(self.kernel)} kernel got an input of "
-                f"{text.format_shape(shape)}; batch and image sizes may differ from those of the example only if the model accepts them"
+                f"{text.format_shape(shape)}; batch and image sizes may differ from those of the example only if the model "
+                "accepts them"
             )
         whole = size if lead is None else torch.Size((*lead, size[1]))
         if other is None:
@@ -191,7 +192,8 @@ class Sparse(Layer):
                 images, height, width, channels, high, wide, out_channels, groups,
                 kh, kw, *self.stride, *self.padding, *self.dilation,
                 tile.pixels, WIDE, DEEP, tile.step, self.padded, channels % DEEP != 0,
-                0 if fused_other is None else ADDITION[self.addition], 0 if bare else self.kind, self.activation.low, self.activation.high,
+                0 if fused_other is None else ADDITION[self.addition], 0 if bare else self.kind,
+                self.activation.low, self.activation.high,
                 "tf32" if x.dtype == torch.float32 else "ieee", max(x.numel(), out.numel()) >= 1 << 31,
                 num_warps=tile.warps, num_stages=1,
             )  # fmt: skip

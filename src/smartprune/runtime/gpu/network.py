@@ -57,7 +57,9 @@ def _check_settings(inputs: Sequence[tuple[Any, ...]], options: Options, device:
         if not torch.cuda.is_available():
             raise SmartpruneError(f"accelerate: device={device!r}, but torch finds no CUDA device here; use device='cpu'")
         if importlib.util.find_spec("triton") is None:
-            raise SmartpruneError(f"accelerate: device={device!r} needs Triton; install a build of torch for CUDA, which includes it")
+            raise SmartpruneError(
+                f"accelerate: device={device!r} needs Triton; install a build of torch for CUDA, which includes it"
+            )
 
 
 def _check_result(result: Any, expected: Any, dtype: torch.dtype, name: str) -> None:
