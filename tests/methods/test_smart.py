@@ -5,6 +5,7 @@ import dataclasses
 import io
 import json
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 import smartprune as sp
 from helpers import zoo
 from helpers.device_syncs import DeviceSyncs
-from smartprune.methods.method import make, settings
+from smartprune.methods.method import Clock, make, settings
 
 
 def blocks_of(model: nn.Module, **options: object) -> object:
@@ -195,6 +196,9 @@ ABLATION = [
     sp.Smart(gain=True),
     sp.Smart(gain=True, follow=True, reach=0.5, start=2.0, end=0.003),
     sp.Smart(gain=True, mask_type="stochastic"),
+    sp.Smart(init="balanced"),
+    sp.Smart(unit="band", start=0.1, end=0.01),
+    sp.Smart(unit="band", start=0.1, end=0.01, init="balanced", reach=2.0, ramp="cubic", hold=0.25, gain=True),
 ]
 
 
@@ -453,6 +457,101 @@ def test_scores_with_nothing_to_follow_go_where_they_are_pushed(method: sp.Smart
         pruner.step()
     assert pruner.phase == "frozen"
     assert set(pruner.mask.nonzero().flatten().tolist()) == set(push.topk(pruner.plan.limit).indices.tolist())
+
+
+@pytest.mark.parametrize("budget", [None, sp.params(0.75)], ids=["blocks", "params"])
+def test_a_band_holds_its_share_of_the_kept_blocks(budget: Any) -> None:
+    """The temperature is half the distance between two scores, one on either side of the threshold; against a sorted list."""
+    model, x = zoo.plain_cnn()
+    method = sp.Smart(unit="band", start=0.5, end=0.1, ramp="cubic")
+    given: dict[str, object] = {"sparsity": 0.75} if budget is None else {"budget": budget}
+    pruner = sp.attach(model, method, block=(4, 4), steps=8, **given)  # type: ignore[arg-type]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for _ in range(7):
+        one_step(model, x, optimizer, pruner)
+        limit = method.scalars(pruner.blocks, pruner.search.values(), pruner.progress)["limit"]
+        kept = pruner.plan.n * limit / pruner.blocks.total
+        half = max(1, round(0.5 * 0.5 * (0.1 / 0.5) ** pruner.progress * kept))
+        order = sorted(pruner.scores.tolist(), reverse=True)
+        high, low = order[max(0, round(kept) - 1 - half)], order[min(pruner.plan.n - 1, round(kept) - 1 + half)]
+        assert pruner.tau == pytest.approx((high - low) / 2, rel=1e-4)
+
+
+def test_a_band_of_equal_scores_has_a_temperature() -> None:
+    model = nn.Sequential(nn.Linear(30, 50, bias=False), nn.Linear(50, 7, bias=False))
+    for layer in model:
+        nn.init.constant_(layer.weight, 0.25)
+    pruner = sp.attach(model, sp.Smart(unit="band", start=0.1, end=0.01), block=(16, 8), sparsity=0.8, steps=50, include="*")
+    assert 0 < pruner.tau < 1e-6
+    assert torch.isfinite(pruner.mask).all()
+
+
+def test_a_band_resumes_with_the_same_bits() -> None:
+    method = sp.Smart(unit="band", start=0.1, end=0.01, init="balanced", reach=2.0, ramp="cubic", gain=True)
+    runs = []
+    for stop in (None, 7):
+        torch.manual_seed(0)
+        model, x = zoo.plain_cnn()
+        pruner = sp.attach(model, method, block=(4, 4), sparsity=0.75, steps=12)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        for step in range(12):
+            if step == stop:
+                saved = io.BytesIO()
+                torch.save({"model": model.state_dict(), "pruner": pruner.state_dict()}, saved)
+                saved.seek(0)
+                state = torch.load(saved, weights_only=True)
+                model, _ = zoo.plain_cnn()
+                pruner = sp.attach(model, method, block=(4, 4), sparsity=0.75, steps=12)
+                model.load_state_dict(state["model"])
+                pruner.load_state_dict(state["pruner"])
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+            one_step(model, x, optimizer, pruner)
+        runs.append((pruner.mask, model[3].weight.detach()))
+    assert torch.equal(runs[0][0], runs[1][0])
+    assert torch.equal(runs[0][1], runs[1][1])
+
+
+def test_a_band_waits_for_no_gpu() -> None:
+    model = zoo.plain_cnn()[0]
+    method = sp.Smart(unit="band", start=0.1, end=0.01, init="balanced", ramp="cubic")
+    pruner = sp.attach(model, method, block=(4, 4), sparsity=0.75, steps=10)
+    model.to("meta")
+    pruner.search.to_device()
+    with DeviceSyncs() as syncs:
+        method.update(pruner.blocks, pruner.search.values(), Clock(3, 10))
+    assert syncs.operations == []
+
+
+@pytest.mark.parametrize("changes", [{"reach": None}, {"init": "ones"}, {"train_weights": False}])
+def test_a_band_needs_a_reach(changes: dict[str, object]) -> None:
+    model, _ = zoo.plain_cnn()
+    with pytest.raises(sp.SmartpruneError, match="unit='band' takes the temperature from the distance between scores"):
+        sp.attach(model, sp.Smart(unit="band", **changes), block=(4, 4), sparsity=0.75, steps=9)  # type: ignore[arg-type]
+
+
+def test_a_balanced_ranking_lies_between_magnitudes_and_shares() -> None:
+    model, _ = zoo.plain_cnn()
+    blocks = blocks_of(model)
+    share, got = blocks.share().tolist(), sp.Smart(init="balanced").state(blocks)["scores"].tolist()
+    for layer, weight in zip(blocks.layers, blocks.weights, strict=True):
+        squares = slow_block_means(weight.detach().square(), (4, 4))
+        for i, square in zip(range(layer.start, layer.stop), squares, strict=True):
+            assert got[i] == pytest.approx(0.75 * math.log(square) + 0.25 * share[i], abs=1e-4)
+    assert torch.equal(sp.Gradual(norm="balanced").rank(blocks, {}), sp.Smart(init="balanced").measure(blocks))
+
+
+def test_a_balanced_ranking_of_zeros_and_of_large_weights_is_finite() -> None:
+    model, _ = zoo.plain_cnn()
+    blocks = blocks_of(model)
+    for scale in (1e15, 1e-30, 0.0):
+        with torch.no_grad():
+            model[3].weight.mul_(scale)
+        rank = sp.Gradual(norm="balanced").rank(blocks, {})
+        assert torch.isfinite(rank).all()
+    assert float(rank[: blocks.layers[0].n].max()) < float(rank[blocks.layers[0].n :].min())
+    with torch.no_grad():
+        model[6].weight.zero_()
+    assert torch.isfinite(sp.Gradual(norm="balanced").rank(blocks, {})).all()
 
 
 def test_a_warmup_needs_a_reach() -> None:

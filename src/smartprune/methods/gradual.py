@@ -16,6 +16,7 @@ from torch import Tensor
 from ..core.schedule import cubic
 from ..core.vector import Blocks
 from ..topk import hard_topk
+from .balanced import balanced_rank
 from .method import Change, Clock, State, choose, count, lists_settings, within
 
 
@@ -26,7 +27,8 @@ class Gradual:
 
     - ``ramp``: the share of the search in which sparsity rises;
     - ``updates``: how many times the mask is chosen (at most once per step);
-    - ``norm``: mean (of |w| over the real elements of a block), l2, or share (of its layer, see ``Blocks.share``);
+    - ``norm``: mean (of |w| over the real elements of a block), l2, share (of its layer, see ``Blocks.share``), or balanced
+      (between magnitude and share, see ``methods/balanced.py``);
     - ``through``: whether removed weights train too, with the gradient of the masked ones (straight-through).
     """
 
@@ -44,7 +46,7 @@ class Gradual:
 
     def check(self, blocks: Blocks, steps: int) -> None:
         within("Gradual: ramp", self.ramp, 1e-6, 1)
-        choose("Gradual: norm", self.norm, ("mean", "l2", "share"))
+        choose("Gradual: norm", self.norm, ("mean", "l2", "share", "balanced"))
         choose("Gradual: through", self.through, (True, False))
         count("Gradual: updates", self.updates)
 
@@ -68,4 +70,6 @@ class Gradual:
     def rank(self, blocks: Blocks, state: State) -> Tensor:
         if self.norm == "share":
             return blocks.share()
+        if self.norm == "balanced":
+            return balanced_rank(blocks)
         return blocks.mean(torch.abs) if self.norm == "mean" else blocks.norms()

@@ -21,6 +21,7 @@ from ..core.schedule import SCHEDULES, cubic
 from ..core.vector import Blocks
 from ..errors import SmartpruneError
 from ..topk import hard_topk, soft_topk
+from .balanced import balanced_rank
 from .method import Change, Clock, State, choose, lists_settings, within
 
 REFRESHES = 200  # times in a search that scores are brought to where the weights are
@@ -34,10 +35,11 @@ class Smart:
     """Settings of SMART. With none given, the temperature range fits the model's own weights.
 
     - ``start``, ``end``: temperatures, in units of the spread (standard deviation) of the initial scores, or with
-      ``unit="absolute"`` as the paper prints them;
+      ``unit="absolute"`` as the paper prints them; with ``unit="band"`` they are the share of the kept blocks whose scores lie
+      within one temperature of the threshold, however far scores have spread by then;
     - ``schedule``: geometric, paper_exponential, linear, inverse_exponential or fixed;
-    - ``init`` of the scores: mean (of |w|), l1 (sum of |w|), share (log of a block's share of its layer, see ``Blocks.share``)
-      or ones;
+    - ``init`` of the scores: mean (of |w|), l1 (sum of |w|), share (log of a block's share of its layer, see ``Blocks.share``),
+      balanced (log of the mean square, a quarter of the way to that share) or ones;
     - ``follow``: whether scores go along when that number changes because the weights train;
     - ``reach``: how far a score moves in a hundredth of the search at most, in temperatures, whatever the number of steps, the
       learning rate and the optimizer; None: as far as its gradient takes it, which is far enough to decide on every block while
@@ -106,9 +108,9 @@ class Smart:
         return None if self.init == "ones" or not self.train_weights else self.reach
 
     def check(self, blocks: Blocks, steps: int) -> None:
-        choose("Smart: unit", self.unit, ("spread", "absolute"))
+        choose("Smart: unit", self.unit, ("spread", "band", "absolute"))
         choose("Smart: schedule", self.schedule, SCHEDULES)
-        choose("Smart: init", self.init, ("mean", "l1", "share", "ones"))
+        choose("Smart: init", self.init, ("mean", "l1", "share", "balanced", "ones"))
         choose("Smart: ramp", self.ramp, ("none", "cubic"))
         choose("Smart: mask_type", self.mask_type, ("deterministic", "stochastic", "binary", "binary_soft"))
         for field in ("follow", "gain", "train_weights"):
@@ -119,6 +121,11 @@ class Smart:
             raise SmartpruneError(
                 f"Smart: warmup={self.warmup:g} is that of a reach, and there is none with reach=None, init='ones' or "
                 "train_weights=False; give one, or warmup=0"
+            )
+        if self.unit == "band" and self._limit is None:
+            raise SmartpruneError(
+                "Smart: unit='band' takes the temperature from the distance between scores, which have to have a reach, and there "
+                "is none with reach=None, init='ones' or train_weights=False; give one, or another unit"
             )
         for field in ("start", "end"):
             value = getattr(self, field)
@@ -138,6 +145,8 @@ class Smart:
             return torch.ones(blocks.n, device=blocks.device)
         if self.init == "share":
             return blocks.share()
+        if self.init == "balanced":
+            return balanced_rank(blocks)
         return blocks.sum(torch.abs) if self.init == "l1" else blocks.mean(torch.abs)
 
     def state(self, blocks: Blocks) -> State:
@@ -154,14 +163,29 @@ class Smart:
             out |= {"began": scores, "moved": torch.zeros_like(scores)}
         if self._limit is not None:
             out["before"] = scores.clone()
+        if self.unit == "band":
+            out["tau"] = self._band(blocks, scores, unit, 0.0)
         return out
 
     def scalars(self, blocks: Blocks, state: State, progress: float) -> dict[str, float]:
-        tau = SCHEDULES[self.schedule](progress, self.start, self.end) * state["unit"]
+        limit = self._budget(blocks, progress)
+        if self.unit == "band":
+            return {"limit": limit}
+        return {"tau": SCHEDULES[self.schedule](progress, self.start, self.end) * state["unit"], "limit": limit}
+
+    def _budget(self, blocks: Blocks, progress: float) -> float:
         limit = float(blocks.limit)
         if self.ramp == "cubic":
             limit = cubic(min(1.0, progress / (1 - self.hold)), max(limit, RAMP_FROM * blocks.total), limit)
-        return {"tau": tau, "limit": limit}
+        return limit
+
+    def _band(self, blocks: Blocks, scores: Tensor, unit: float, progress: float) -> Tensor:
+        """The temperature at which so many blocks lie within it of the threshold, as a share of those the budget keeps now."""
+        kept = blocks.n * self._budget(blocks, progress) / max(blocks.total, 1)
+        half = max(1, round(0.5 * SCHEDULES[self.schedule](progress, self.start, self.end) * kept))
+        order = scores.sort(descending=True).values
+        high, low = max(0, round(kept) - 1 - half), min(blocks.n - 1, round(kept) - 1 + half)
+        return ((order[high] - order[low]).double() / 2).clamp(min=ROUNDING * unit)
 
     def mask(self, blocks: Blocks, state: State, seed: int | None = None) -> Tensor:
         scores = state["scores"]
@@ -190,12 +214,16 @@ class Smart:
     def update(self, blocks: Blocks, state: State, clock: Clock) -> Change:
         out: State = {"theta": state["theta"][1:].expand(2, 2)}
         scores = state["scores"].detach()
-        if self.follow and clock.enters(min(REFRESHES, clock.steps)) is not None:
+        refresh = clock.enters(min(REFRESHES, clock.steps)) is not None
+        if self.follow and refresh:
             out["moved"] = self.measure(blocks) - state["began"]
         if self._limit is not None:
             grown = min(1.0, clock.progress / self.warmup) if self.warmup else 1.0
             most = self._limit * grown * state["tau"].to(scores.dtype) * (100 / clock.steps)
-            out["scores"] = out["before"] = state["before"] + torch.clamp(scores - state["before"], -most, most)
+            scores = out["scores"] = out["before"] = state["before"] + torch.clamp(scores - state["before"], -most, most)
+        if self.unit == "band" and refresh:
+            moved = out.get("moved", state["moved"]) if self.follow else 0.0
+            out["tau"] = self._band(blocks, scores + moved, state["unit"], clock.progress)
         return Change(out)
 
     @torch.no_grad()

@@ -109,7 +109,11 @@ class Pruner:
     @property
     def tau(self) -> float:
         """The current temperature. 0 once frozen, or if the method has none."""
-        return 0.0 if self.search.hard is not None else self.search.scalars.get("tau", 0.0)
+        search = self.search
+        if search.hard is not None:
+            return 0.0
+        # a scalar if it depends on progress alone, a tensor if it depends on the scores
+        return float(search.scalars["tau"] if "tau" in search.scalars else search.tensors.get("tau", 0.0))
 
     @property
     def scores(self) -> Tensor:
