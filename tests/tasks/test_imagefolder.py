@@ -61,7 +61,7 @@ def test_the_plan_command_reads_the_classes_from_the_data(
     assert "183,168 in 52 layers" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         main(["plan", "resnet18", "--data", str(folder)])
-    assert "--data is that of a task, and resnet18 is none" in capsys.readouterr().err
+    assert "--data is for tasks, and resnet18 is not a task" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("top", [".", "set-of-three"])
