@@ -9,9 +9,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import smartprune
+from smartprune import SmartpruneError
 from smartprune.cli import main
 from smartprune.training.config import Config, configure
+from smartprune.training.train import train
 
 SMALL_SETTINGS: dict[str, Any] = {
     "task_settings": {"width": 4},
@@ -78,3 +82,35 @@ def assert_same_run(a: Path, b: Path) -> None:
     first, second = (json.loads((path / "result.json").read_text()) for path in (a, b))
     for key in ("dense", "pruned", "measure", "verified"):
         assert first[key] == second[key]
+
+
+ALL_OPTIONS: dict[str, Any] = {
+    "schedule": "poly",
+    "search_schedule": "linear",
+    "warmup_epochs": 0.5,
+    "ema": 0.9,
+    "distill": 0.5,
+    "augment": 1.0,
+    "augment_over": "all",
+    "clip_norm": 1.0,
+    "batch": 64,
+    "accumulate": 4,  # 14 batches: three steps of four, and one of two
+    "deterministic": "on",
+}
+
+
+class StopAfter:
+    """A ``stop`` function that stops a run after some steps."""
+
+    def __init__(self, steps: int) -> None:
+        self.left = steps
+
+    def __call__(self) -> bool:
+        self.left -= 1
+        return self.left <= 0
+
+
+def stopped_run(out: Path) -> None:
+    """Makes a run that is stopped after 20 of its 35 steps, in the search."""
+    with pytest.raises(SmartpruneError, match="stopped"):
+        train(small_config(out), stop=StopAfter(20))

@@ -1,4 +1,4 @@
-"""What a run hands over besides its model, and a run with a budget in cycles."""
+"""The packed file and the ONNX file of a run."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from safetensors.torch import load_file
 import smartprune as sp
 from helpers.training_jobs import small_config
 from smartprune import SmartpruneError, cli, run_files
-from smartprune.hardware.npu import read_npu
 from smartprune.training import outputs
 from smartprune.training.config import make_task
 from smartprune.training.result import Result
 from smartprune.training.train import train
 
 REAL = outputs.missing_packages  # before conftest.py takes it away, so that other tests need no ONNX
+
+
 needs_onnx = pytest.mark.skipif(bool(REAL()), reason=f"not installed: {', '.join(REAL())}")
 
 
-def test_a_run_leaves_a_packed_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_writes_a_packed_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outputs, "missing_packages", lambda: ["onnxscript"])
     result = train(small_config(tmp_path / "run", onnx="auto"))
     assert list(result.files) == ["packed", "page"]
@@ -35,7 +36,7 @@ def test_a_run_leaves_a_packed_file(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @needs_onnx
-def test_a_run_leaves_onnx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_writes_onnx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     import onnxruntime  # type: ignore[import-untyped, unused-ignore]
 
     monkeypatch.setattr(outputs, "missing_packages", REAL)
@@ -55,7 +56,7 @@ def test_a_run_leaves_onnx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     assert "onnx     model.onnx, " in capsys.readouterr().out
 
 
-def test_a_network_that_onnx_cannot_hold_does_not_lose_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_onnx_export_does_not_fail_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object, **__: object) -> None:
         raise SmartpruneError("export_onnx: no such operator")
 
@@ -66,29 +67,8 @@ def test_a_network_that_onnx_cannot_hold_does_not_lose_the_run(tmp_path: Path, m
     assert result.files["onnx"] == "not written: export_onnx: no such operator"
 
 
-def test_onnx_that_cannot_be_written_is_said_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_onnx_packages_are_an_error_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outputs, "missing_packages", lambda: ["onnx"])
     with pytest.raises(SmartpruneError, match=r"onnx='on' needs onnx; install it with: pip install 'smartprune\[onnx\]'"):
         train(small_config(tmp_path / "run", onnx="on"))
     assert not (tmp_path / "run").exists()
-
-
-def test_a_run_with_a_budget_in_cycles(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "run"
-    config = small_config(out, sparsity=None, cycles=0.6, npu="edge")
-    assert config.budget == ("cycles", 0.6)
-    train(config)
-    task = make_task(config.task, config.task_settings)
-    model, npu = task.model(config.model), read_npu("edge")
-    model.load_state_dict(load_file(out / "model.safetensors"))
-    pruned = npu.estimate(model, task.example(), block=config.block)
-    names = {layer.name for layer in sp.Receipt.load(out / "receipt.json").layers}
-    rows = [row for row in pruned.layers if row.name in names]
-    assert len(rows) == len(names)
-    assert 0 < sum(row.pruned.latency for row in rows) <= 0.4 * sum(row.dense.latency for row in rows)
-    assert cli.main(["compare", str(out)]) == 0
-    assert "cycles 0.6" in capsys.readouterr().out
-    with pytest.raises(SmartpruneError, match=r"sparsity=0.5, macs=None, cycles=0.6, budget=None: set exactly one of them"):
-        small_config(out, cycles=0.6)
-    with pytest.raises(SmartpruneError, match="npu 'toaster' is not known; there are: "):
-        small_config(out, sparsity=None, cycles=0.6, npu="toaster")

@@ -1,64 +1,100 @@
-"""The engine: learning rates over a run, mixed precision, and steps as CUDA graphs."""
+"""Single steps: clipping, accumulation, mixed precision and NaN."""
 
 from __future__ import annotations
 
+import copy
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch import nn
 
-from helpers.cifar10_folders import write_binary
+from helpers.plain_task import PlainTask
+from helpers.small_steps import new_run, plain_config
 from helpers.training_jobs import metric_rows, small_config
-from smartprune import METHODS, SmartpruneError
-from smartprune.methods import capabilities
-from smartprune.training.check import check, resolve
-from smartprune.training.config import Config, configure
-from smartprune.training.cuda_graph import place_rates
-from smartprune.training.optimizer import lr_factor, set_learning_rates
-from smartprune.training.result import Result
-from smartprune.training.train import resume, train
-
-gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-STEPS = {"dense": 10, "search": 4, "finetune": 12}
+from smartprune import SmartpruneError
+from smartprune.tasks.digits import Digits
+from smartprune.training.check import resolve
+from smartprune.training.run import deterministic
+from smartprune.training.step import steps_of_epoch, take_step
+from smartprune.training.train import train
 
 
-def shares(config: Config, stage: str) -> list[float]:
-    return [lr_factor(config, stage, step, STEPS.__getitem__, 2) for step in range(STEPS[stage])]
+@pytest.mark.parametrize("most", [0.01, 1e6])
+def test_clipping_matches_the_norm_by_hand(most: float, tmp_path: Path) -> None:
+    config = plain_config(tmp_path / "a", clip_norm=most, momentum=0.0, weight_decay=0.0)
+    with deterministic(resolve(config)):
+        run = new_run(config)
+        batch = next(iter(steps_of_epoch(run)))[0]
+        before = copy.deepcopy(run.model)
+        nn.functional.cross_entropy(before(batch[0]), batch[1]).backward()
+        take_step(run, batch)
+    norm = math.sqrt(sum(float(p.grad.double().square().sum()) for p in before.parameters() if p.grad is not None))
+    scale = min(1.0, most / norm)
+    for old, new in zip(before.parameters(), run.model.parameters(), strict=True):
+        assert old.grad is not None
+        torch.testing.assert_close(new, old - config.lr * scale * old.grad, rtol=1e-4, atol=1e-7)
 
 
-def test_one_cosine_over_search_and_fine_tuning() -> None:
-    config = replace(configure({}), schedule_over="pruning")
-    whole = [0.5 * (1 + math.cos(math.pi * step / 16)) for step in range(16)]
-    assert shares(config, "search") + shares(config, "finetune") == pytest.approx(whole)
-    assert shares(config, "dense")[5] == pytest.approx(0.5)
+def test_clipping_does_not_affect_the_scores(tmp_path: Path) -> None:
+    """They have a setting of their own, ``--set clip=1.0``."""
+    from smartprune.training.run import enter_stage
+
+    moved = []
+    for most in (0.0, 1e-9):
+        config = plain_config(tmp_path / f"{most}", clip_norm=most, momentum=0.0, settings={"follow": False})
+        with deterministic(resolve(config)):
+            run = new_run(config)
+            enter_stage(run, "search")
+            assert run.pruner is not None
+            before = run.pruner.scores.clone()
+            take_step(run, *next(iter(steps_of_epoch(run))))
+            moved.append(run.pruner.scores - before)
+    assert torch.equal(*moved)
+    assert moved[0].abs().max() > 0
 
 
-def test_every_stage_has_its_own_schedule_by_default() -> None:
-    config = configure({})
-    assert config.schedule_over == "stage"
-    assert shares(config, "search") == [1.0] * 4
-    assert shares(config, "finetune")[::6] == pytest.approx([1.0, 0.5])
+def test_four_accumulated_batches_match_one_large_batch(tmp_path: Path) -> None:
+    train(plain_config(tmp_path / "one", batch=128, clip_norm=1.0, ema=0.5))
+    train(plain_config(tmp_path / "four", batch=32, accumulate=4, clip_norm=1.0, ema=0.5))
+    assert [row["step"] for row in metric_rows(tmp_path / "four")] == [7, 7, 14, 7]
+    for file in ("dense", "model"):
+        one, four = (load_file(tmp_path / name / f"{file}.safetensors") for name in ("one", "four"))
+        for name, value in one.items():
+            torch.testing.assert_close(four[name], value, rtol=1e-3, atol=2e-5)
+    for a, b in zip(metric_rows(tmp_path / "one"), metric_rows(tmp_path / "four"), strict=True):
+        assert b["loss"] == pytest.approx(a["loss"], rel=1e-3)
+        assert b["lr"] == pytest.approx(a["lr"])
 
 
-def test_rates_on_the_device_change_in_place() -> None:
-    parameters = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
-    groups: list[dict[str, Any]] = [{"params": parameters[:1], "lr": 0.2}, {"params": parameters[1:], "lr": 0.4}]
-    optimizer = torch.optim.SGD(groups, fused=True)
-    for group in optimizer.param_groups:
-        group["initial_lr"] = group["lr"]
-    set_learning_rates(optimizer, 0.5)
-    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.2]
-    place_rates(optimizer, torch.device("cpu"))
-    placed = [group["lr"] for group in optimizer.param_groups]
-    set_learning_rates(optimizer, 0.25)
-    assert all(group["lr"] is rate for group, rate in zip(optimizer.param_groups, placed, strict=True))
-    for parameter in parameters:
-        parameter.grad = torch.ones(3)
-    optimizer.step()
-    assert [float(p.detach()[0]) for p in parameters] == pytest.approx([0.95, 0.9])
+def test_an_epoch_may_end_with_a_shorter_step(tmp_path: Path) -> None:
+    """14 batches, four at a time: the last step has two, and averages over these."""
+    config = plain_config(tmp_path / "a", batch=64, accumulate=4, momentum=0.0, weight_decay=0.0)
+    with deterministic(resolve(config)):
+        run = new_run(config)
+        groups = list(steps_of_epoch(run))
+        assert [len(group) for group in groups] == [4, 4, 4, 2]
+        assert run.steps_per_epoch == 4
+        run.step = 3
+        assert [len(group) for group in steps_of_epoch(run)] == [2]
+        run.step = 0
+        before = copy.deepcopy(run.model)
+        images, labels = (torch.cat(part) for part in zip(*groups[3], strict=True))
+        nn.functional.cross_entropy(before(images), labels).backward()
+        take_step(run, *groups[3])
+    for old, new in zip(before.parameters(), run.model.parameters(), strict=True):
+        assert old.grad is not None
+        torch.testing.assert_close(new, old - config.lr * old.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_search_counts_optimizer_steps(tmp_path: Path) -> None:
+    train(small_config(tmp_path / "a", batch=64, accumulate=4))
+    told = [row for row in metric_rows(tmp_path / "a") if row["stage"] == "search"]
+    assert [row["step"] for row in told] == [4, 8]
+    assert told[-1]["undecided"] == 0  # the search came to its end
 
 
 def test_bfloat16_run_on_a_cpu(tmp_path: Path) -> None:
@@ -67,65 +103,18 @@ def test_bfloat16_run_on_a_cpu(tmp_path: Path) -> None:
     assert all(math.isfinite(row["loss"]) for row in metric_rows(tmp_path / "a"))
 
 
-def test_what_is_left_to_the_machine() -> None:
-    config = resolve(configure({"amp": "auto", "device": "cpu"}))
-    assert (config.device, config.amp) == ("cpu", "off")
-    with pytest.raises(SmartpruneError, match="graph='on' needs a CUDA device; use --graph off or auto"):
-        check(replace(configure({"device": "cpu", "graph": "on"}), out="x"))
+def test_nan_loss_names_stage_and_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, calls = Digits.loss, []
+
+    def loss(self: Digits, model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        calls.append(1)
+        return real(self, model, batch) * (math.nan if len(calls) == 20 else 1)
+
+    monkeypatch.setattr(Digits, "loss", loss)
+    with pytest.raises(SmartpruneError, match=r"the loss is nan in search, step 6 of 14; lower the learning rate"):
+        train(small_config(tmp_path / "a"))
 
 
-def test_which_searches_can_be_recorded() -> None:
-    reasons = {name: capabilities(method()).why_not_capturable for name, method in METHODS.items()}
-    assert [name for name, reason in reasons.items() if reason is None] == ["smart", "magnitude", "gradual"]
-    assert "decides on the host" in str(reasons["acdc"])
-    assert "mask_type='stochastic'" in str(capabilities(METHODS["smart"](mask_type="stochastic")).why_not_capturable)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_binary(tmp_path_factory.mktemp("pictures"))
-
-
-def job(folder: Path, out: Path, **changes: Any) -> Config:
-    given = {"task": "cifar10", "task_settings": {"folder": str(folder)}, "batch": 20, "device": "cuda", "amp": "off"}
-    lengths = {"dense_epochs": 1, "search_epochs": 2, "finetune_epochs": 1, "lr": 0.02, "checkpoint_seconds": 1000.0}
-    return configure({**given, **lengths, "out": str(out), **changes})
-
-
-@gpu
-@pytest.mark.gpu
-@pytest.mark.parametrize("method", ["smart", "gradual"])
-def test_a_graph_trains_as_python_does(method: str, folder: Path, tmp_path: Path) -> None:
-    changes: dict[str, Any] = {"method": method, "sparsity": 0.5}
-    for graph in ("off", "on"):
-        train(job(folder, tmp_path / graph, graph=graph, **changes))
-    for a, b in zip(metric_rows(tmp_path / "off"), metric_rows(tmp_path / "on"), strict=True):
-        assert b["loss"] == pytest.approx(a["loss"], rel=0.1)
-        assert b["lr"] == pytest.approx(a["lr"])
-        if a["stage"] == "search":
-            assert b["undecided"] == pytest.approx(a["undecided"], rel=0.1, abs=50)
-            assert sum(b["kept"]) == pytest.approx(sum(a["kept"]), rel=0.02)
-
-
-@gpu
-@pytest.mark.gpu
-@pytest.mark.parametrize("stop_at", [15, 30, 65])
-def test_a_recorded_run_resumes(stop_at: int, folder: Path, tmp_path: Path) -> None:
-    calls = 0
-
-    def stop() -> bool:
-        nonlocal calls
-        calls += 1
-        return calls == stop_at
-
-    with pytest.raises(SmartpruneError, match="stopped in"):
-        train(job(folder, tmp_path / "a", graph="on", amp="bf16"), stop=stop)
-    assert resume(tmp_path / "a") == Result.load(tmp_path / "a")
-    assert len(metric_rows(tmp_path / "a")) == 4
-
-
-@gpu
-@pytest.mark.gpu
-@pytest.mark.parametrize("method", METHODS)
-def test_every_method_on_a_gpu(method: str, folder: Path, tmp_path: Path) -> None:
-    assert train(job(folder, tmp_path / "a", method=method, sparsity=0.5, amp="bf16")).verified
+def test_plain_task_has_no_batch_norm() -> None:
+    model = PlainTask().model("plain")
+    assert not any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
