@@ -99,7 +99,7 @@ def parse_onnx(data: bytes, where: str) -> OnnxFile:
     graphs = list(_graphs(onnx, model.graph, where))
     for graph in graphs:
         used |= {name for node in graph.nodes if node.op_type in SCALERS for name in node.input[1:]}
-        for weight in (found for node in graph.nodes for found in graph.weights(node)):
+        for weight in (weight for node in graph.nodes for weight in graph.weights(node)):
             if (message := id(graph.message(weight.initializer))) in seen:
                 continue
             seen.add(message)
@@ -126,15 +126,15 @@ def parse_onnx(data: bytes, where: str) -> OnnxFile:
 
 def _graphs(onnx: Any, graph: Any, where: str, outer: _Graph | None = None) -> Iterator[_Graph]:
     """A graph and all graphs inside its nodes. The format limits how deeply they are nested."""
-    own = _Graph(onnx, graph, where, outer)
-    yield own
+    reader = _Graph(onnx, graph, where, outer)
+    yield reader
     for attribute in (attribute for node in graph.node for attribute in node.attribute):
         for inner in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs):
-            yield from _graphs(onnx, inner, where, own)
+            yield from _graphs(onnx, inner, where, reader)
 
 
 @dataclass(frozen=True)
-class _Found:
+class _StoredTensor:
     """A stored tensor, as the node that uses it sees it."""
 
     initializer: str
@@ -153,9 +153,9 @@ class _Graph:
         stored |= {tensor.values.name: tensor for tensor in graph.sparse_initializer}
         if len(stored) < len(graph.initializer) + len(graph.sparse_initializer):
             raise SmartpruneError(f"{where}: two tensors of a graph have one name, and readers differ in which one they use")
-        made = {name: node for node in graph.node for name in node.output}
+        producers = {name: node for node in graph.node for name in node.output}
         self.initializers: ChainMap[str, Any] = ChainMap(stored, *(outer.initializers.maps if outer else ()))
-        self.makers: ChainMap[str, Any] = ChainMap(made, *(outer.makers.maps if outer else ()))
+        self.producers: ChainMap[str, Any] = ChainMap(producers, *(outer.producers.maps if outer else ()))
         self.root: _Graph = outer.root if outer else self
         self.ready: dict[int, Tensor] = {}  # decoded tensors of the whole file, by the id of their message
         self.claimed = 0  # bytes of decoded sparse tensors; a small file can claim any number
@@ -166,25 +166,25 @@ class _Graph:
         if index is None or node.domain not in ("", "ai.onnx", "com.microsoft") or len(node.input) <= index:
             return
         convolution, transposed = "Conv" in kind, bool(_attribute(node, "transB", 0))
-        found, matrix = self.find(node.input[index]), not convolution and not transposed
-        if found is None and kind == "MatMul":  # weight x input: its axes are (out, in)
-            found, matrix = self.find(node.input[0]), False
-        if found is None or found.array.dim() < 2 or (not convolution and found.array.dim() != 2):
+        stored, matrix = self.find(node.input[index]), not convolution and not transposed
+        if stored is None and kind == "MatMul":  # weight x input: its axes are (out, in)
+            stored, matrix = self.find(node.input[0]), False
+        if stored is None or stored.array.dim() < 2 or (not convolution and stored.array.dim() != 2):
             return
         point = ZERO_POINT.get(kind, len(node.input))
         if len(node.input) > point and node.input[point]:
             axis = 0 if convolution or transposed else 1
-            found = replace(found, array=self.subtract_zero_point(found.array, self.find(node.input[point]), axis))
-        matrix ^= found.transposed
+            stored = replace(stored, array=self.subtract_zero_point(stored.array, self.find(node.input[point]), axis))
+        matrix ^= stored.transposed
         groups = _attribute(node, "group", 1) if convolution else 1
-        name = found.initializer.removesuffix(QUANTIZED)
-        layout = Layout(name.removesuffix(".weight"), kind, tuple(found.array.shape), groups, kind == "ConvTranspose" or matrix)
-        yield OnnxWeight(name, found.initializer, found.array, layout, matrix)
+        name = stored.initializer.removesuffix(QUANTIZED)
+        layout = Layout(name.removesuffix(".weight"), kind, tuple(stored.array.shape), groups, kind == "ConvTranspose" or matrix)
+        yield OnnxWeight(name, stored.initializer, stored.array, layout, matrix)
 
-    def find(self, name: str) -> _Found | None:
+    def find(self, name: str) -> _StoredTensor | None:
         """The stored tensor behind a name, through nodes that only rename, transpose or scale it."""
         transposed = False
-        scales: list[tuple[_Found | None, int]] = []
+        scales: list[tuple[_StoredTensor | None, int]] = []
         for _ in range(MAX_STEPS):
             if self.message(name) is not None:
                 array = self.tensor(name)
@@ -192,8 +192,8 @@ class _Graph:
                     return None
                 for scale in scales:
                     array = self.subtract_zero_point(array, *scale)
-                return _Found(name, array, transposed)
-            node = self.makers.get(name)
+                return _StoredTensor(name, array, transposed)
+            node = self.producers.get(name)
             if node is None or not node.input:
                 return None
             if node.op_type == "Transpose" and not scales and list(_attribute(node, "perm", [1, 0])) == [1, 0]:
@@ -213,13 +213,13 @@ class _Graph:
         """The initializer or Constant node of that name, or None."""
         if name in self.initializers:
             return self.initializers[name]
-        node = self.makers.get(name)
+        node = self.producers.get(name)
         return node if node is not None and node.op_type == "Constant" and any(a.name in STORED for a in node.attribute) else None
 
-    def find_plain(self, name: str) -> _Found | None:
-        return None if self.message(name) is None else _Found(name, self.tensor(name))
+    def find_plain(self, name: str) -> _StoredTensor | None:
+        return None if self.message(name) is None else _StoredTensor(name, self.tensor(name))
 
-    def subtract_zero_point(self, array: Tensor, point: _Found | None, axis: int) -> Tensor:
+    def subtract_zero_point(self, array: Tensor, point: _StoredTensor | None, axis: int) -> Tensor:
         """Quantized numbers minus their zero point, so that zero is represented by zero."""
         if point is None or not bool(point.array.any()):
             return array

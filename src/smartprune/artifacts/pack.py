@@ -110,10 +110,10 @@ def pack(
         raise SmartpruneError(f"pack: receipt is a {type(receipt).__name__}; give a Receipt, such as Receipt.load(path)")
     receipt = source.receipt if receipt is None else receipt
     source = replace(source, receipt=receipt)  # the receipt says how its layers are cut
-    own = source.block if receipt is None else receipt.block
-    if block is None and own is None:
+    default = source.block if receipt is None else receipt.block
+    if block is None and default is None:
         raise SmartpruneError("pack: no block was given and there is no receipt; give block=, such as (16, 8)")
-    block = Block.of(own if block is None else block)  # type: ignore[arg-type]
+    block = Block.of(default if block is None else block)  # type: ignore[arg-type]
     if receipt is not None:
         verification = verify(model, receipt=receipt)
         if not verification.ok:
@@ -234,15 +234,15 @@ def check_shapes(model: nn.Module, where: str) -> None:
 def load_into(model: nn.Module, state: Mapping[str, Tensor], where: str) -> None:
     """Loads a state dict, which must fit the model exactly; otherwise the model is not changed."""
     check_loadable(model, where)
-    own = model.state_dict()
-    for name in sorted(own.keys() ^ state.keys()):
+    current = model.state_dict()
+    for name in sorted(current.keys() ^ state.keys()):
         holder = "the model has no such tensor" if name in state else "the file has no such tensor"
         raise SmartpruneError(f"{where} does not fit the model: {name}: {holder}; give the model that was packed")
     for name, tensor in state.items():
-        if tensor.shape != own[name].shape or tensor.dtype != own[name].dtype:
+        if tensor.shape != current[name].shape or tensor.dtype != current[name].dtype:
             raise SmartpruneError(
                 f"{where} does not fit the model: {name} is {tensor.dtype} {text.format_shape(tensor.shape)} in the file and "
-                f"{own[name].dtype} {text.format_shape(own[name].shape)} in the model"
+                f"{current[name].dtype} {text.format_shape(current[name].shape)} in the model"
             )
-    own.update(state)  # keeps the metadata of state_dict, from which some modules read the version of their format
-    model.load_state_dict(own)
+    current.update(state)  # keeps the metadata of state_dict, from which some modules read the version of their format
+    model.load_state_dict(current)

@@ -236,12 +236,12 @@ def _with_network(source: Source, network: nn.Module) -> Source:
     """The source with the axes that its network defines."""
     check_not_masked((name for name, _ in _stored(network)), type(network).__name__)
     parameters = list(network.named_parameters(remove_duplicate=False))
-    found = {id(weight): tensor for name, weight in parameters if (tensor := source.get(name)) is not None}
-    own = {name: tensor for name, _ in network.named_buffers() if (tensor := source.get(name)) is not None}
+    stored = {id(weight): tensor for name, weight in parameters if (tensor := source.get(name)) is not None}
+    tensors = {name: tensor for name, _ in network.named_buffers() if (tensor := source.get(name)) is not None}
     for name, weight in parameters:
         if isinstance(weight, nn.UninitializedParameter):
             raise SmartpruneError(f"model: {name} has no shape yet (a lazy layer); run one forward pass first")
-        tensor = found.get(id(weight))  # a tied weight may be stored under one of its names only
+        tensor = stored.get(id(weight))  # a tied weight may be stored under one of its names only
         if tensor is None and weight.dim() < 2:  # for example a normalization that was folded
             continue
         if tensor is None or tensor.shape != weight.shape:
@@ -250,20 +250,25 @@ def _with_network(source: Source, network: nn.Module) -> Source:
                 f"{source.where} does not belong to the model: {name} is {text.format_shape(weight.shape)} in the model and "
                 f"{shape} here; give the model of these weights"
             )
-        own[name] = tensor
+        tensors[name] = tensor
     for name, tensor in source.unwrapped.items():
-        if name not in own and tensor.dim() > 1 and _learnable(name, tensor) and not source.rounded:  # a graph has constants
+        if name not in tensors and tensor.dim() > 1 and _learnable(name, tensor) and not source.rounded:  # a graph has constants
             raise SmartpruneError(
                 f"{source.where} does not belong to the model: {name} ({text.format_shape(tensor.shape)}) is not in the model; "
                 "give the model of these weights"
             )
         stem = name.rpartition("#")[0]
-        if name in source.layouts and name not in own and stem in own and not torch.equal(tensor.float(), own[stem].float()):
+        if (
+            name in source.layouts
+            and name not in tensors
+            and stem in tensors
+            and not torch.equal(tensor.float(), tensors[stem].float())
+        ):
             raise SmartpruneError(
                 f"{source.where} does not belong to the model: its branches hold several weights called {stem}; "
                 "read it without the model"
             )
-    return replace(source, tensors=own, model=network, layouts={})
+    return replace(source, tensors=tensors, model=network, layouts={})
 
 
 def _read(path: Path) -> Source:
@@ -291,17 +296,19 @@ def _read_safetensors(path: Path) -> Source:
     except Exception as error:
         raise SmartpruneError(f"{path}: not a readable safetensors file ({_first_line(error)})") from None
     if packed:
-        found = read_packed(path)
-        tensors = _tensors(found.dense(), str(path))
-        return Source(str(path), tensors, receipt=found.receipt, layouts=found.layouts, block=found.block, complete=True)
+        packed_file = read_packed(path)
+        tensors = _tensors(packed_file.dense(), str(path))
+        return Source(
+            str(path), tensors, receipt=packed_file.receipt, layouts=packed_file.layouts, block=packed_file.block, complete=True
+        )
     check_header(path)
     return Source(str(path), _tensors(tensors, str(path)))
 
 
 def _read_onnx(path: Path) -> Source:
-    found = read_onnx(path)
-    tensors = _tensors(found.tensors(), str(path))
-    return Source(str(path), tensors, None, found.receipt, found.layouts(), found.block, complete=True, rounded=True)
+    onnx_file = read_onnx(path)
+    tensors = _tensors(onnx_file.tensors(), str(path))
+    return Source(str(path), tensors, None, onnx_file.receipt, onnx_file.layouts(), onnx_file.block, complete=True, rounded=True)
 
 
 def _read_checkpoint(path: Path) -> Source:

@@ -239,12 +239,13 @@ def _other_axes(source: Source, receipt: Receipt) -> list[str]:
     """Differences between the axes of weights in the receipt and in the model."""
     if source.model is None:
         return []
-    own = {cut.weight: (cut.grid.axes[0].parts, cut.transposed) for cut in source.cuts(receipt.block)[0]}
-    rows = [(row.weight, (row.parts, row.transposed), own.get(row.weight)) for row in receipt.layers]
+    model_axes = {cut.weight: (cut.grid.axes[0].parts, cut.transposed) for cut in source.cuts(receipt.block)[0]}
+    rows = [(row.weight, (row.parts, row.transposed), model_axes.get(row.weight)) for row in receipt.layers]
     return [
-        f"{name}: the receipt says groups={said[0]}, transposed={said[1]}, the model groups={found[0]}, transposed={found[1]}"
-        for name, said, found in rows
-        if found is not None and found != said
+        f"{name}: the receipt says groups={expected[0]}, transposed={expected[1]}, "
+        f"the model groups={actual[0]}, transposed={actual[1]}"
+        for name, expected, actual in rows
+        if actual is not None and actual != expected
     ]
 
 
@@ -265,9 +266,9 @@ def _check(row: Row, tensor: Tensor, block: Block, problems: list[str], rounded:
         )
     if len(wrong) > MAX_SHOWN:
         problems.append(f"{row.weight}: {len(wrong) - MAX_SHOWN:,} more removed blocks are not zero")
-    found = int((bits & kept).sum())
-    if found != row.occupied and not (rounded and found < row.occupied):
-        problems.append(f"{row.weight}: {found:,} kept blocks are not zero, the receipt says {row.occupied:,}")
+    kept_nonzero = int((bits & kept).sum())
+    if kept_nonzero != row.occupied and not (rounded and kept_nonzero < row.occupied):
+        problems.append(f"{row.weight}: {kept_nonzero:,} kept blocks are not zero, the receipt says {row.occupied:,}")
     zero = grid.n - int(bits.sum())
     return bits, LayerCheck(row.name, row.weight, row.shape, grid.n, zero, tuple(wrong.tolist()))
 

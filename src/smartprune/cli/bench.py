@@ -7,6 +7,7 @@ import json
 import math
 import shlex
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from .. import run_files
 from ..errors import SmartpruneError, explain_memory_errors
@@ -14,6 +15,11 @@ from ..training.config import MAX_THREADS
 from .common import Subparsers, add_command, argument_errors, check_outputs, files_of_run
 from .models import find_model, load_run, load_stored_weights, parse_input, training_inputs
 from .streams import print_message
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from ..experiments.bench.result import Bench
 
 
 def add_bench(subparsers: Subparsers) -> None:
@@ -46,44 +52,21 @@ def add_bench(subparsers: Subparsers) -> None:
 
 
 def run_bench(args: argparse.Namespace) -> int:
-    import torch
-
     from ..core.block import Block
     from ..experiments.bench.engines import CPU, GPU
     from ..experiments.bench.run import bench
-    from ..files import write_atomic
-    from ..training.page import write_run_page
 
     folder = Path(args.model)
-    inputs: list[torch.Tensor] = []
     with argument_errors(args):
-        for name in ("threads", "rounds"):
-            if getattr(args, name) < 1:
-                raise SmartpruneError(f"--{name} {getattr(args, name)} must be at least 1")
-        if args.threads > MAX_THREADS:
-            raise SmartpruneError(f"--threads {args.threads} must be at most {MAX_THREADS}")
-        if min(args.batch) < 1 or not 0 < args.seconds < math.inf:
-            raise SmartpruneError("--batch and --seconds must be above 0 and finite")
-        if args.plot and Path(args.plot).suffix not in (".svg", ".png"):
-            raise SmartpruneError(f"--plot {args.plot} must end in .svg or .png")
+        _check_options(args)
         out = args.out or (folder / run_files.BENCH if folder.is_dir() else None)
         protected = {"the file of --weights": args.weights, **files_of_run(folder, but=run_files.BENCH)}
         check_outputs({"--out": out, "--plot": args.plot}, protected)
-        if folder.is_file():
-            raise SmartpruneError(
-                f"{folder} is a file; give the name of its network, and the file as --weights {shlex.quote(args.model)} "
-                "(packed files work too)"
-            )
-        if folder.is_dir():
-            model, example, receipt, task, config = load_run(folder)
-            block = str(receipt.block) if receipt is not None else config.block
-            inputs = [arguments[0] for arguments in training_inputs(task, model, config)]
-        else:
-            model, block, example = find_model(args.model)
+        model, block, example, inputs = _find_model(args, folder)
         if args.block is not None:
             Block.of(args.block)
-        if args.input:
-            example, inputs = parse_input(args.input), []  # replaces that of the task
+        if args.input:  # replaces the inputs of the task
+            example, inputs = parse_input(args.input), []
         if example is None:
             raise SmartpruneError("the shape of one sample is unknown; add --input, such as --input 3x32x32")
         if unknown := set(args.engines) - {*CPU, *GPU}:
@@ -105,6 +88,41 @@ def run_bench(args: argparse.Namespace) -> int:
             only=args.engines,
             tell=print_message,
         )
+    return _write_result(args, result, folder, out)
+
+
+def _check_options(args: argparse.Namespace) -> None:
+    for name in ("threads", "rounds"):
+        if getattr(args, name) < 1:
+            raise SmartpruneError(f"--{name} {getattr(args, name)} must be at least 1")
+    if args.threads > MAX_THREADS:
+        raise SmartpruneError(f"--threads {args.threads} must be at most {MAX_THREADS}")
+    if min(args.batch) < 1 or not 0 < args.seconds < math.inf:
+        raise SmartpruneError("--batch and --seconds must be above 0 and finite")
+    if args.plot and Path(args.plot).suffix not in (".svg", ".png"):
+        raise SmartpruneError(f"--plot {args.plot} must end in .svg or .png")
+
+
+def _find_model(args: argparse.Namespace, folder: Path) -> tuple[nn.Module, str, Any, list[Tensor]]:
+    """The model, its block size, an example input or None, and training inputs for calibration, which only a run has."""
+    if folder.is_file():
+        raise SmartpruneError(
+            f"{folder} is a file; give the name of its network, and the file as --weights {shlex.quote(args.model)} "
+            "(packed files work too)"
+        )
+    if not folder.is_dir():
+        model, block, example = find_model(args.model)
+        return model, block, example, []
+    model, example, receipt, task, config = load_run(folder)
+    block = str(receipt.block) if receipt is not None else config.block
+    return model, block, example, [arguments[0] for arguments in training_inputs(task, model, config)]
+
+
+def _write_result(args: argparse.Namespace, result: Bench, folder: Path, out: Path | str | None) -> int:
+    """Writes the requested files, prints the result, and returns the exit code."""
+    from ..files import write_atomic
+    from ..training.page import write_run_page
+
     data, timed = json.dumps(result.to_json(), indent=2), any(timing.failed is None for timing in result.timings)
     if out is not None and (timed or args.out is not None):
         write_atomic(out, f"{data}\n".encode())

@@ -271,7 +271,7 @@ def forward_kernel(  # type: ignore[no-untyped-def]
     over_a = full  # the hard sums at a and b
     over_b = tl.full([], 0.0, tl.float64)
     guess = a
-    found = code < 0
+    hit = code < 0
     trusting = code < 0
     rounds = 0
     searching = section
@@ -289,18 +289,18 @@ def forward_kernel(  # type: ignore[no-untyped-def]
         side = 1 - side
         trusting = (h1 > kept) & (h3 < kept)
         hit1, hit2, hit3 = tl.abs(h1 - kept) <= noise, tl.abs(h2 - kept) <= noise, tl.abs(h3 - kept) <= noise
-        found = hit1 | hit2 | hit3
+        hit = hit1 | hit2 | hit3
         guess = tl.where(hit2, t2, tl.where(hit1, t1, t3))
         before_a, before_b = a, b
         a, b, over_a, over_b = _narrow(t1, h1, kept, a, b, over_a, over_b)
         a, b, over_a, over_b = _narrow(t2, h2, kept, a, b, over_a, over_b)
         a, b, over_a, over_b = _narrow(t3, h3, kept, a, b, over_a, over_b)
         rounds += 1
-        searching = (~found) & (b - a > 0.5 * tau) & ((a > before_a) | (b < before_b)) & (rounds < 40)
+        searching = (~hit) & (b - a > 0.5 * tau) & ((a > before_a) | (b < before_b)) & (rounds < 40)
     inner = 1e-9 * (over_a - over_b)
     share = tl.log(tl.maximum(kept - over_b, inner)) - tl.log(tl.maximum(over_a - kept, inner))
-    guess = tl.where(found, guess, b)
-    rest = tl.where(found, 0.0, -tau * share)
+    guess = tl.where(hit, guess, b)
+    rest = tl.where(hit, 0.0, -tau * share)
     new = tl.where(section, (guess - pivot) + rest, new)
     new = tl.where(section & ~((new > low) & (new < high)), 0.5 * low + 0.5 * high, new)
     step = tl.where(section, 4.0 * (highest - lowest), step)

@@ -22,11 +22,11 @@ def load_engine(name: str, model: nn.Module, x: Tensor, calibration: Sequence[Te
     if name in TORCH:
         return _torch(name, model, x)
     if name == OURS:
-        ours = accelerate(model, example=x, threads=threads)
-        return lambda: ours(x)
+        accelerated = accelerate(model, example=x, threads=threads)
+        return lambda: accelerated(x)
     if name == OURS_INT8:
-        ours = accelerate(model, dtype="int8", example=[x, *calibration], threads=threads)
-        return lambda: ours(x)
+        accelerated = accelerate(model, dtype="int8", example=[x, *calibration], threads=threads)
+        return lambda: accelerated(x)
     path = folder / next(file for file, names in ONNX_FILES.items() if name in names)
     return _openvino(path, x, threads) if name.startswith("openvino") else _onnxruntime(path, x, threads)
 

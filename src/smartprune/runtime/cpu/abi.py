@@ -96,8 +96,8 @@ def check(code: ctypes.CDLL, file: str) -> None:
             raise _stale(file, f"its structure {structure.__name__} has {size} bytes", f"{expected} bytes")
 
 
-def _stale(file: str, found: str, expected: str) -> SmartpruneError:
+def _stale(file: str, problem: str, expected: str) -> SmartpruneError:
     return SmartpruneError(
-        f"accelerate: the compiled kernels in {file} do not match this version of smartprune: {found}, expected {expected}; "
+        f"accelerate: the compiled kernels in {file} do not match this version of smartprune: {problem}, expected {expected}; "
         "the cache is stale: delete this file, so that it is rebuilt, or reinstall smartprune"
     )

@@ -63,9 +63,9 @@ def _check_settings(inputs: Sequence[tuple[Any, ...]], options: Options, device:
 
 
 def _check_result(result: Any, expected: Any, dtype: torch.dtype, name: str) -> None:
-    for ours, theirs in zip(iter_tensors(result), iter_tensors(expected), strict=True):
-        if theirs.is_floating_point() and theirs.numel():
-            error, scale = float((ours.float() - theirs).abs().max()), float(theirs.abs().max())
+    for output, reference in zip(iter_tensors(result), iter_tensors(expected), strict=True):
+        if reference.is_floating_point() and reference.numel():
+            error, scale = float((output.float() - reference).abs().max()), float(reference.abs().max())
             if not error <= TOLERANCE[dtype] * max(scale, 1e-6):
                 raise SmartpruneError(
                     f"accelerate: the result differs from the model's own by up to {error:g}, and the model's largest number is "
