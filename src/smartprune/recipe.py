@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A task's own numbers: what a run uses where nothing else is asked for."""
+    """Default settings that depend on the task. The fields have the names of the settings of a run."""
 
     model: str
     block: str

@@ -27,16 +27,16 @@ def test_bench_times_a_run_folder(done: Path, tmp_path: Path, capsys: pytest.Cap
     words = ["--batch", "1", "3", "--rounds", "1", "--seconds", "0.01", "--engines", "torch", "smartprune"]
     assert cli.main(["bench", str(done), *words, "--plot", str(tmp_path / "speed.svg")]) == 0
     shown = capsys.readouterr().out
-    told = json.loads((done / "bench.json").read_text())
-    assert [(row["engine"], row["batch"]) for row in told["timings"]] == [
+    data = json.loads((done / "bench.json").read_text())
+    assert [(row["engine"], row["batch"]) for row in data["timings"]] == [
         ("torch", 1), ("smartprune", 1), ("torch", 3), ("smartprune", 3)
     ]  # fmt: skip
-    for row in told["timings"]:
+    for row in data["timings"]:
         assert row["failed"] is None, row
         assert row["ms"] > 0, row
         assert row["error"] < 1e-3, row
-    assert {row["name"] for row in told["layers"]} >= {"conv1", "fc"}
-    assert all(row["dense"] > 0 and row["ours"] > 0 for row in told["layers"])
+    assert {row["name"] for row in data["layers"]} >= {"conv1", "fc"}
+    assert all(row["dense"] > 0 and row["ours"] > 0 for row in data["layers"])
     assert all(len(line) <= 80 for line in shown.splitlines()[1:])  # the first one names the folder
     assert "speed-up" in shown
     assert (tmp_path / "speed.svg").read_text().count("<rect") >= 5
@@ -62,14 +62,14 @@ def test_bad_arguments(words: list[str], message: str, capsys: pytest.CaptureFix
     assert message in capsys.readouterr().err
 
 
-def fails(*given: object, **more: object) -> Bench:
+def fails(*arguments: object, **more: object) -> Bench:
     timings = (Timing("torch", 1, 0.0, (), 0.0, "no such class"), Timing("smartprune", 1, 0.0, (), 0.25, "off"))
     return Bench("m", "16x8", 1, 0.5, timings, (), {}, {})
 
 
-def half_fails(*given: object, **more: object) -> Bench:
-    found = fails()
-    return Bench("m", "16x8", 1, 0.5, (*found.timings, Timing("onnxruntime", 1, 2.0, (2.0,), 0.0)), (), {}, {})
+def half_fails(*arguments: object, **more: object) -> Bench:
+    failed = fails()
+    return Bench("m", "16x8", 1, 0.5, (*failed.timings, Timing("onnxruntime", 1, 2.0, (2.0,), 0.0)), (), {}, {})
 
 
 def test_exit_code_is_1_where_every_engine_fails(
@@ -78,9 +78,9 @@ def test_exit_code_is_1_where_every_engine_fails(
     words = ["bench", "resnet18", "--input", "3x32x32", "--out", str(tmp_path / "b.json"), "--json"]
     monkeypatch.setattr("smartprune.experiments.bench.run.bench", fails)
     assert cli.main(words) == 1
-    told = json.loads(capsys.readouterr().out)
-    assert told == json.loads((tmp_path / "b.json").read_text())
-    assert [(row["ms"], row["error"], row["failed"]) for row in told["timings"]] == [
+    data = json.loads(capsys.readouterr().out)
+    assert data == json.loads((tmp_path / "b.json").read_text())
+    assert [(row["ms"], row["error"], row["failed"]) for row in data["timings"]] == [
         (None, None, "no such class"),
         (None, 0.25, "off"),
     ]

@@ -43,8 +43,8 @@ def test_eval_of_runs_and_weights_and_invalid_arguments(tmp_path: Path, capsys: 
     result = train(configure({**short, "out": str(folder)}))
     for words, value in (([str(folder)], result.pruned), ([str(folder), "--dense"], result.dense)):
         assert main(["eval", *words, "--json"]) == 0
-        told = json.loads(capsys.readouterr().out)
-        assert (told["task"], told["split"], told["figures"]) == ("digits", "test", {"accuracy": value})
+        data = json.loads(capsys.readouterr().out)
+        assert (data["task"], data["split"], data["figures"]) == ("digits", "test", {"accuracy": value})
     alone = shutil.copy(folder / "model.safetensors", tmp_path / "alone.safetensors")
     assert main(["eval", str(alone), "--task", "digits", "--task-set", "width=4", "--split", "validation"]) == 0
     assert "alone.safetensors (digits, resnet8, validation)" in capsys.readouterr().out

@@ -22,9 +22,9 @@ def test_task_argument_completes_a_file_without_a_task(tmp_path: Path) -> None:
     parser = argparse.ArgumentParser()
     add_train(parser.add_subparsers())
     args = parser.parse_args(["train", "scenes", "--config", str(tmp_path / "f.json")])
-    given = requested_settings(args)
-    assert configure(given).model == "segnet"
-    assert given["sparsity"] == 0.8
+    settings = requested_settings(args)
+    assert configure(settings).model == "segnet"
+    assert settings["sparsity"] == 0.8
     (tmp_path / "f.json").write_text('{"sparsity": 0.8, "sparsity": 0.9}')
     with pytest.raises(SmartpruneError, match="duplicate key"):
         requested_settings(args)
@@ -50,9 +50,9 @@ def test_setting_is_parsed_as_its_type(words: list[str], settings: dict[str, obj
     parser = argparse.ArgumentParser()
     add_train(parser.add_subparsers())
     task, words = (words[1:2], words[2:]) if words[0] == "--task" else ([], words)
-    found = configure(requested_settings(parser.parse_args(["train", *task, *words])))
-    kept = {**found.task_settings, **found.settings}
-    assert {name: kept[name] for name in settings} == settings
+    config = configure(requested_settings(parser.parse_args(["train", *task, *words])))
+    parsed = {**config.task_settings, **config.settings}
+    assert {name: parsed[name] for name in settings} == settings
 
 
 @pytest.mark.parametrize("words", [["--set", "end=1e-4"], ["--task-set", "width=8"], ["--data", "here"]])

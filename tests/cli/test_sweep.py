@@ -97,15 +97,15 @@ def test_lists_take_precedence_over_a_configuration_file(tmp_path: Path, capsys:
     """The file still gives the method, settings, budget and seed that no list names."""
     file, out = tmp_path / "c.json", ["--out", str(tmp_path / "out")]
     file.write_text(json.dumps(asdict(small_config(tmp_path / "run", seed=3, settings={"ramp": "cubic"}))))
-    given = ["--config", str(file), *out]
-    assert listed_cells(capsys, *given) == ["digits-resnet8-smart-ramp=cubic-4x2-0.5-s3"]
-    assert listed_cells(capsys, *given, "--seeds", "1") == ["digits-resnet8-smart-ramp=cubic-4x2-0.5-s1"]
-    assert listed_cells(capsys, *given, "--set", "smart.ramp=none") == ["digits-resnet8-smart-ramp=none-4x2-0.5-s3"]
-    assert listed_cells(capsys, *given, "--methods", "gradual") == ["digits-resnet8-gradual-4x2-0.5-s3"]
-    assert listed_cells(capsys, *given, "--macs", "0.4") == ["digits-resnet8-smart-ramp=cubic-4x2-macs0.4-s3"]
+    words = ["--config", str(file), *out]
+    assert listed_cells(capsys, *words) == ["digits-resnet8-smart-ramp=cubic-4x2-0.5-s3"]
+    assert listed_cells(capsys, *words, "--seeds", "1") == ["digits-resnet8-smart-ramp=cubic-4x2-0.5-s1"]
+    assert listed_cells(capsys, *words, "--set", "smart.ramp=none") == ["digits-resnet8-smart-ramp=none-4x2-0.5-s3"]
+    assert listed_cells(capsys, *words, "--methods", "gradual") == ["digits-resnet8-gradual-4x2-0.5-s3"]
+    assert listed_cells(capsys, *words, "--macs", "0.4") == ["digits-resnet8-smart-ramp=cubic-4x2-macs0.4-s3"]
     file.write_text(json.dumps({"macs": 0.5, "block": "4x2"}))
-    assert listed_cells(capsys, *given) == ["digits-resnet8-smart-4x2-macs0.5-s0"]
-    assert listed_cells(capsys, *given, "--sparsities", "0.7") == ["digits-resnet8-smart-4x2-0.7-s0"]
+    assert listed_cells(capsys, *words) == ["digits-resnet8-smart-4x2-macs0.5-s0"]
+    assert listed_cells(capsys, *words, "--sparsities", "0.7") == ["digits-resnet8-smart-4x2-0.7-s0"]
 
 
 @pytest.mark.parametrize("flag", ["--methods", "--sparsities", "--seeds"])

@@ -24,11 +24,11 @@ from smartprune.training.train import train
 
 
 def test_config_round_trip_repeats_the_run(finished_run: Path, tmp_path: Path) -> None:
-    again = tmp_path / "again"
+    repeated = tmp_path / "again"
     torch.rand(3)  # what happened in the process before does not matter
-    train(replace(load_config(finished_run / "config.json"), out=str(again)))
-    assert_same_run(finished_run, again)
-    first, second = (json.loads((path / "config.json").read_text()) for path in (finished_run, again))
+    train(replace(load_config(finished_run / "config.json"), out=str(repeated)))
+    assert_same_run(finished_run, repeated)
+    first, second = (json.loads((path / "config.json").read_text()) for path in (finished_run, repeated))
     assert first | {"out": ""} == second | {"out": ""}
 
 

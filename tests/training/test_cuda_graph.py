@@ -36,9 +36,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def job(folder: Path, out: Path, **changes: Any) -> Config:
-    given = {"task": "cifar10", "task_settings": {"folder": str(folder)}, "batch": 20, "device": "cuda", "amp": "off"}
+    settings = {"task": "cifar10", "task_settings": {"folder": str(folder)}, "batch": 20, "device": "cuda", "amp": "off"}
     lengths = {"dense_epochs": 1, "search_epochs": 2, "finetune_epochs": 1, "lr": 0.02, "checkpoint_seconds": 1000.0}
-    return configure({**given, **lengths, "out": str(out), **changes})
+    return configure({**settings, **lengths, "out": str(out), **changes})
 
 
 @gpu

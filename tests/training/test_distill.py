@@ -21,10 +21,10 @@ from smartprune.training.step import steps_of_epoch, take_step
 from smartprune.training.train import train
 
 
-def slow_distance(out: np.ndarray, wanted: np.ndarray, temperature: float) -> float:
+def slow_distance(out: np.ndarray, target: np.ndarray, temperature: float) -> float:
     """Sample by sample and class by class, classes last."""
     total = 0.0
-    for a, b in zip(out.reshape(-1, out.shape[-1]), wanted.reshape(-1, wanted.shape[-1]), strict=True):
+    for a, b in zip(out.reshape(-1, out.shape[-1]), target.reshape(-1, target.shape[-1]), strict=True):
         p, q = (np.exp(row / temperature) / np.exp(row / temperature).sum() for row in (b, a))
         total += sum(pi * (math.log(pi) - math.log(qi)) for pi, qi in zip(p, q, strict=True))
     return temperature**2 * total / (out.size // out.shape[-1])
@@ -32,10 +32,10 @@ def slow_distance(out: np.ndarray, wanted: np.ndarray, temperature: float) -> fl
 
 @pytest.mark.parametrize("shape", [(5, 7), (2, 4, 3, 5)])
 def test_distance_matches_a_slow_loop(shape: tuple[int, ...]) -> None:
-    out, wanted = torch.randn(shape).double(), torch.randn(shape).double()
-    last = [np.moveaxis(tensor.numpy(), 1, -1) for tensor in (out, wanted)]
-    assert float(soft_distance(out, wanted, 3.0)) == pytest.approx(slow_distance(*last, 3.0), rel=1e-5)
-    assert float(soft_distance((out, wanted), [wanted], 3.0)) == pytest.approx(slow_distance(*last, 3.0), rel=1e-5)  # first heads
+    out, target = torch.randn(shape).double(), torch.randn(shape).double()
+    last = [np.moveaxis(tensor.numpy(), 1, -1) for tensor in (out, target)]
+    assert float(soft_distance(out, target, 3.0)) == pytest.approx(slow_distance(*last, 3.0), rel=1e-5)
+    assert float(soft_distance((out, target), [target], 3.0)) == pytest.approx(slow_distance(*last, 3.0), rel=1e-5)  # first heads
     assert float(soft_distance(out, out, 3.0)) == pytest.approx(0, abs=1e-6)
 
 
@@ -47,8 +47,8 @@ def test_teacher_gets_the_inputs_of_the_student() -> None:
     x = torch.randn(6, 3)
     out = student(x)
     loss = teacher.loss()
-    wanted = slow_distance(out.detach().numpy(), dense[0](x).detach().numpy(), 2.0)
-    assert float(loss.detach()) == pytest.approx(0.3 * wanted, rel=1e-5)
+    target = slow_distance(out.detach().numpy(), dense[0](x).detach().numpy(), 2.0)
+    assert float(loss.detach()) == pytest.approx(0.3 * target, rel=1e-5)
     loss.backward()  # type: ignore[no-untyped-call]
     assert student.weight.grad is not None
     assert all(p.grad is None for p in dense.parameters())
@@ -71,9 +71,9 @@ def test_distance_is_added_to_the_loss_of_the_search(tmp_path: Path) -> None:
         masked = copy.deepcopy(run.model)
         take_step(run, batch)
     images, labels = batch
-    out, wanted = masked(images).detach(), dense(images).detach()
+    out, target = masked(images).detach(), dense(images).detach()
     hard = float(nn.functional.cross_entropy(out, labels))
-    assert float(run.losses) == pytest.approx(hard + 0.7 * slow_distance(out.numpy(), wanted.numpy(), 2.0), rel=1e-5)
+    assert float(run.losses) == pytest.approx(hard + 0.7 * slow_distance(out.numpy(), target.numpy(), 2.0), rel=1e-5)
 
 
 def test_distillation_from_a_given_dense_model(tmp_path: Path) -> None:

@@ -42,11 +42,11 @@ def test_average_matches_a_slow_loop() -> None:
         optimizer.zero_grad()
         ema.update(step)
         history.append(copy.deepcopy(dict(model.state_dict())))
-    wanted = slow_average(history, 0.6)
+    expected = slow_average(history, 0.6)
     with ema.swapped_in():
         for name, value in model.state_dict().items():
             if value.is_floating_point():  # running_mean and running_var among them
-                torch.testing.assert_close(value.double(), wanted[name], rtol=1e-5, atol=1e-6)
+                torch.testing.assert_close(value.double(), expected[name], rtol=1e-5, atol=1e-6)
             else:
                 assert int(value) == 29
     for name, value in model.state_dict().items():
@@ -71,10 +71,10 @@ def test_run_evaluates_and_saves_the_average(tmp_path: Path, monkeypatch: pytest
     dense, pruned = histories  # none in the search
     assert [len(history) for history in histories] == [15, 8]
     for file, history in (("dense", dense), ("model", pruned)):
-        saved, wanted = load_file(tmp_path / "a" / f"{file}.safetensors"), slow_average(history, 0.8)
+        saved, expected = load_file(tmp_path / "a" / f"{file}.safetensors"), slow_average(history, 0.8)
         for name, value in saved.items():
             if value.is_floating_point():
-                torch.testing.assert_close(value.double(), wanted[name], rtol=1e-4, atol=1e-6)
+                torch.testing.assert_close(value.double(), expected[name], rtol=1e-4, atol=1e-6)
     start_of_search = histories[1][0]
     assert "conv1.weight" in start_of_search
     task = TASKS["digits"](width=4)
@@ -103,16 +103,17 @@ def test_removed_blocks_are_zero_in_the_average() -> None:
         if ema is None or other is None:
             ema, other = Ema(model, 0.5), copy.deepcopy(model)
         ema.update(step)
-        theirs = dict(other.named_parameters())
+        copy_weights = dict(other.named_parameters())
         with torch.no_grad():
             for name, value in model.named_parameters():
-                theirs[name].lerp_(value, 1 - decay_at(0.5, step))
+                copy_weights[name].lerp_(value, 1 - decay_at(0.5, step))
         pruner.apply_to(other)
     assert ema is not None
     assert other is not None
     ema.copy_to_model()
-    for layer, mine, copied in zip(pruner.plan.layers, pruner.blocks.weights, sp.find_pruner(other).blocks.weights, strict=True):  # type: ignore[union-attr]
-        gone = layer.grid.expand(pruner.mask[layer.start : layer.stop].float()) == 0
-        assert torch.count_nonzero(mine.detach()[gone]) == 0
-        assert torch.equal(mine, copied)
+    copied = sp.find_pruner(other).blocks.weights  # type: ignore[union-attr]
+    for layer, weight, copy_weight in zip(pruner.plan.layers, pruner.blocks.weights, copied, strict=True):
+        removed = layer.grid.expand(pruner.mask[layer.start : layer.stop].float()) == 0
+        assert torch.count_nonzero(weight.detach()[removed]) == 0
+        assert torch.equal(weight, copy_weight)
     assert sp.bake(model).met

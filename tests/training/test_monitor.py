@@ -25,9 +25,9 @@ def test_incomplete_row_is_not_read(tmp_path: Path) -> None:
 
 
 def test_time_left_matches_a_hand_calculation(tmp_path: Path) -> None:
-    found = monitor.read_snapshot(write_run_folder(tmp_path / "run", ROWS))
+    snapshot = monitor.read_snapshot(write_run_folder(tmp_path / "run", ROWS))
     # the search takes 0.3 s a step and has 10 steps left; fine-tuning, of 10 steps, is taken to be as slow
-    assert found.seconds_left == pytest.approx(10 * 0.3 + 10 * 0.3)
+    assert snapshot.seconds_left == pytest.approx(10 * 0.3 + 10 * 0.3)
     one = monitor.read_snapshot(write_run_folder(tmp_path / "run", ROWS[:3]))
     assert one.seconds_left == pytest.approx(20 * 0.1 + 10 * 0.1)  # only the pace of the dense stage is known
     assert monitor.read_snapshot(write_run_folder(tmp_path / "run", [])).seconds_left is None
@@ -35,8 +35,8 @@ def test_time_left_matches_a_hand_calculation(tmp_path: Path) -> None:
 
 
 def test_status_lines(tmp_path: Path) -> None:
-    found = monitor.read_snapshot(write_run_folder(tmp_path / "run", ROWS))
-    shown = monitor.status_lines(found, ascii_only=True)
+    snapshot = monitor.read_snapshot(write_run_folder(tmp_path / "run", ROWS))
+    shown = monitor.status_lines(snapshot, ascii_only=True)
     assert shown[1:] == [
         "dense       ########################      20/20",
         "search      ################........      20/30",
@@ -49,21 +49,21 @@ def test_status_lines(tmp_path: Path) -> None:
         "churn                  1  #_",
         "time left   0:06, if later stages run at the same pace",
     ]
-    assert "█" in "".join(monitor.status_lines(found, ascii_only=False))
-    assert max(map(len, monitor.status_lines(found, True, width=40))) <= 40
+    assert "█" in "".join(monitor.status_lines(snapshot, ascii_only=False))
+    assert max(map(len, monitor.status_lines(snapshot, True, width=40))) <= 40
     assert (
         monitor.status_lines(monitor.read_snapshot(write_run_folder(tmp_path / "run", [])), True)[1] == "no epoch has finished yet"
     )
 
 
 def test_stalled_run_is_marked(tmp_path: Path) -> None:
-    found = monitor.read_snapshot(write_run_folder(tmp_path / "run", ROWS))
-    assert not any(line.startswith("stalled") for line in monitor.status_lines(found, True))
-    late = monitor.Snapshot(found.log, age=1000.0)
+    snapshot = monitor.read_snapshot(write_run_folder(tmp_path / "run", ROWS))
+    assert not any(line.startswith("stalled") for line in monitor.status_lines(snapshot, True))
+    late = monitor.Snapshot(snapshot.log, age=1000.0)
     assert monitor.status_lines(late, True)[-1].startswith("stalled     no new output for 16:40")
-    assert "may have stopped" not in monitor.status_line(found)
+    assert "may have stopped" not in monitor.status_line(snapshot)
     assert monitor.status_line(late).endswith("undecided 7  no new output; the run may have stopped")
-    later = monitor.Snapshot(found.log, age=2000.0)
+    later = monitor.Snapshot(snapshot.log, age=2000.0)
     assert monitor.status_line(later) == monitor.status_line(late)  # a log has it once
     none = monitor.Snapshot(monitor.read_snapshot(write_run_folder(tmp_path / "run", [])).log, age=1000.0)
     assert monitor.status_line(none).startswith("no epoch has finished yet  no new output")
@@ -102,13 +102,13 @@ def test_follow_continues_through_a_resume_to_the_end(tmp_path: Path) -> None:
         end,
     )
     stream = io.StringIO()
-    found = monitor.follow(run, 0.5, stream, live=False, sleep=sleep)
-    assert found.finished
+    snapshot = monitor.follow(run, 0.5, stream, live=False, sleep=sleep)
+    assert snapshot.finished
     assert not sleep.changes
-    said = stream.getvalue().splitlines()
-    assert [line.split()[0] for line in said] == ["no", "search", "dense", "fine-tuning", "fine-tuning"]
-    assert said[1].split("  ", 1)[1].strip() == "epoch    2  step     20/30  loss 0.5000  tau 1.00e-02  undecided 7  0:06 left"
-    assert said[-1].endswith("finished: accuracy 70.00%")
+    lines = stream.getvalue().splitlines()
+    assert [line.split()[0] for line in lines] == ["no", "search", "dense", "fine-tuning", "fine-tuning"]
+    assert lines[1].split("  ", 1)[1].strip() == "epoch    2  step     20/30  loss 0.5000  tau 1.00e-02  undecided 7  0:06 left"
+    assert lines[-1].endswith("finished: accuracy 70.00%")
     assert "\x1b" not in stream.getvalue()
     assert stream.getvalue().isascii()
 

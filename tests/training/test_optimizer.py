@@ -34,17 +34,17 @@ SHAPES = {
 def test_schedule_starts_with_warm_up(shape: str) -> None:
     """Half an epoch of eight steps is four: from 0.2 to 1 in a straight line, then the shape over what is left."""
     config = configure({"schedule": shape, "poly_power": 0.7, "warmup_epochs": 0.5, "warmup_start": 0.2})
-    found = [lr_factor(config, "dense", step, STEPS.__getitem__, 8) for step in range(20)]
-    wanted = [0.2, 0.4, 0.6, 0.8, *(SHAPES[shape](step / 16) for step in range(16))]
-    assert found == pytest.approx(wanted, abs=1e-12)
+    factors_of_run = [lr_factor(config, "dense", step, STEPS.__getitem__, 8) for step in range(20)]
+    expected = [0.2, 0.4, 0.6, 0.8, *(SHAPES[shape](step / 16) for step in range(16))]
+    assert factors_of_run == pytest.approx(expected, abs=1e-12)
 
 
 def test_one_schedule_over_search_and_fine_tuning_warms_up_once() -> None:
     config = configure({"schedule": "linear", "warmup_epochs": 1, "warmup_start": 0.0, "schedule_over": "pruning"})
-    found = [
+    factors_of_run = [
         lr_factor(config, stage, step, STEPS.__getitem__, 4) for stage in ("search", "finetune") for step in range(STEPS[stage])
     ]
-    assert found == pytest.approx([0, 0.25, 0.5, 0.75, *(1 - step / 16 for step in range(16))])
+    assert factors_of_run == pytest.approx([0, 0.25, 0.5, 0.75, *(1 - step / 16 for step in range(16))])
 
 
 SHORT_STEPS = {"dense": 10, "search": 4, "finetune": 12}
@@ -72,8 +72,8 @@ def test_metrics_hold_the_scheduled_learning_rates(tmp_path: Path) -> None:
     train(
         small_config(tmp_path / "a", schedule="poly", poly_power=0.5, search_schedule="linear", warmup_epochs=1, finetune_epochs=2)
     )
-    wanted = [0.1 * (0.1 + 0.9 * 6 / 7), 0.1 * (1 - 6 / 7) ** 0.5, 0.1 * (0.1 + 0.9 * 6 / 7), 0.1 * (1 - 6 / 7)]
-    assert [row["lr"] for row in metric_rows(tmp_path / "a")[:4]] == pytest.approx(wanted)
+    expected = [0.1 * (0.1 + 0.9 * 6 / 7), 0.1 * (1 - 6 / 7) ** 0.5, 0.1 * (0.1 + 0.9 * 6 / 7), 0.1 * (1 - 6 / 7)]
+    assert [row["lr"] for row in metric_rows(tmp_path / "a")[:4]] == pytest.approx(expected)
 
 
 def test_learning_rate_tensors_are_changed_in_place() -> None:

@@ -28,9 +28,9 @@ def test_run_writes_a_packed_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert list(result.files) == ["packed", "page"]
     assert (tmp_path / "run" / "report.html").exists()
     plain = load_file(tmp_path / "run" / "model.safetensors")
-    again = sp.unpack(tmp_path / "run" / run_files.PACKED)
-    assert plain.keys() == again.keys()
-    assert all(plain[name].numpy().tobytes() == again[name].numpy().tobytes() for name in plain)
+    unpacked = sp.unpack(tmp_path / "run" / run_files.PACKED)
+    assert plain.keys() == unpacked.keys()
+    assert all(plain[name].numpy().tobytes() == unpacked[name].numpy().tobytes() for name in plain)
     assert sp.verify(tmp_path / "run" / run_files.PACKED).ok
     assert not (tmp_path / "run" / run_files.ONNX).exists()
 
@@ -50,8 +50,8 @@ def test_run_writes_onnx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     model.load_state_dict(load_file(tmp_path / "run" / "model.safetensors"))
     x = torch.randn(5, *task.example().shape[1:])
     session = onnxruntime.InferenceSession(str(tmp_path / "run" / run_files.ONNX), providers=["CPUExecutionProvider"])
-    (found,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
-    assert torch.allclose(torch.from_numpy(found), model(x), atol=1e-4)
+    (output,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    assert torch.allclose(torch.from_numpy(output), model(x), atol=1e-4)
     assert cli.main(["train", "--resume", "--out", str(tmp_path / "run")]) == 0
     assert "onnx     model.onnx, " in capsys.readouterr().out
 

@@ -1,4 +1,4 @@
-"""Several processes at one run: the result is that of one process, every rank agrees, and what stops one stops all.
+"""Training with several processes: the result of one process, agreement of all ranks, errors and signals.
 
 One pair of processes does most of the work (helpers/run_two_ranks.py), and the tests read its results.
 """
@@ -36,7 +36,7 @@ __all__ = ["folder"]  # a fixture
 
 
 def finish(processes: list[subprocess.Popen[str]], seconds: float) -> list[str]:
-    """What they wrote, all together; none outlives its time."""
+    """The output of all processes, which are killed after the time limit."""
     until = time.monotonic() + seconds
     try:
         return [process.communicate(timeout=max(0.1, until - time.monotonic()))[0] for process in processes]
@@ -46,33 +46,33 @@ def finish(processes: list[subprocess.Popen[str]], seconds: float) -> list[str]:
             process.wait()
 
 
-def begin(*words: str, **more: str) -> subprocess.Popen[str]:
+def start_process(*words: str, **more: str) -> subprocess.Popen[str]:
     env = environment() | {"PYTHONPATH": os.pathsep.join([str(TESTS), environment()["PYTHONPATH"]])} | more
     return subprocess.Popen(
         [sys.executable, *words], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
 
 
-def pair(*words: str, **more: str) -> list[subprocess.Popen[str]]:
-    """Two ranks as torchrun would start them, without its own process around them."""
+def start_two_ranks(*words: str, **more: str) -> list[subprocess.Popen[str]]:
+    """Starts two ranks as torchrun would start them."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **more}
-    return [begin(*words, RANK=str(rank), LOCAL_RANK=str(rank), **common) for rank in (0, 1)]
+    return [start_process(*words, RANK=str(rank), LOCAL_RANK=str(rank), **common) for rank in (0, 1)]
 
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The runs of two processes, and the same by one."""
+    """Runs of two processes, and the same runs of one process."""
     out = tmp_path_factory.mktemp("two")
     for parallel in ("ddp", "fsdp"):
         train_until_stopped(job_config(out / f"one-to-{parallel}", parallel=parallel, **ALL_OPTIONS), 15)  # in the search
-    processes = [begin(str(TESTS / "helpers" / "run_two_ranks.py"), str(rank), str(out)) for rank in (0, 1)]
+    processes = [start_process(str(TESTS / "helpers" / "run_two_ranks.py"), str(rank), str(out)) for rank in (0, 1)]
     train(job_config(out / "one"))
     train(job_config(out / "one-all", **ALL_OPTIONS))
-    said = finish(processes, 200)
-    assert [process.returncode for process in processes] == [0, 0], said
+    output = finish(processes, 200)
+    assert [process.returncode for process in processes] == [0, 0], output
     return out
 
 
@@ -89,29 +89,29 @@ def assert_close(a: Path, b: Path) -> None:
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_two_processes_do_what_one_does(parallel: str, done: Path) -> None:
+def test_two_processes_match_one_process(parallel: str, done: Path) -> None:
     assert_close(done / "one", done / parallel)
     assert_close(done / "one-all", done / f"{parallel}-all")
     one, two = Result.load(done / "one"), Result.load(done / parallel)
-    assert one.pruned > 0.3  # it learned something: one of ten classes is right by chance
+    assert one.pruned > 0.3  # more than the 0.1 of guessing
     assert two.pruned == pytest.approx(one.pruned, abs=0.01)
     assert (one.versions["processes"], two.versions["processes"]) == ("1", "2")
     assert Receipt.load(done / parallel / "receipt.json").met
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_stopped_on_any_rank_and_resumed_to_the_same_bits(parallel: str, done: Path) -> None:
+def test_resume_after_a_stop_on_any_rank_is_bit_exact(parallel: str, done: Path) -> None:
     assert_same_run(done / f"{parallel}-all", done / f"{parallel}-resumed")
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_a_run_changes_between_one_process_and_two(parallel: str, done: Path) -> None:
+def test_run_resumes_with_another_number_of_processes(parallel: str, done: Path) -> None:
     assert_close(done / "one-all", done / f"one-to-{parallel}")
     assert resume(done / f"{parallel}-to-one").verified
     assert_close(done / "one-all", done / f"{parallel}-to-one")
 
 
-def test_only_the_first_rank_shows_progress_and_both_say_what_is_wrong(done: Path) -> None:
+def test_rank_0_shows_progress_and_all_ranks_report_errors(done: Path) -> None:
     first, second = (json.loads((done / f"rank{rank}.json").read_text()) for rank in (0, 1))
     assert first["ticks"] > 0
     assert second["ticks"] == 0
@@ -125,18 +125,18 @@ def test_only_the_first_rank_shows_progress_and_both_say_what_is_wrong(done: Pat
     assert not (done / "x").exists()
 
 
-def test_methods_under_fsdp(done: Path) -> None:
-    told = json.loads((done / "rank0.json").read_text())["methods"]
-    assert told["gradual"] == "no error"
+def test_methods_that_need_whole_weights_reject_fsdp(done: Path) -> None:
+    outcomes = json.loads((done / "rank0.json").read_text())["methods"]
+    assert outcomes["gradual"] == "no error"
     assert Receipt.load(done / "gradual" / "receipt.json").met
     for method in ("awg", "pdp"):
-        assert f"parallel='fsdp': {method} needs whole weights in every step; use --parallel ddp" in told[method]
+        assert f"parallel='fsdp': {method} needs whole weights in every step; use --parallel ddp" in outcomes[method]
         assert not (done / method).exists()
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_batch_norm(parallel: str, done: Path) -> None:
-    """Each rank has its own statistics; the first one's are kept, and judged."""
+def test_batch_norm_statistics_of_rank_0_are_saved(parallel: str, done: Path) -> None:
+    """Each rank has its own statistics; those of rank 0 are evaluated and saved."""
     task = make_task("digits", {"width": 4})
     model = task.model("resnet8")
     model.load_state_dict(load_file(done / f"{parallel}-batchnorm" / "model.safetensors"))
@@ -158,42 +158,42 @@ def wait_for_rows(out: Path, processes: list[subprocess.Popen[str]]) -> None:
         time.sleep(0.02)
 
 
-def test_torchrun_is_stopped_and_goes_on(tmp_path: Path) -> None:
+def test_torchrun_stops_on_sigterm_and_resumes(tmp_path: Path) -> None:
     out = tmp_path / "run"
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(TESTS / "helpers" / "plain_task.py")]
-    launcher = begin(*words, *WORDS, *ENDLESS, "--out", str(out))
+    launcher = start_process(*words, *WORDS, *ENDLESS, "--out", str(out))
     wait_for_rows(out, [launcher])
     launcher.send_signal(signal.SIGTERM)
-    (said,) = finish([launcher], 60)
+    (output,) = finish([launcher], 60)
     assert launcher.returncode != 0
-    assert f"continue with: smartprune train --resume --out {out}" in said
+    assert f"continue with: smartprune train --resume --out {out}" in output
     state = torch.load(out / "checkpoint.pt", weights_only=True)
     assert state["stage"] == "dense"
-    told = json.loads((out / "config.json").read_text())
-    (out / "config.json").write_text(json.dumps(told | {"dense_epochs": state["step"] // 7 + 1}))
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps(config | {"dense_epochs": state["step"] // 7 + 1}))
     assert resume(out).verified
     assert all((out / name).exists() for name in EXACT_FILES)
 
 
-def test_an_error_on_one_rank_ends_the_other(done: Path) -> None:
+def test_error_on_one_rank_ends_the_other(done: Path) -> None:
     first, second = (json.loads((done / f"rank{rank}.json").read_text())["failure"] for rank in (0, 1))
     assert second.startswith("rank 1: the loss is nan in dense, step 10 of 21")
     assert first.startswith("rank 0: another process ended too early; read its error first")
 
 
-def test_a_killed_rank_ends_the_other(tmp_path: Path) -> None:
+def test_killed_rank_ends_the_other(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    processes = pair(str(TESTS / "helpers" / "plain_task.py"), *WORDS, *ENDLESS, "--out", str(out))
+    processes = start_two_ranks(str(TESTS / "helpers" / "plain_task.py"), *WORDS, *ENDLESS, "--out", str(out))
     wait_for_rows(out, processes)
     processes[1].kill()
-    said, _ = finish(processes, 60)
+    output, _ = finish(processes, 60)
     assert processes[0].returncode == 1
-    assert "smartprune: rank 0: another process ended too early" in said
-    assert "Traceback" not in said
+    assert "smartprune: rank 0: another process ended too early" in output
+    assert "Traceback" not in output
 
 
-def test_torchrun_may_restart_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With --max-restarts it starts the same words again, which then go on with the run."""
+def test_command_restarted_by_torchrun_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With --max-restarts, torchrun repeats the same command, which then resumes the run."""
     from smartprune.cli import main
 
     out = tmp_path / "run"
@@ -205,13 +205,10 @@ def test_torchrun_may_restart_the_command(tmp_path: Path, monkeypatch: pytest.Mo
     assert Result.load(out).verified
 
 
-# -- parts of batches -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["digits", "cifar10", "imagefolder", "scenes", "camvid", "segmentation"])
 @pytest.mark.parametrize("world", [2, 3])
-def test_ranks_share_every_batch(name: str, world: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put together, the parts are the batches of one process; from the beginning of an epoch or from its middle."""
+def test_ranks_split_every_batch(name: str, world: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parts of all ranks, concatenated, are the batches of one process, also from the middle of an epoch."""
     monkeypatch.setenv("SMARTPRUNE_DATA", str(folder))
     data = TASKS[name](**SETTINGS.get(name, {})).data("train", torch.device("cpu"))
     whole = list(data.batches(48, seed=3, epoch=5))
@@ -223,12 +220,12 @@ def test_ranks_share_every_batch(name: str, world: int, folder: Path, monkeypatc
             parts.append(list(ranks.batches(data, 48, 3, 5, 2)))
     assert [len(part) for part in parts] == [len(whole) - 2] * world
     for batch, pieces in zip(whole[2:], zip(*parts, strict=True), strict=True):
-        for wanted, *found in zip(batch, *pieces, strict=True):
-            assert torch.equal(torch.cat(found), wanted)
+        for expected, *pieces_of_rank in zip(batch, *pieces, strict=True):
+            assert torch.equal(torch.cat(pieces_of_rank), expected)
 
 
-class Unskippable:
-    """Data as an older task has it, without ``every``."""
+class DataWithoutEvery:
+    """Data whose ``batches`` has no argument ``every``."""
 
     def steps(self, size: int) -> int:
         return 20 // size
@@ -239,14 +236,14 @@ class Unskippable:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_data_that_cannot_skip_is_shared_too(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_without_every_is_split_too(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", str(rank))
-    found = [part.tolist() for part in ranks.batches(Unskippable(), 6, 0, 0, 1)]
-    assert found == [[6 + 3 * rank, 7 + 3 * rank, 8 + 3 * rank], [12 + 3 * rank, 13 + 3 * rank, 14 + 3 * rank]]
+    batches = [part.tolist() for part in ranks.batches(DataWithoutEvery(), 6, 0, 0, 1)]
+    assert batches == [[6 + 3 * rank, 7 + 3 * rank, 8 + 3 * rank], [12 + 3 * rank, 13 + 3 * rank, 14 + 3 * rank]]
 
 
-def test_units_are_modules_that_are_called() -> None:
+def test_fsdp_units_have_a_forward_pass_and_share_no_parameters() -> None:
     from torch import nn
 
     block = [nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(4)]
@@ -254,13 +251,13 @@ def test_units_are_modules_that_are_called() -> None:
     assert ranks.fsdp_units(model, largest=80) == block
     assert ranks.fsdp_units(model, largest=10) == []
     resnet = make_task("digits", {}).model("resnet18")
-    found = ranks.fsdp_units(resnet, sum(p.numel() for p in resnet.parameters()) // ranks.FSDP_UNITS)
-    ids = [id(p) for unit in found for p in unit.parameters()]
-    assert len(found) > 4
+    units = ranks.fsdp_units(resnet, sum(p.numel() for p in resnet.parameters()) // ranks.FSDP_UNITS)
+    ids = [id(p) for unit in units for p in unit.parameters()]
+    assert len(units) > 4
     assert len(ids) == len(set(ids))
 
 
-def test_a_world_of_one_costs_nothing() -> None:
+def test_functions_work_for_a_single_process() -> None:
     assert (ranks.world_size(), ranks.rank()) == (1, 0)
     assert ranks.any_rank(True, False) == (True, False)
     assert ranks.gather(3) == [3]
@@ -268,7 +265,7 @@ def test_a_world_of_one_costs_nothing() -> None:
     ranks.require_equal("it", "abc")
 
 
-def test_disagreement_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_different_digests_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "gather", lambda value: [value, "b" * 64])
     with pytest.raises(SmartpruneError, match=r"the ranks do not agree on the mask: 0: aaaaaaaaaaaa, 1: bbbbbbbbbbbb"):
         ranks.require_equal("the mask", "a" * 64)

@@ -207,8 +207,8 @@ def test_resume_commands_in_messages_are_quoted(tmp_path: Path) -> None:
         train(small_config(folder), stop=lambda: True)
     with pytest.raises(SmartpruneError, match="continue it with: ") as held:
         train(small_config(folder))
-    for said in (str(stopped.value), str(held.value).partition(", or choose")[0]):
-        assert shlex.split(said.partition("with: ")[2]) == ["smartprune", "train", "--resume", "--out", str(folder)]
+    for message in (str(stopped.value), str(held.value).partition(", or choose")[0]):
+        assert shlex.split(message.partition("with: ")[2]) == ["smartprune", "train", "--resume", "--out", str(folder)]
 
 
 def test_folder_without_a_run_is_an_error(tmp_path: Path) -> None:

@@ -92,9 +92,9 @@ def test_an_epoch_may_end_with_a_shorter_step(tmp_path: Path) -> None:
 
 def test_search_counts_optimizer_steps(tmp_path: Path) -> None:
     train(small_config(tmp_path / "a", batch=64, accumulate=4))
-    told = [row for row in metric_rows(tmp_path / "a") if row["stage"] == "search"]
-    assert [row["step"] for row in told] == [4, 8]
-    assert told[-1]["undecided"] == 0  # the search came to its end
+    search_rows = [row for row in metric_rows(tmp_path / "a") if row["stage"] == "search"]
+    assert [row["step"] for row in search_rows] == [4, 8]
+    assert search_rows[-1]["undecided"] == 0  # the search came to its end
 
 
 def test_bfloat16_run_on_a_cpu(tmp_path: Path) -> None:

@@ -20,9 +20,9 @@ from smartprune.training.train import resume, train
 def read_events(folder: Path) -> dict[str, list[tuple[int, float]]]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    told = EventAccumulator(str(folder / "tensorboard"))
-    told.Reload()
-    return {tag: [(event.step, event.value) for event in told.Scalars(tag)] for tag in told.Tags()["scalars"]}
+    events = EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -32,12 +32,12 @@ def test_tensorboard_has_every_row_once(tmp_path: Path) -> None:
     with pytest.raises(SmartpruneError, match="stopped in search"):
         train(small_config(out, tensorboard="on", checkpoint_seconds=1000.0), stop=StopAfter(17))
     resume(out, stop=StopAfter(1000))
-    told, found = metric_rows(out), read_events(out)
+    rows, events = metric_rows(out), read_events(out)
     at = [7, 14, 21, 28, 35]  # steps of the whole run
-    assert found["loss"] == [(step, pytest.approx(row["loss"])) for step, row in zip(at, told, strict=True)]
-    assert [step for step, _ in found["accuracy"]] == [7, 14, 35]  # none in the search
-    assert [step for step, _ in found["tau"]] == [21, 28]
-    assert {"lr", "seconds", "undecided"} <= set(found)
+    assert events["loss"] == [(step, pytest.approx(row["loss"])) for step, row in zip(at, rows, strict=True)]
+    assert [step for step, _ in events["accuracy"]] == [7, 14, 35]  # none in the search
+    assert [step for step, _ in events["tau"]] == [21, 28]
+    assert {"lr", "seconds", "undecided"} <= set(events)
     if importlib.util.find_spec("PIL") is not None:
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -41,12 +41,12 @@ def test_run_folder_has_all_files(finished_run: Path) -> None:
 
 
 def test_metrics_have_a_row_for_every_epoch(finished_run: Path) -> None:
-    told = metric_rows(finished_run)
-    assert [(row["stage"], row["epoch"]) for row in told] == [
+    rows = metric_rows(finished_run)
+    assert [(row["stage"], row["epoch"]) for row in rows] == [
         ("dense", 1), ("dense", 2), ("search", 1), ("search", 2), ("finetune", 1)
     ]  # fmt: skip
-    assert [row["accuracy"] is None for row in told] == [False, False, True, True, False]
-    for row in told[2:4]:
+    assert [row["accuracy"] is None for row in rows] == [False, False, True, True, False]
+    for row in rows[2:4]:
         assert {"tau", "undecided", "changed", "gap", "kept", "collapsed"} <= set(row)
 
 
