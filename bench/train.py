@@ -45,7 +45,7 @@ def make_run(kind: str, args: argparse.Namespace, graph: str) -> Run:
         folder=Path(),
         device=device,
         model=model,
-        plain=Split(images, labels, True, 4, True),
+        data=Split(images, labels, True, 4, True),
         validation=Split(images[:0], labels[:0], False, 0, False),
         losses=torch.zeros((), dtype=torch.float64, device=device),
     )
