@@ -70,7 +70,7 @@ def rows_of(cells: Sequence[Cell]) -> list[dict[str, Any]]:
             "protocol": f"{DENSE_EPOCHS[network, pictures]} dense + {search} search + {finetune} fine-tuning epochs",
             "method": method,
             "form": {"method": same[0]["method"], **same[0]["settings"]},
-            "seeds": [cell["seed"] for cell in same],
+            "run_seeds": [cell["seed"] for cell in same],
         }
         undecided = {"undecided": [cell["undecided"] for cell in same], "blocks": same[0]["blocks"]}
         for key, metric in METRICS.items():

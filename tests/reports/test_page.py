@@ -235,7 +235,7 @@ def test_report_command_writes_a_page_and_figures(run: Path, tmp_path: Path, cap
     assert (tmp_path / "a.html").read_bytes() == (run / PAGE).read_bytes()
     assert main(["report", str(run / "model.safetensors"), "--block", "4x2", "--html", str(tmp_path / "b.html")]) == 0
     for words, message in (
-        (["--json"], "are for the terminal"),
+        (["--json"], "--html and --figures write files: remove --json"),
         (["--figures", str(tmp_path / "f"), "--map", "x"], "no layer 'x'"),
     ):
         with pytest.raises(SystemExit, match="2"):
