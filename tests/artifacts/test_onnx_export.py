@@ -1,4 +1,4 @@
-"""ONNX: files of ours are sound, and files of anybody are read."""
+"""ONNX: exported files match their models, and files of any origin are read."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from onnx import TensorProto, helper, numpy_helper  # noqa: E402
 PAGE = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
 
 
-def ran(path: Path, x: Tensor) -> Tensor:
+def run_onnx(path: Path, x: Tensor) -> Tensor:
     session = runtime.InferenceSession(path.read_bytes(), providers=["CPUExecutionProvider"])
     return torch.from_numpy(session.run(None, {session.get_inputs()[0].name: x.numpy()})[0])
 
@@ -48,9 +48,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def made(folder: Path) -> dict[str, tuple[nn.Module, sp.Receipt, Any, Path]]:
+def exported(folder: Path) -> dict[str, tuple[nn.Module, sp.Receipt, Any, Path]]:
     """Three models, exported once: batch normalization, groups, transposed convolutions, matrices."""
-    out = {}
+    exports = {}
     for name in ("mobilenet_block", "transformer_block", "unet"):
         torch.manual_seed(0)
         model, receipt = model_and_receipt(name)
@@ -62,87 +62,87 @@ def made(folder: Path) -> dict[str, tuple[nn.Module, sp.Receipt, Any, Path]]:
                     module.running_var.uniform_(0.5, 2)
         path = folder / f"{name}.onnx"
         model.train()
-        out[name] = (model, receipt, sp.export_onnx(model, path, zoo.SMALL[name]()[1], receipt=receipt), path)
-    return out
+        exports[name] = (model, receipt, sp.export_onnx(model, path, zoo.SMALL[name]()[1], receipt=receipt), path)
+    return exports
 
 
-# --- what is written
+# --- exported files
 
 
 @pytest.mark.parametrize("name", ["mobilenet_block", "transformer_block", "unet"])
-def test_exported_outputs_and_zeros_match_the_model(name: str, made: Any) -> None:
-    model, receipt, done, path = made[name]
-    assert model.training  # as it was
+def test_exported_outputs_and_zeros_match_the_model(name: str, exported: Any) -> None:
+    model, receipt, export, path = exported[name]
+    assert model.training  # export restores the mode
     graph = onnx.load(path)
     onnx.checker.check_model(graph, full_check=True)
     assert not any(node.op_type == "BatchNormalization" for node in graph.graph.node)
-    assert done.batchnorms == 0
+    assert export.batchnorms == 0
     plain = copy.deepcopy(model).eval()
     for batch in (1, 2, 7):
         x = torch.randn(batch, 3, 8, 8)
         with torch.no_grad():
-            wanted = plain(x)
-        assert (ran(path, x) - wanted).abs().max() <= 1e-5 * wanted.abs().max()
-    assert 0 <= done.difference <= 1e-5 * done.scale
-    found = sp.verify(path)
-    assert found.ok, str(found)
-    assert found.mask_hash == receipt.mask_hash
-    assert found.zero == receipt.blocks.removed
-    assert done.blocks.removed == sp.verify(model, block=(4, 4)).zero
-    assert json.loads(json.dumps(done.to_json()))["blocks"]["removed"] == done.blocks.removed
-    assert "every zero block of the model is zero in the file" in str(done)
+            expected = plain(x)
+        assert (run_onnx(path, x) - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert 0 <= export.difference <= 1e-5 * export.scale
+    result = sp.verify(path)
+    assert result.ok, str(result)
+    assert result.mask_hash == receipt.mask_hash
+    assert result.zero == receipt.blocks.removed
+    assert export.blocks.removed == sp.verify(model, block=(4, 4)).zero
+    assert json.loads(json.dumps(export.to_json()))["blocks"]["removed"] == export.blocks.removed
+    assert "every zero block of the model is zero in the file" in str(export)
 
 
-def test_exported_file_has_no_local_paths(made: Any) -> None:
-    for _, _, _, path in made.values():
+def test_exported_file_has_no_local_paths(exported: Any) -> None:
+    for _, _, _, path in exported.values():
         data = path.read_bytes()
         assert b"/zoo.py" not in data
         assert b"stack_trace" not in data
         assert str(Path.cwd()).encode() not in data
 
 
-def test_mask_file_matches_the_initializers(made: Any) -> None:
-    """The documented reader against a slow loop over the numbers of the ONNX file."""
+def test_mask_file_matches_the_initializers(exported: Any) -> None:
+    """Compares the documented reader with a loop over the values in the ONNX file."""
     scope: dict[str, Any] = {}
     exec(next(text for text in re.findall(r"```python\n(.*?)```", PAGE, re.S) if "def read_mask" in text), scope)
-    for name, (_, _, done, path) in made.items():
+    for name, (_, _, export, path) in exported.items():
         arrays = {tensor.name: numpy_helper.to_array(tensor) for tensor in onnx.load(path).graph.initializer}
-        mask = scope["read_mask"](done.mask_path)
-        entries = {entry["name"]: entry for entry in json.loads(Path(done.mask_path).read_text())["weights"]}
+        mask = scope["read_mask"](export.mask_path)
+        entries = {entry["name"]: entry for entry in json.loads(Path(export.mask_path).read_text())["weights"]}
         assert len(mask) == 6, name
         for weight, present in mask.items():
             array, entry = arrays[weight], entries[weight]
             assert list(array.shape) == entry["shape"]
             assert entry["present"] == present.sum()
-            part = array.shape[0] // entry["groups"]
-            per = math.ceil(part / 4)
+            channels = array.shape[0] // entry["groups"]
+            blocks_per_group = math.ceil(channels / 4)
             expected = np.zeros(present.shape, dtype=bool)
             for index, value in np.ndenumerate(array):
-                group, inner = divmod(index[0], part)
-                expected[(group * per + inner // 4, index[1] // 4, *index[2:])] |= value != 0
+                group, inner = divmod(index[0], channels)
+                expected[(group * blocks_per_group + inner // 4, index[1] // 4, *index[2:])] |= value != 0
             assert np.array_equal(present, expected), (name, weight)
-    turned, matrix, grouped = (
-        _entry(made, *where)
+    transposed, matrix, grouped = (
+        _entry(exported, *where)
         for where in (("unet", "up1.weight"), ("transformer_block", "mlp.0.weight"), ("mobilenet_block", "grouped.weight"))
     )
-    assert (turned["node"], turned["transposed"]) == ("ConvTranspose", True)
+    assert (transposed["node"], transposed["transposed"]) == ("ConvTranspose", True)
     assert (matrix["node"], matrix["transposed"], matrix["shape"]) == ("MatMul", True, [16, 36])
     assert (grouped["node"], grouped["transposed"], grouped["groups"]) == ("Conv", False, 2)
     fields = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", PAGE.split("# The mask file")[1].split("An entry:")[1], re.M)
-    assert sorted(re.findall(r"\w+", " ".join(fields))) == sorted(turned)
+    assert sorted(re.findall(r"\w+", " ".join(fields))) == sorted(transposed)
 
 
-def _entry(made: Any, name: str, weight: str) -> dict[str, Any]:
-    weights = json.loads(Path(made[name][2].mask_path).read_text())["weights"]
+def _entry(exported: Any, name: str, weight: str) -> dict[str, Any]:
+    weights = json.loads(Path(exported[name][2].mask_path).read_text())["weights"]
     return next(entry for entry in weights if entry["name"] == weight)
 
 
-def test_int8(made: Any, folder: Path) -> None:
-    model, receipt, _, _ = made["unet"]
+def test_int8_keeps_zero_blocks_and_accuracy(exported: Any, folder: Path) -> None:
+    model, receipt, _, _ = exported["unet"]
     path = folder / "int8.onnx"
     torch.manual_seed(1)
     batches = [torch.randn(8, 3, 8, 8) for _ in range(4)]
-    done = sp.export_onnx(model, path, batches[0], receipt=receipt, int8=True, calibration=batches)
+    export = sp.export_onnx(model, path, batches[0], receipt=receipt, int8=True, calibration=batches)
     stored = {tensor.name: numpy_helper.to_array(tensor) for tensor in onnx.load(path).graph.initializer}
     for row in receipt.layers:
         weight = stored[f"{row.weight}_quantized"]
@@ -150,21 +150,23 @@ def test_int8(made: Any, folder: Path) -> None:
         assert not stored[f"{row.weight}_zero_point"].any()
         removed = ~row.cut(receipt.block).expand(row.mask()).numpy()
         assert removed.any()
-        assert not weight[removed].any()  # exactly zero, number by number
-    found = sp.verify(path)
-    assert found.ok, str(found)
-    assert found.zero >= receipt.blocks.removed
+        assert not weight[removed].any()
+    result = sp.verify(path)
+    assert result.ok, str(result)
+    assert result.zero >= receipt.blocks.removed
     with torch.no_grad():
-        wanted = copy.deepcopy(model).eval()(batches[0])
-    error = float((ran(path, batches[0]) - wanted).square().mean().sqrt() / wanted.square().mean().sqrt())
+        expected = copy.deepcopy(model).eval()(batches[0])
+    error = float((run_onnx(path, batches[0]) - expected).square().mean().sqrt() / expected.square().mean().sqrt())
     assert 0 < error < 0.1
-    assert done.int8_error is not None
-    assert abs(error - done.int8_error) < 0.03
-    assert "int8     outputs differ from float by" in str(done)
-    assert path.stat().st_size < 0.7 * made["unet"][3].stat().st_size
+    assert export.int8_error is not None
+    assert abs(error - export.int8_error) < 0.03
+    assert "int8     outputs differ from float by" in str(export)
+    assert path.stat().st_size < 0.7 * exported["unet"][3].stat().st_size
 
 
-class Chance(nn.Module):
+class ExportsDifferently(nn.Module):
+    """Computes something else while it is exported."""
+
     def __init__(self) -> None:
         super().__init__()
         self.conv = nn.Conv2d(3, 8, 3)
@@ -172,11 +174,11 @@ class Chance(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if torch.compiler.is_exporting():
-            return self.conv(x) * 1.01  # the graph is not what the model computes
+            return self.conv(x) * 1.01
         return self.conv(x)
 
 
-def test_misuse(folder: Path, tmp_path: Path) -> None:
+def test_wrong_arguments_raise(folder: Path, tmp_path: Path) -> None:
     model, receipt = model_and_receipt()
     x, path = torch.randn(2, 3, 8, 8), tmp_path / "no.onnx"
     with pytest.raises(sp.SmartpruneError, match="give block="):
@@ -201,7 +203,7 @@ def test_misuse(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(sp.SmartpruneError, match="no weight that can be cut"):
         sp.export_onnx(nn.BatchNorm2d(3), path, x, (4, 4))
     with pytest.raises(sp.SmartpruneError, match="differ from the model's by"):
-        sp.export_onnx(Chance(), path, x, (4, 4))
+        sp.export_onnx(ExportsDifferently(), path, x, (4, 4))
     with pytest.raises(sp.SmartpruneError, match=r"no must end in \.onnx"):
         sp.export_onnx(model, tmp_path / "no", x, (4, 4))
     with pytest.raises(sp.SmartpruneError, match=r"does not compute in bfloat16.*model\.float"):
@@ -212,29 +214,29 @@ def test_misuse(folder: Path, tmp_path: Path) -> None:
     sp.attach(masked, sp.Smart(), block=(4, 4), sparsity=0.5, steps=3)
     with pytest.raises(sp.SmartpruneError, match=r"still being pruned; call smartprune\.bake"):
         sp.export_onnx(masked, path, x, (4, 4))
-    assert list(tmp_path.iterdir()) == []  # no file that is not what it should be
+    assert list(tmp_path.iterdir()) == []  # nothing was written
 
 
-def test_missing_packages_are_named(made: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_packages_are_named(exported: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import sys
 
     monkeypatch.setitem(sys.modules, "onnx", None)
     with pytest.raises(sp.SmartpruneError, match=r"onnx is needed .* pip install 'smartprune\[onnx\]'"):
-        sp.verify(made["unet"][3])
+        sp.verify(exported["unet"][3])
     with pytest.raises(sp.SmartpruneError, match=r"smartprune\[onnx\]"):
         sp.export_onnx(model_and_receipt()[0], tmp_path / "x.onnx", torch.randn(2, 3, 8, 8), (4, 4))
 
 
-def test_the_same_model_gives_the_same_file(made: Any, tmp_path: Path) -> None:
-    model, receipt, done, path = made["mobilenet_block"]
+def test_the_same_model_gives_the_same_file(exported: Any, tmp_path: Path) -> None:
+    model, receipt, first, path = exported["mobilenet_block"]
     torch.manual_seed(0)
-    again = sp.export_onnx(model, tmp_path / "again.onnx", zoo.mobilenet_block()[1], receipt=receipt)
-    assert (tmp_path / "again.onnx").read_bytes() == path.read_bytes()
-    assert Path(again.mask_path).read_bytes() == Path(done.mask_path).read_bytes()
+    second = sp.export_onnx(model, tmp_path / "second.onnx", zoo.mobilenet_block()[1], receipt=receipt)
+    assert (tmp_path / "second.onnx").read_bytes() == path.read_bytes()
+    assert Path(second.mask_path).read_bytes() == Path(first.mask_path).read_bytes()
 
 
-class Two(nn.Module):
-    """Two inputs, one of them integers; two outputs; one batch size only."""
+class TwoInputsAndOutputs(nn.Module):
+    """Two inputs, one of them integers, two outputs, and a fixed batch size."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -249,106 +251,108 @@ class Two(nn.Module):
 
 def test_several_inputs_and_outputs_and_a_fixed_batch(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model = Two()
+    model = TwoInputsAndOutputs()
     with torch.no_grad():
         model.inner.weight[:8] = 0
-    given = (torch.randn(2, 3, 16), torch.randint(0, 10, (2, 3)))
+    inputs = (torch.randn(2, 3, 16), torch.randint(0, 10, (2, 3)))
     with pytest.raises(sp.SmartpruneError, match="give dynamic_batch=False"):
-        sp.export_onnx(model, tmp_path / "m.onnx", given, (8, 8))
-    done = sp.export_onnx(model, tmp_path / "m.onnx", given, (8, 8), dynamic_batch=False)
-    assert (done.blocks.removed, done.blocks.total) == (2, 2 * 3 + 3 * 1)
+        sp.export_onnx(model, tmp_path / "m.onnx", inputs, (8, 8))
+    export = sp.export_onnx(model, tmp_path / "m.onnx", inputs, (8, 8), dynamic_batch=False)
+    assert (export.blocks.removed, export.blocks.total) == (2, 2 * 3 + 3 * 1)
     graph = onnx.load(tmp_path / "m.onnx").graph
     assert [entry.name for entry in graph.input] == ["input", "input2"]
     assert [entry.name for entry in graph.output] == ["output", "output2"]
-    found = sp.verify(tmp_path / "m.onnx")
-    assert found.block == Block(8, 8)  # the file says so
-    assert [(layer.name, layer.zero) for layer in found.layers] == [("inner", 2), ("outer", 0)]  # and no table
+    result = sp.verify(tmp_path / "m.onnx")
+    assert result.block == Block(8, 8)  # stored in the file
+    assert [(layer.name, layer.zero) for layer in result.layers] == [("inner", 2), ("outer", 0)]  # not the embedding
 
 
-class Helped(nn.Module):
-    """A head that only helps in training, as segmentation networks have them."""
+class AuxiliaryHead(nn.Module):
+    """Has a second head that is used only in training, like many segmentation networks."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.body, self.head, self.aid = nn.Conv2d(3, 16, 3), nn.Conv2d(16, 8, 1), nn.Conv2d(16, 8, 1)
+        self.body, self.head, self.auxiliary = nn.Conv2d(3, 16, 3), nn.Conv2d(16, 8, 1), nn.Conv2d(16, 8, 1)
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         y = torch.relu(self.body(x))
-        return (self.head(y), self.aid(y)) if self.training else self.head(y)
+        return (self.head(y), self.auxiliary(y)) if self.training else self.head(y)
 
 
 def test_unused_weights_are_named(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model = Helped()
+    model = AuxiliaryHead()
     plan = sp.plan(model, (4, 4), 0.5, include="*")
     mask = (torch.arange(plan.n) % 2).bool()
     with torch.no_grad():
         for layer in plan.layers:
             model.get_parameter(layer.weight).mul_(layer.grid.expand(mask[layer.start : layer.stop].float()))
-    receipt = make_receipt(plan, model.state_dict(), mask, "every other one")
-    done = sp.export_onnx(model, tmp_path / "m.onnx", torch.randn(2, 3, 8, 8), receipt=receipt)
-    assert done.missing == ("aid.weight",)
-    assert "1 weight (aid.weight) is used by no node and not in the file" in str(done)
-    found = sp.verify(tmp_path / "m.onnx")
-    assert found.ok  # and not held against a receipt that speaks of more
-    assert found.receipt is None
-    assert [layer.name for layer in found.layers] == ["body", "head"]
+    receipt = make_receipt(plan, model.state_dict(), mask, "test")
+    export = sp.export_onnx(model, tmp_path / "m.onnx", torch.randn(2, 3, 8, 8), receipt=receipt)
+    assert export.missing == ("auxiliary.weight",)
+    assert "1 weight (auxiliary.weight) is used by no node and not in the file" in str(export)
+    result = sp.verify(tmp_path / "m.onnx")
+    assert result.ok  # the receipt lists more weights, so it is not in the file
+    assert result.receipt is None
+    assert [layer.name for layer in result.layers] == ["body", "head"]
 
 
 class Standardized(nn.Conv2d):
+    """Transforms its weight before use, so zeros do not survive."""
+
     def forward(self, x: Tensor) -> Tensor:
         return self._conv_forward(x, self.weight - self.weight.mean((1, 2, 3), keepdim=True), self.bias)
 
 
-def test_zeros_that_no_node_computes_with_are_not_counted(tmp_path: Path) -> None:
+def test_zeros_of_transformed_weights_are_not_counted(tmp_path: Path) -> None:
     model = nn.Sequential(Standardized(8, 8, 1), nn.ReLU(), nn.Conv2d(8, 8, 1), nn.Flatten(), nn.Linear(32, 4))
     with torch.no_grad():
         model[0].weight[:4] = 0
         model[2].weight[:4, :4] = 0
     path = tmp_path / "a.onnx"
-    found = sp.export_onnx(model, path, torch.randn(2, 8, 2, 2), (4, 4), fold=False)
-    checked = sp.verify(path, (4, 4))
-    assert found.blocks.removed == 1 == checked.zero
-    assert (found.blocks.total, found.layers) == (12, 2) == (checked.blocks, len(checked.layers))
-    assert found.remade == ("0.weight",)
-    assert found.missing == ()
-    assert "1 weight (0.weight) is changed before use; those zeros are not counted" in str(found)
+    export = sp.export_onnx(model, path, torch.randn(2, 8, 2, 2), (4, 4), fold=False)
+    result = sp.verify(path, (4, 4))
+    assert export.blocks.removed == 1 == result.zero
+    assert (export.blocks.total, export.layers) == (12, 2) == (result.blocks, len(result.layers))
+    assert export.remade == ("0.weight",)
+    assert export.missing == ()
+    assert "1 weight (0.weight) is changed before use; those zeros are not counted" in str(export)
 
 
 @pytest.mark.parametrize("fold", [True, False])
 def test_folding_removes_batch_norms(fold: bool, tmp_path: Path) -> None:
-    """A factor of zero makes kept blocks vanish, which is said and is no fault; without folding nothing does."""
+    """A normalization factor of zero makes kept blocks zero when it is folded. That is reported and is not a problem."""
     torch.manual_seed(0)
     model, receipt = model_and_receipt()
     with torch.no_grad():
         model[4].weight[:4] = 0  # the factors of the four channels of the first row of blocks
-    done = sp.export_onnx(model, tmp_path / "m.onnx", zoo.plain_cnn()[1], receipt=receipt, fold=fold)
+    export = sp.export_onnx(model, tmp_path / "m.onnx", zoo.plain_cnn()[1], receipt=receipt, fold=fold)
     rows = receipt.layers[0].mask().reshape(receipt.layers[0].grid)
-    assert done.vanished == (int(rows[0].sum()) if fold else 0)
-    assert (done.batchnorms > 0) == (not fold) == ("batch normalizations are left in the graph" in str(done))
-    assert ("became zero by folding" in str(done)) == fold
-    found = sp.verify(tmp_path / "m.onnx")
-    assert found.ok, str(found)
-    assert (found.mask_hash == receipt.mask_hash) == (not fold)
+    assert export.vanished == (int(rows[0].sum()) if fold else 0)
+    assert (export.batchnorms > 0) == (not fold) == ("batch normalizations are left in the graph" in str(export))
+    assert ("became zero by folding" in str(export)) == fold
+    result = sp.verify(tmp_path / "m.onnx")
+    assert result.ok, str(result)
+    assert (result.mask_hash == receipt.mask_hash) == (not fold)
 
 
 # --- files of other origins
 
 
-def zeros_in(shape: tuple[int, ...], block: Block, groups: int = 1, transposed: bool = False) -> np.ndarray:
+def random_sparse(shape: tuple[int, ...], block: Block, groups: int = 1, transposed: bool = False) -> np.ndarray:
     grid = block.grid(shape, groups, transposed)
     values = torch.randn(shape) + 3
     return torch.where(grid.expand(torch.rand(grid.n) < 0.4), values, 0.0).numpy()
 
 
-def graph(nodes: list[Any], arrays: dict[str, np.ndarray], **more: Any) -> Any:
-    """A model of nodes and stored arrays; nothing needs to fit together, for nothing is run."""
+def graph(nodes: list[Any], arrays: dict[str, np.ndarray], **options: Any) -> Any:
+    """A model of nodes and stored arrays. Shapes need not match, because the model is never run."""
     tensors = [numpy_helper.from_array(array, name) for name, array in arrays.items()]
     info = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in ("x", "y")]
-    return helper.make_model(helper.make_graph(nodes, "g", info[:1], info[1:], tensors), **more)
+    return helper.make_model(helper.make_graph(nodes, "g", info[:1], info[1:], tensors), **options)
 
 
-def written(model: Any, path: Path) -> Path:
+def write_model(model: Any, path: Path) -> Path:
     path.write_bytes(model.SerializeToString())
     return path
 
@@ -357,98 +361,120 @@ BLOCK = Block(8, 4)
 
 
 def sparse_tensor(array: np.ndarray, by_axis: bool) -> Any:
-    """Its nonzero numbers and their places, one number each or one per axis."""
+    """The nonzero values and their indices: flat indices, or one per axis."""
     places = np.argwhere(array) if by_axis else np.flatnonzero(array)
     values = numpy_helper.from_array(array[array != 0], "w")
     return helper.make_sparse_tensor(values, numpy_helper.from_array(places.astype(np.int64), "places"), array.shape)
 
 
-def origins() -> dict[str, tuple[list[Any], dict[str, np.ndarray], int]]:
-    """Nodes, arrays, and how many zero blocks of 8 output x 4 input channels a slow count finds."""
+def count_zero_blocks(weight: np.ndarray, groups: int = 1, swapped: bool = False) -> int:
+    """The number of zero blocks of 8 output x 4 input channels, counted with loops."""
+    weight = weight.reshape(groups, -1, *weight.shape[1:])
+    weight = weight.swapaxes(1, 2) if swapped else weight  # (group, out, in, *kernel)
+    count = 0
+    for g in range(groups):
+        for o in range(0, weight.shape[1], 8):
+            for i in range(0, weight.shape[2], 4):
+                part = weight[g, o : o + 8, i : i + 4]
+                count += int((~part.reshape(*part.shape[:2], -1).any((0, 1))).sum())
+    return count
+
+
+Case = tuple[list[Any], dict[str, np.ndarray], int]  # nodes, arrays and the number of zero blocks
+
+
+def float_cases() -> dict[str, Case]:
+    """Graphs with float weights."""
     torch.manual_seed(3)
-    out: dict[str, tuple[list[Any], dict[str, np.ndarray], int]] = {}
-
-    def zero(weight: np.ndarray, groups: int = 1, swapped: bool = False) -> int:
-        weight = weight.reshape(groups, -1, *weight.shape[1:])
-        weight = weight.swapaxes(1, 2) if swapped else weight  # (group, out, in, *kernel)
-        count = 0
-        for g in range(groups):
-            for o in range(0, weight.shape[1], 8):
-                for i in range(0, weight.shape[2], 4):
-                    box = weight[g, o : o + 8, i : i + 4]
-                    count += int((~box.reshape(*box.shape[:2], -1).any((0, 1))).sum())
-        return count
-
-    w = zeros_in((24, 10, 3, 3), BLOCK)
-    out["conv"] = [helper.make_node("Conv", ["x", "w", "b"], ["y"])], {"w": w, "b": np.ones(24, np.float32)}, zero(w)
-    w = zeros_in((24, 6, 3, 3), BLOCK, 2)
-    out["fused conv"] = [helper.make_node("FusedConv", ["x", "w"], ["y"], group=2, domain="com.microsoft")], {"w": w}, zero(w, 2)
-    w = zeros_in((24, 6, 3), BLOCK, 2)
-    out["grouped"] = [helper.make_node("Conv", ["x", "w"], ["y"], group=2)], {"w": w}, zero(w, 2)
-    w = zeros_in((24, 20, 2, 2), BLOCK, 3, True)
-    out["transposed"] = [helper.make_node("ConvTranspose", ["x", "w"], ["y"], group=3)], {"w": w}, zero(w, 3, True)
-    w = zeros_in((40, 20), BLOCK)
-    out["gemm"] = [helper.make_node("Gemm", ["x", "w"], ["y"], transB=1)], {"w": w}, zero(w)
-    out["gemm in out"] = [helper.make_node("Gemm", ["x", "w"], ["y"])], {"w": w.T.copy()}, zero(w)
-    out["matmul"] = [helper.make_node("MatMul", ["x", "w"], ["y"])], {"w": w.T.copy()}, zero(w)
-    out["matmul from the left"] = [helper.make_node("MatMul", ["w", "x"], ["y"])], {"w": w}, zero(w)
-    turn = helper.make_node("Transpose", ["w"], ["t"], perm=[1, 0])
-    out["turned"] = [turn, helper.make_node("MatMul", ["x", "t"], ["y"])], {"w": w}, zero(w)
+    cases: dict[str, Case] = {}
+    w = random_sparse((24, 10, 3, 3), BLOCK)
+    cases["conv"] = [helper.make_node("Conv", ["x", "w", "b"], ["y"])], {"w": w, "b": np.ones(24, np.float32)}, count_zero_blocks(w)
+    w = random_sparse((24, 6, 3, 3), BLOCK, 2)
+    cases["fused conv"] = (
+        [helper.make_node("FusedConv", ["x", "w"], ["y"], group=2, domain="com.microsoft")],
+        {"w": w},
+        count_zero_blocks(w, 2),
+    )
+    w = random_sparse((24, 6, 3), BLOCK, 2)
+    cases["grouped"] = [helper.make_node("Conv", ["x", "w"], ["y"], group=2)], {"w": w}, count_zero_blocks(w, 2)
+    w = random_sparse((24, 20, 2, 2), BLOCK, 3, True)
+    cases["transposed"] = [helper.make_node("ConvTranspose", ["x", "w"], ["y"], group=3)], {"w": w}, count_zero_blocks(w, 3, True)
+    w = random_sparse((40, 20), BLOCK)
+    cases["gemm"] = [helper.make_node("Gemm", ["x", "w"], ["y"], transB=1)], {"w": w}, count_zero_blocks(w)
+    cases["gemm in out"] = [helper.make_node("Gemm", ["x", "w"], ["y"])], {"w": w.T.copy()}, count_zero_blocks(w)
+    cases["matmul"] = [helper.make_node("MatMul", ["x", "w"], ["y"])], {"w": w.T.copy()}, count_zero_blocks(w)
+    cases["matmul from the left"] = [helper.make_node("MatMul", ["w", "x"], ["y"])], {"w": w}, count_zero_blocks(w)
+    transpose = helper.make_node("Transpose", ["w"], ["t"], perm=[1, 0])
+    cases["behind a transpose"] = [transpose, helper.make_node("MatMul", ["x", "t"], ["y"])], {"w": w}, count_zero_blocks(w)
     rename = helper.make_node("Identity", ["w"], ["t"])
-    out["renamed"] = [rename, helper.make_node("Gemm", ["x", "t"], ["y"], transB=1)], {"w": w}, zero(w)
+    cases["renamed"] = [rename, helper.make_node("Gemm", ["x", "t"], ["y"], transB=1)], {"w": w}, count_zero_blocks(w)
     constant = helper.make_node("Constant", [], ["w"], value=numpy_helper.from_array(w))
-    out["constant"] = [constant, helper.make_node("Gemm", ["x", "w"], ["y"], transB=1)], {}, zero(w)
+    cases["constant"] = [constant, helper.make_node("Gemm", ["x", "w"], ["y"], transB=1)], {}, count_zero_blocks(w)
     sparse = helper.make_node("Constant", [], ["w"], sparse_value=sparse_tensor(w, by_axis=True))
-    out["sparse constant"] = [sparse, helper.make_node("Gemm", ["x", "w"], ["y"], transB=1)], {}, zero(w)
-    turn, matmul = helper.make_node("Transpose", ["w"], ["t"], perm=[1, 0]), helper.make_node("MatMul", ["x", "t"], ["y"])
-    out["turned constant"] = [constant, turn, matmul], {}, zero(w)
+    cases["sparse constant"] = [sparse, helper.make_node("Gemm", ["x", "w"], ["y"], transB=1)], {}, count_zero_blocks(w)
+    transpose, matmul = helper.make_node("Transpose", ["w"], ["t"], perm=[1, 0]), helper.make_node("MatMul", ["x", "t"], ["y"])
+    cases["constant behind a transpose"] = [constant, transpose, matmul], {}, count_zero_blocks(w)
+    cast = helper.make_node("Cast", ["w"], ["t"], to=TensorProto.FLOAT)
+    cases["cast"] = [cast, helper.make_node("MatMul", ["x", "t"], ["y"])], {"w": w.T.astype(np.float16)}, count_zero_blocks(w)
+    microsoft = {"domain": "com.microsoft"}
+    cases["fused gemm"] = [helper.make_node("FusedGemm", ["x", "w"], ["y"], transB=1, **microsoft)], {"w": w}, count_zero_blocks(w)
+    cases["fused matmul"] = (
+        [helper.make_node("FusedMatMul", ["x", "w"], ["y"], transB=1, **microsoft)],
+        {"w": w},
+        count_zero_blocks(w),
+    )
+    half = w.astype(np.float16)
+    cases["half"] = [helper.make_node("Gemm", ["x", "w"], ["y"], transB=1)], {"w": half}, count_zero_blocks(half)
+    return cases
+
+
+def quantized_cases() -> dict[str, Case]:
+    """Graphs with weights in 8-bit integers."""
+    torch.manual_seed(4)
+    cases: dict[str, Case] = {}
+    w = random_sparse((40, 20), BLOCK)
     q = np.round(w * 9).astype(np.int8)
     stored = {"w": q.astype(np.uint8) + np.uint8(128), "z": np.full((), 128, np.uint8), "s": np.float32(0.1).reshape(())}
     constants = [helper.make_node("Constant", [], [key], value=numpy_helper.from_array(stored[key])) for key in stored]
     scale = helper.make_node("DequantizeLinear", ["w", "s", "z"], ["t"])
-    out["scaled constant"] = [*constants, scale, helper.make_node("Gemm", ["x", "t"], ["y"], transB=1)], {}, zero(q)
-    cast = helper.make_node("Cast", ["w"], ["t"], to=TensorProto.FLOAT)
-    out["cast"] = [cast, helper.make_node("MatMul", ["x", "t"], ["y"])], {"w": w.T.astype(np.float16)}, zero(w)
-    own = {"domain": "com.microsoft"}
-    out["fused gemm"] = [helper.make_node("FusedGemm", ["x", "w"], ["y"], transB=1, **own)], {"w": w}, zero(w)
-    out["fused matmul"] = [helper.make_node("FusedMatMul", ["x", "w"], ["y"], transB=1, **own)], {"w": w}, zero(w)
-    q = np.round(w * 9).astype(np.int8)
-    qgemm = helper.make_node("QGemm", ["x", "s", "z", "w", "s", "wz"], ["y"], transB=1, **own)
+    cases["scaled constant"] = [*constants, scale, helper.make_node("Gemm", ["x", "t"], ["y"], transB=1)], {}, count_zero_blocks(q)
+    qgemm = helper.make_node("QGemm", ["x", "s", "z", "w", "s", "wz"], ["y"], transB=1, domain="com.microsoft")
     points = np.arange(40, dtype=np.uint8)[:, None]
-    small = {"s": np.float32(0.1).reshape(()), "z": np.zeros((), np.uint8), "wz": points.reshape(-1)}
-    out["qgemm"] = [qgemm], {"w": (q.astype(np.int16) + points).astype(np.uint8), **small}, zero(q)
-    half = w.astype(np.float16)
-    out["half"] = [helper.make_node("Gemm", ["x", "w"], ["y"], transB=1)], {"w": half}, zero(half)
-    q = np.round(w * 9).astype(np.int8)
-    conv = helper.make_node("Gemm", ["x", "t"], ["y"], transB=1)
+    scalars_and_points = {"s": np.float32(0.1).reshape(()), "z": np.zeros((), np.uint8), "wz": points.reshape(-1)}
+    cases["qgemm"] = [qgemm], {"w": (q.astype(np.int16) + points).astype(np.uint8), **scalars_and_points}, count_zero_blocks(q)
+    gemm = helper.make_node("Gemm", ["x", "t"], ["y"], transB=1)
     scale = {"s": np.full(40, 0.1, np.float32)}
-    centre = helper.make_node("DequantizeLinear", ["w_quantized", "s", "z"], ["t"], axis=0)
-    out["int8"] = [centre, conv], {"w_quantized": q, **scale, "z": np.zeros(40, np.int8)}, zero(q)
+    dequantize = helper.make_node("DequantizeLinear", ["w_quantized", "s", "z"], ["t"], axis=0)
+    cases["int8"] = [dequantize, gemm], {"w_quantized": q, **scale, "z": np.zeros(40, np.int8)}, count_zero_blocks(q)
     point = np.arange(40, dtype=np.uint8)[:, None]
     shifted = {"w_quantized": (q.astype(np.int16) + point).astype(np.uint8), **scale, "z": point.reshape(-1)}
-    out["int8 around another zero"] = [centre, conv], shifted, zero(q)
-    fake = helper.make_node("QuantizeLinear", ["w", "s", "z"], ["w_quantized"], axis=0)
-    out["trained for int8"] = [fake, centre, conv], {"w": w, **scale, "z": np.zeros(40, np.int8)}, zero(w)
-    w = zeros_in((24, 10, 3, 3), BLOCK)
+    cases["int8 with zero points"] = [dequantize, gemm], shifted, count_zero_blocks(q)
+    quantize = helper.make_node("QuantizeLinear", ["w", "s", "z"], ["w_quantized"], axis=0)
+    cases["quantization-aware training"] = (
+        [quantize, dequantize, gemm],
+        {"w": w, **scale, "z": np.zeros(40, np.int8)},
+        count_zero_blocks(w),
+    )
+    w = random_sparse((24, 10, 3, 3), BLOCK)
     q = np.round(w * 9).astype(np.int8)
-    one = {"s": np.float32(0.1).reshape(()), "z": np.zeros((), np.int8)}
+    scalars = {"s": np.float32(0.1).reshape(()), "z": np.zeros((), np.int8)}
     qlinear = helper.make_node("QLinearConv", ["x", "s", "z", "w", "s", "wz", "s", "z"], ["y"])
-    out["qlinear"] = [qlinear], {"w": q, **one, "wz": np.zeros(24, np.int8)}, zero(q)
-    return out
+    cases["qlinear"] = [qlinear], {"w": q, **scalars, "wz": np.zeros(24, np.int8)}, count_zero_blocks(q)
+    return cases
 
 
-ORIGINS = origins()
+ORIGINS = float_cases() | quantized_cases()
 
 
 @pytest.mark.parametrize("case", ORIGINS)
 def test_weights_of_other_exporters_are_read(case: str, tmp_path: Path) -> None:
     nodes, arrays, zero = ORIGINS[case]
-    path = written(graph(nodes, arrays), tmp_path / "foreign.onnx")
-    found = sp.verify(path, block=BLOCK)
-    assert (found.zero, len(found.layers)) == (zero, 1)
-    assert 0 < zero < found.blocks
+    path = write_model(graph(nodes, arrays), tmp_path / "foreign.onnx")
+    result = sp.verify(path, block=BLOCK)
+    assert (result.zero, len(result.layers)) == (zero, 1)
+    assert 0 < zero < result.blocks
     assert sp.report(path, BLOCK).blocks.removed == zero
-    assert sp.verify(path).block == BLOCK  # the shape is found by itself
+    assert sp.verify(path).block == BLOCK  # found without block=
     assert f"sparse in blocks of {BLOCK}" in str(sp.verify(path))
     packed = tmp_path / "packed"
     sp.pack(path, packed, BLOCK)
@@ -456,35 +482,35 @@ def test_weights_of_other_exporters_are_read(case: str, tmp_path: Path) -> None:
 
 
 def test_sparse_initializers_are_read(tmp_path: Path) -> None:
-    weight = zeros_in((24, 10, 3, 3), BLOCK)
+    weight = random_sparse((24, 10, 3, 3), BLOCK)
     node = helper.make_node("Conv", ["x", "w"], ["y"])
-    dense = sp.verify(written(graph([node], {"w": weight}), tmp_path / "dense.onnx"), BLOCK)
+    dense = sp.verify(write_model(graph([node], {"w": weight}), tmp_path / "dense.onnx"), BLOCK)
     for by_axis in (False, True):
         model = graph([node], {})
         model.graph.sparse_initializer.append(sparse_tensor(weight, by_axis))
-        assert sp.verify(written(model, tmp_path / "sparse.onnx"), BLOCK).layers == dense.layers
+        assert sp.verify(write_model(model, tmp_path / "sparse.onnx"), BLOCK).layers == dense.layers
     for dims, place in (([24, 10, 3, 2], 1440), ([2**40, 2**20], 0), ([24, -1], 0), ([2, 2], -1)):
-        bad = graph([node], {})
+        model = graph([node], {})
         values, places = numpy_helper.from_array(np.ones(1, np.float32), "w"), numpy_helper.from_array(np.array([place]), "places")
-        bad.graph.sparse_initializer.append(helper.make_sparse_tensor(values, places, dims))
+        model.graph.sparse_initializer.append(helper.make_sparse_tensor(values, places, dims))
         with pytest.raises(sp.SmartpruneError, match=r"bad\.onnx: w "):
-            sp.verify(written(bad, tmp_path / "bad.onnx"), BLOCK)
+            sp.verify(write_model(model, tmp_path / "bad.onnx"), BLOCK)
 
 
 def test_weights_in_branches_are_read(tmp_path: Path) -> None:
-    """Each branch may have a weight of its own, of the same name, and both may use one from outside."""
-    arrays = [zeros_in((24, 10, 3, 3), BLOCK) for _ in range(3)]
+    """Branches may have different weights of the same name, and may share a weight from outside."""
+    arrays = [random_sparse((24, 10, 3, 3), BLOCK) for _ in range(3)]
     branches = []
     for i in range(2):
         nodes = [helper.make_node("Conv", ["x", "w"], [f"a{i}"]), helper.make_node("Conv", ["x", "shared"], [f"b{i}"])]
         out = [helper.make_tensor_value_info(f"b{i}", TensorProto.FLOAT, None)]
         branches.append(helper.make_graph(nodes, f"branch{i}", [], out, [numpy_helper.from_array(arrays[i], "w")]))
     node = helper.make_node("If", ["c"], ["y"], then_branch=branches[0], else_branch=branches[1])
-    path = written(graph([node], {"shared": arrays[2]}), tmp_path / "branches.onnx")
-    found = sp.verify(path, BLOCK)
-    assert [layer.weight for layer in found.layers] == ["w", "shared", "w#2"]
-    alone = {str(i): torch.from_numpy(array) for i, array in enumerate(arrays)}
-    assert found.zero == sp.verify(alone, BLOCK).zero
+    path = write_model(graph([node], {"shared": arrays[2]}), tmp_path / "branches.onnx")
+    result = sp.verify(path, BLOCK)
+    assert [layer.weight for layer in result.layers] == ["w", "shared", "w#2"]
+    tensors = {str(i): torch.from_numpy(array) for i, array in enumerate(arrays)}
+    assert result.zero == sp.verify(tensors, BLOCK).zero
 
     model = nn.Module()
     model.w, model.shared = (nn.Parameter(torch.from_numpy(array)) for array in (arrays[0], arrays[2]))
@@ -492,11 +518,11 @@ def test_weights_in_branches_are_read(tmp_path: Path) -> None:
         read_source(path, model)
     branches[1].initializer[0].CopyFrom(numpy_helper.from_array(arrays[0], "w"))
     node = helper.make_node("If", ["c"], ["y"], then_branch=branches[0], else_branch=branches[1])
-    assert read_source(written(graph([node], {"shared": arrays[2]}), path), model).model is model
+    assert read_source(write_model(graph([node], {"shared": arrays[2]}), path), model).model is model
 
 
 def test_duplicate_names_and_indices_are_refused() -> None:
-    """Readers differ in which they take, and a name that was made up must not hide a weight that has it."""
+    """Readers differ in which duplicate they use. A generated name must not hide a weight that already has it."""
     use, zero, one = helper.make_node("MatMul", ["x", "w"], ["y"]), np.zeros((4, 4), np.float32), np.eye(4, dtype=np.float32)
     twice = graph([use], {"w": zero})
     twice.graph.initializer.append(numpy_helper.from_array(one, "w"))
@@ -514,12 +540,12 @@ def test_duplicate_names_and_indices_are_refused() -> None:
     branches = [helper.make_graph([use], "branch", [], [], [numpy_helper.from_array(one, "w")]) for _ in range(2)]
     node = helper.make_node("If", ["c"], ["y"], then_branch=branches[0], else_branch=branches[1])
     hidden = graph([helper.make_node("MatMul", ["x", "w#2"], ["y"]), node], {"w#2": zero})
-    found = onnxfile.parse_onnx(hidden.SerializeToString(), "hidden").weights
-    assert {name: int(weight.tensor.sum()) for name, weight in found.items()} == {"w#2": 0, "w": 4, "w#3": 4}
+    weights = onnxfile.parse_onnx(hidden.SerializeToString(), "hidden").weights
+    assert {name: int(weight.tensor.sum()) for name, weight in weights.items()} == {"w#2": 0, "w": 4, "w#3": 4}
 
 
-def test_a_small_file_takes_no_more_memory_than_a_large_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tensor that stores its nonzero numbers only can claim any size: each is read once, and together they have a limit."""
+def test_sparse_tensors_are_decoded_once_and_limited_in_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sparse tensor can claim any size. Each one is decoded once, and their total size is limited."""
     monkeypatch.setattr(onnxfile, "MAX_BYTES", 2 * 4 << 20)
     one = sparse_tensor(np.eye(1 << 10, dtype=np.float32), by_axis=False)
     for constant in (False, True):
@@ -540,9 +566,9 @@ def test_a_small_file_takes_no_more_memory_than_a_large_one(monkeypatch: pytest.
 
 
 def test_other_tensors_are_not_weights(tmp_path: Path) -> None:
-    arrays = {"w": zeros_in((16, 16), BLOCK), "table": np.zeros((100, 50), np.float32), "axes": np.zeros(2, np.int64)}
+    arrays = {"w": random_sparse((16, 16), BLOCK), "table": np.zeros((100, 50), np.float32), "axes": np.zeros(2, np.int64)}
     nodes = [helper.make_node("Add", ["x", "table"], ["a"]), helper.make_node("MatMul", ["a", "w"], ["y"])]
-    path = written(graph(nodes, arrays), tmp_path / "m.onnx")
+    path = write_model(graph(nodes, arrays), tmp_path / "m.onnx")
     assert [layer.name for layer in sp.verify(path, BLOCK).layers] == ["w"]
     assert [(s.name, s.reason) for s in sp.report(path, BLOCK).skipped] == [
         ("table", "not the weight of a convolution or linear layer")
@@ -550,18 +576,18 @@ def test_other_tensors_are_not_weights(tmp_path: Path) -> None:
 
 
 def test_a_kernel_with_reversed_axes_is_not_a_weight(tmp_path: Path) -> None:
-    """A Transpose without ``perm`` reverses any number of axes; one of two axes is the usual (in, out)."""
+    """A Transpose without ``perm`` reverses all axes, so only with two axes is the result a plain (in, out) matrix."""
     nodes = [helper.make_node("Transpose", ["w"], ["t"]), helper.make_node("Conv", ["x", "t"], ["a"])]
     nodes.append(helper.make_node("Conv", ["a", "plain"], ["y"]))
-    arrays = {"w": zeros_in((3, 3, 10, 24), BLOCK), "plain": zeros_in((24, 24, 1, 1), BLOCK)}
-    path = written(graph(nodes, arrays), tmp_path / "foreign.onnx")
-    for found in (sp.verify(path, BLOCK).layers, sp.report(path, BLOCK).layers):
-        assert [row.weight for row in found] == ["plain"]
+    arrays = {"w": random_sparse((3, 3, 10, 24), BLOCK), "plain": random_sparse((24, 24, 1, 1), BLOCK)}
+    path = write_model(graph(nodes, arrays), tmp_path / "foreign.onnx")
+    for rows in (sp.verify(path, BLOCK).layers, sp.report(path, BLOCK).layers):
+        assert [row.weight for row in rows] == ["plain"]
     assert [row.name for row in sp.report(path, BLOCK).skipped] == ["w"]
 
 
 def test_files_of_the_torchscript_exporter_are_read(tmp_path: Path) -> None:
-    """The older exporter writes other graphs: weights through Identity and Transpose nodes."""
+    """The older exporter passes weights through Identity and Transpose nodes."""
     import warnings
 
     torch.manual_seed(0)
@@ -572,64 +598,64 @@ def test_files_of_the_torchscript_exporter_are_read(tmp_path: Path) -> None:
             warnings.simplefilter("ignore")
             options = {"training": torch.onnx.TrainingMode.PRESERVE, "do_constant_folding": False}
             torch.onnx.export(model.eval(), (zoo.SMALL[name]()[1],), path, dynamo=False, **options)
-        found = sp.verify(path, receipt=receipt)
-        assert found.ok, str(found)
-        assert found.mask_hash == receipt.mask_hash
+        result = sp.verify(path, receipt=receipt)
+        assert result.ok, str(result)
+        assert result.mask_hash == receipt.mask_hash
 
 
-# --- files that nobody vouches for
+# --- untrusted files
 
 
-def test_hostile_files(tmp_path: Path) -> None:
+def test_hostile_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "bad.onnx"
     weight = numpy_helper.from_array(np.zeros((16, 16), np.float32), "w")
     node = helper.make_node("Gemm", ["x", "w"], ["y"], transB=1)
 
-    def refused(message: str, model: Any) -> None:
+    def check_refused(message: str, model: Any) -> None:
         with pytest.raises(sp.SmartpruneError, match=message) as caught:
-            sp.verify(written(model, path), BLOCK)
+            sp.verify(write_model(model, path), BLOCK)
         assert "bad.onnx" in str(caught.value)
 
     for dims in ([2**40, 2**40], [-1, 16], [16, 15], [2**31, 2**31], [2**62, 4], [1] * 40):
-        liar = copy.deepcopy(weight)
-        del liar.dims[:]
-        liar.dims.extend(dims)
+        tensor = copy.deepcopy(weight)
+        del tensor.dims[:]
+        tensor.dims.extend(dims)
         model = graph([node], {})
-        model.graph.initializer.append(liar)
-        refused("w ", model)
-    outside = copy.deepcopy(weight)
-    outside.ClearField("raw_data")
-    outside.data_location = TensorProto.EXTERNAL
+        model.graph.initializer.append(tensor)
+        check_refused("w ", model)
+    external = copy.deepcopy(weight)
+    external.ClearField("raw_data")
+    external.data_location = TensorProto.EXTERNAL
     for key, value in (("location", "/etc/passwd"), ("offset", "0"), ("length", "1024")):
-        outside.external_data.add(key=key, value=value)
+        external.external_data.add(key=key, value=value)
     model = graph([node], {})
-    model.graph.initializer.append(outside)
-    refused("the data of w is in another file, which is not read", model)
+    model.graph.initializer.append(external)
+    check_refused("the data of w is in another file, which is not read", model)
     unknown = copy.deepcopy(weight)
     unknown.data_type = 999
     model = graph([node], {})
     model.graph.initializer.append(unknown)
-    refused("w cannot be read", model)
-    refused("no Conv, ConvTranspose, Gemm or MatMul node has a stored weight", graph([], {"w": np.zeros((4, 4), np.float32)}))
+    check_refused("w cannot be read", model)
+    check_refused("no Conv, ConvTranspose, Gemm or MatMul node has a stored weight", graph([], {"w": np.zeros((4, 4), np.float32)}))
     loop = [helper.make_node("Identity", ["a"], ["b"]), helper.make_node("Identity", ["b"], ["a"])]
-    refused("no Conv", graph([*loop, helper.make_node("MatMul", ["x", "a"], ["y"])], {}))
+    check_refused("no Conv", graph([*loop, helper.make_node("MatMul", ["x", "a"], ["y"])], {}))
     groups = graph([helper.make_node("Conv", ["x", "w"], ["y"], group=-3)], {"w": np.zeros((16, 4, 1, 1), np.float32)})
-    refused("cannot be divided into -3 groups", groups)
-    odd = graph([helper.make_node("Gemm", ["x", "w"], ["y"])], {"w": np.ones((16, 16), np.float32)})
-    helper.set_model_props(odd, {"smartprune.receipt": "[" * 5000})
-    refused("smartprune.receipt: not readable as JSON", odd)
-    helper.set_model_props(odd, {"smartprune.block": "0x0"})
-    refused("smartprune.block: block", odd)
+    check_refused("cannot be divided into -3 groups", groups)
+    model = graph([helper.make_node("Gemm", ["x", "w"], ["y"])], {"w": np.ones((16, 16), np.float32)})
+    helper.set_model_props(model, {"smartprune.receipt": "[" * 5000})
+    check_refused("smartprune.receipt: not readable as JSON", model)
+    helper.set_model_props(model, {"smartprune.block": "0x0"})
+    check_refused("smartprune.block: block", model)
     path.write_bytes(b"")
     with pytest.raises(sp.SmartpruneError, match=r"bad\.onnx"):
         sp.verify(path)
 
 
-def test_fuzzed_files_are_read_or_refused(made: Any, tmp_path: Path) -> None:
+def test_fuzzed_files_are_read_or_refused(exported: Any, tmp_path: Path) -> None:
     rng = random.Random(0)
     path = tmp_path / "fuzz.onnx"
-    nodes, arrays, _ = ORIGINS["int8 around another zero"]
-    bases = [made["unet"][3].read_bytes(), graph(nodes, arrays).SerializeToString()]
+    nodes, arrays, _ = ORIGINS["int8 with zero points"]
+    bases = [exported["unet"][3].read_bytes(), graph(nodes, arrays).SerializeToString()]
     refused = 0
     for i in range(2500):
         data = bytearray(bases[i % 2])
@@ -640,35 +666,35 @@ def test_fuzzed_files_are_read_or_refused(made: Any, tmp_path: Path) -> None:
             at = rng.randrange(len(data))
             data[at:at] = rng.randbytes(rng.choice((1, 4, 20)))
         else:
-            reach = min(len(data), 3000) if kind < 0.9 else len(data)
+            length = min(len(data), 3000) if kind < 0.9 else len(data)
             for _ in range(rng.choice((1, 1, 2, 8))):
-                data[rng.randrange(reach) if kind < 0.6 else -1 - rng.randrange(reach)] = rng.randrange(256)
+                data[rng.randrange(length) if kind < 0.6 else -1 - rng.randrange(length)] = rng.randrange(256)
         path.unlink(missing_ok=True)
         path.write_bytes(data)
         try:
-            shown = str(sp.verify(path, block=BLOCK))
+            printed = str(sp.verify(path, block=BLOCK))
         except sp.SmartpruneError as error:
             if "fuzz.onnx" not in str(error):
                 raise
             refused += 1
         else:
-            assert shown
+            assert printed
     assert 400 < refused < 2500
 
 
-def test_reading_does_not_run_the_graph(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def stop(*args: Any, **kwargs: Any) -> None:
+def test_reading_does_not_run_the_graph(exported: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("a foreign graph was run")
 
-    monkeypatch.setattr(runtime, "InferenceSession", stop)
-    monkeypatch.setattr(onnx.checker, "check_model", stop)
-    assert read_onnx(made["unet"][3]).weights.keys() >= {"up1.weight"}
+    monkeypatch.setattr(runtime, "InferenceSession", fail)
+    monkeypatch.setattr(onnx.checker, "check_model", fail)
+    assert read_onnx(exported["unet"][3]).weights.keys() >= {"up1.weight"}
 
 
 # --- the command line
 
 
-def test_export_verb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     from safetensors.torch import save_file
 
     torch.manual_seed(0)
@@ -679,27 +705,27 @@ def test_export_verb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     (tmp_path / "mine.py").write_text("from helpers import zoo\n\n\ndef build():\n    return zoo.conv1d_net()[0]\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    given = ("export", "mine:build", "--weights", "w.safetensors", "--input", "2x32")
-    assert run_cli(*given, "--out", "m.onnx") == 2
+    command = ("export", "mine:build", "--weights", "w.safetensors", "--input", "2x32")
+    assert run_cli(*command, "--out", "m.onnx") == 2
     assert "add --block" in capsys.readouterr().err
     assert run_cli("export", "mine:build", "--block", "4x4", "--out", "m.onnx") == 2
     assert "add --input" in capsys.readouterr().err
-    assert run_cli(*given, "--block", "4x4") == 2
-    assert run_cli(*given, "--block", "4y4", "--out", "m.onnx") == 2
-    assert run_cli(*given, "--block", "4x4", "--out", "m.onnx", "--int8") == 2
+    assert run_cli(*command, "--block", "4x4") == 2
+    assert run_cli(*command, "--block", "4y4", "--out", "m.onnx") == 2
+    assert run_cli(*command, "--block", "4x4", "--out", "m.onnx", "--int8") == 2
     assert "add --calibration" in capsys.readouterr().err
     assert run_cli("export", tmp_path) == 2
     assert "has no config.json" in capsys.readouterr().err
     np.save(tmp_path / "x.npy", torch.randn(40, 2, 32).numpy())
     flags = ("--receipt", "receipt.json", "--out", "m.onnx", "--int8", "--calibration", "x.npy", "--json")
     capsys.readouterr()
-    assert run_cli(*given, *flags) == 0
+    assert run_cli(*command, *flags) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["size"] == (tmp_path / "m.onnx").stat().st_size
     assert data["int8_error"] < 0.1
     assert run_cli("verify", "m.onnx") == 0
     torch.save({"state_dict": {f"module.{name}": tensor for name, tensor in model.state_dict().items()}}, "wrapped.pt")
-    assert run_cli(*given[:2], "--weights", "wrapped.pt", *given[4:], "--receipt", "receipt.json", "--out", "n.onnx") == 0
+    assert run_cli(*command[:2], "--weights", "wrapped.pt", *command[4:], "--receipt", "receipt.json", "--out", "n.onnx") == 0
     capsys.readouterr()
     assert run_cli("export", "--help") == 0
     assert "example:\n  smartprune export" in capsys.readouterr().out
@@ -719,11 +745,11 @@ def test_export_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert len(base64.b64decode(entry["bits"])) == -(-math.prod(entry["grid"]) // 8)
 
 
-# --- what torch's exporter makes of odd models
+# --- unusual models
 
 
-def emptied(*layers: nn.Module) -> nn.Sequential:
-    """A network, all of whose convolutions and linear layers but the last are zero."""
+def zero_most(*layers: nn.Module) -> nn.Sequential:
+    """A network in which all convolutions and linear layers except the last one are zero."""
     model = nn.Sequential(*layers).eval()
     with torch.no_grad():
         for layer in [layer for layer in model if isinstance(layer, (nn.Linear, nn.Conv2d))][:-1]:
@@ -732,11 +758,11 @@ def emptied(*layers: nn.Module) -> nn.Sequential:
 
 
 MERGED = {
-    "linear": (lambda: emptied(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16), nn.Linear(16, 4)), (16,)),
-    "batch of rows": (lambda: emptied(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8), nn.Linear(8, 16), nn.Linear(16, 4)), (3, 8)),
-    "conv": (lambda: emptied(nn.Conv2d(8, 8, 1), nn.ReLU(), nn.Conv2d(8, 8, 1), nn.Conv2d(8, 4, 1)), (8, 4, 4)),
+    "linear": (lambda: zero_most(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16), nn.Linear(16, 4)), (16,)),
+    "batch of rows": (lambda: zero_most(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8), nn.Linear(8, 16), nn.Linear(16, 4)), (3, 8)),
+    "conv": (lambda: zero_most(nn.Conv2d(8, 8, 1), nn.ReLU(), nn.Conv2d(8, 8, 1), nn.Conv2d(8, 4, 1)), (8, 4, 4)),
     "folded": (
-        lambda: emptied(
+        lambda: zero_most(
             nn.Conv2d(8, 8, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 1, bias=False), nn.BatchNorm2d(8),
             nn.Conv2d(8, 4, 1),
         ),
@@ -748,27 +774,27 @@ MERGED = {
 @pytest.mark.parametrize("case", sorted(MERGED))
 @pytest.mark.parametrize("int8", [False, True])
 def test_merged_equal_weights_are_stored_separately(case: str, int8: bool, tmp_path: Path) -> None:
-    """The exporter merges small tensors that are equal; two layers whose blocks are all gone are."""
+    """The exporter merges small equal tensors, such as those of two layers without kept blocks."""
     make, shape = MERGED[case]
     torch.manual_seed(0)
     model, x = make(), torch.randn(2, *shape)
     counted = sp.verify(model, (4, 4))
-    found = sp.plan(model, (4, 4), counted.zero / counted.blocks, include="*")
+    plan = sp.plan(model, (4, 4), counted.zero / counted.blocks, include="*")
     weights = dict(model.named_parameters())
-    mask = torch.cat([layer.grid.sum(weights[layer.weight].detach() != 0).bool() for layer in found.layers])
-    receipt = make_receipt(found, weights, mask, "magnitude")
+    mask = torch.cat([layer.grid.sum(weights[layer.weight].detach() != 0).bool() for layer in plan.layers])
+    receipt = make_receipt(plan, weights, mask, "magnitude")
     calibration = [torch.randn(4, *shape) for _ in range(2)] if int8 else None
-    done = sp.export_onnx(model, tmp_path / "m.onnx", x, (4, 4), receipt=receipt, int8=int8, calibration=calibration)
-    assert done.missing == ()
-    assert done.layers == len(found.layers)
-    assert "note" not in str(done)
-    told = sp.verify(tmp_path / "m.onnx")
-    assert told.receipt is not None  # it went into the file
-    assert [layer.weight for layer in told.layers] == [layer.weight for layer in found.layers]
-    assert [layer.zero for layer in told.layers] == [layer.zero for layer in sp.verify(model, (4, 4)).layers]
+    export = sp.export_onnx(model, tmp_path / "m.onnx", x, (4, 4), receipt=receipt, int8=int8, calibration=calibration)
+    assert export.missing == ()
+    assert export.layers == len(plan.layers)
+    assert "note" not in str(export)
+    result = sp.verify(tmp_path / "m.onnx")
+    assert result.receipt is not None
+    assert [layer.weight for layer in result.layers] == [layer.weight for layer in plan.layers]
+    assert [layer.zero for layer in result.layers] == [layer.zero for layer in sp.verify(model, (4, 4)).layers]
     if not int8:
         with torch.no_grad():
-            assert (ran(tmp_path / "m.onnx", x) - model(x)).abs().max() < 1e-5
+            assert (run_onnx(tmp_path / "m.onnx", x) - model(x)).abs().max() < 1e-5
 
 
 def test_an_unused_weight_that_equals_a_used_one_stays_missing(tmp_path: Path) -> None:
@@ -782,9 +808,9 @@ def test_an_unused_weight_that_equals_a_used_one_stays_missing(tmp_path: Path) -
         def forward(self, x: Tensor) -> Tensor:
             return self.last(self.twice(self.twice(x).relu()))
 
-    done = sp.export_onnx(Net().eval(), tmp_path / "m.onnx", torch.randn(2, 8), (4, 4))
-    assert done.missing == ("unused.weight",)
-    assert "1 weight (unused.weight) is used by no node and not in the file" in str(done)
+    export = sp.export_onnx(Net().eval(), tmp_path / "m.onnx", torch.randn(2, 8), (4, 4))
+    assert export.missing == ("unused.weight",)
+    assert "1 weight (unused.weight) is used by no node and not in the file" in str(export)
 
 
 def test_integer_and_boolean_outputs_are_compared(tmp_path: Path) -> None:
@@ -798,8 +824,8 @@ def test_integer_and_boolean_outputs_are_compared(tmp_path: Path) -> None:
             return y, y > 0, y.argmax(1)
 
     torch.manual_seed(0)
-    done = sp.export_onnx(Net().eval(), tmp_path / "m.onnx", torch.randn(2, 8), (4, 4))
-    assert done.difference < 1e-5
+    export = sp.export_onnx(Net().eval(), tmp_path / "m.onnx", torch.randn(2, 8), (4, 4))
+    assert export.difference < 1e-5
 
 
 def test_a_model_that_cannot_be_exported_says_why(tmp_path: Path) -> None:
@@ -824,17 +850,17 @@ def test_wrapped_models_are_exported_and_models_that_cannot_be_copied_raise(tmp_
     model[0].weight.data[:, :4] = 0
     sp.export_onnx(model, tmp_path / "m.onnx", x, (4, 4))
     for i, wrapped in enumerate((torch.compile(model, backend="eager"), nn.DataParallel(model))):
-        found = sp.export_onnx(wrapped, tmp_path / f"{i}.onnx", x, (4, 4))  # type: ignore[arg-type]
-        assert found.blocks.removed == 18
+        export = sp.export_onnx(wrapped, tmp_path / f"{i}.onnx", x, (4, 4))  # type: ignore[arg-type]
+        assert export.blocks.removed == 18
         assert (tmp_path / f"{i}.onnx").read_bytes() == (tmp_path / "m.onnx").read_bytes()
-    for bad in (nn.LazyConv2d(8, 3), nn.Conv2d(8, 8, 3, device="meta"), torch.jit.script(model)):
+    for wrong in (nn.LazyConv2d(8, 3), nn.Conv2d(8, 8, 3, device="meta"), torch.jit.script(model)):
         with pytest.raises(sp.SmartpruneError, match="export_onnx: the model cannot be copied"):
-            sp.export_onnx(bad, tmp_path / "bad.onnx", x, (4, 4))
+            sp.export_onnx(wrong, tmp_path / "bad.onnx", x, (4, 4))
 
 
 def test_float64_errors_say_what_to_do(tmp_path: Path) -> None:
     model, x = nn.Sequential(nn.Conv2d(8, 8, 3)).double().eval(), torch.randn(2, 8, 6, 6)
-    for example in (x.double(), x):  # an operation that onnxruntime lacks, and an input that does not fit
+    for example in (x.double(), x):  # an operation that onnxruntime lacks, and an input of another dtype
         with pytest.raises(sp.SmartpruneError, match=r"float64.*give model\.float\(\), and a float32 example"):
             sp.export_onnx(model, tmp_path / "m.onnx", example, (4, 4))
     linear = nn.Sequential(nn.Linear(8, 8)).double().eval()
@@ -855,16 +881,16 @@ def test_no_file_is_replaced_unless_all_can_be_written(tmp_path: Path) -> None:
 
 
 def test_export_command_does_not_overwrite_its_inputs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    paper = tmp_path / "m.mask.json"
-    paper.write_text("{}")
+    receipt = tmp_path / "m.mask.json"
+    receipt.write_text("{}")
     common = ["export", "resnet18", "--input", "3x32x32", "--block", "16x8"]
-    for words, message in (
-        (["--out", str(tmp_path / "m.onnx"), "--receipt", str(paper)], "the mask beside --out .* is the receipt itself"),
+    for arguments, message in (
+        (["--out", str(tmp_path / "m.onnx"), "--receipt", str(receipt)], "the mask file of --out .* is the receipt itself"),
         (["--out", str(tmp_path / "no" / "m.onnx")], "--out .*the folder .* does not exist"),
         (["--out", str(tmp_path / "m.bin")], r"--out .* must end in \.onnx"),
     ):
         with pytest.raises(SystemExit) as stop:
-            main([*common, *words])
+            main([*common, *arguments])
         assert stop.value.code == 2
         assert re.search(message, capsys.readouterr().err)
     assert [path.name for path in tmp_path.iterdir()] == ["m.mask.json"]
@@ -872,7 +898,7 @@ def test_export_command_does_not_overwrite_its_inputs(tmp_path: Path, capsys: py
 
 def test_a_receipt_left_out_of_the_file_is_reported(tmp_path: Path) -> None:
     class Auxiliary(nn.Module):
-        """A head for training alone."""
+        """Has a second head that is used only in training."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -885,20 +911,20 @@ def test_a_receipt_left_out_of_the_file_is_reported(tmp_path: Path) -> None:
     model = Auxiliary()
     sp.attach(model, sp.Magnitude(), block=(4, 4), sparsity=0.5, steps=1, include="*").step()
     receipt = sp.bake(model)
-    found = sp.export_onnx(model.eval(), tmp_path / "model.onnx", torch.randn(1, 8, 6, 6), receipt=receipt)
-    assert found.unlisted == ("head.weight",)
-    assert "the receipt is not in the file, because it lists 1 weight (head.weight) that no node uses" in str(found)
-    assert found.to_json()["unlisted"] == ["head.weight"]
+    export = sp.export_onnx(model.eval(), tmp_path / "model.onnx", torch.randn(1, 8, 6, 6), receipt=receipt)
+    assert export.unlisted == ("head.weight",)
+    assert "the receipt is not in the file, because it lists 1 weight (head.weight) that no node uses" in str(export)
+    assert export.to_json()["unlisted"] == ["head.weight"]
     assert sp.verify(tmp_path / "model.onnx").receipt is None
 
 
 def test_int8_keeps_grouped_transposed_convolutions_in_float(tmp_path: Path) -> None:
-    """onnxruntime has scales of one group for a bias of all: it fails, so the node stays in float."""
+    """onnxruntime fails on these nodes because it has the scales of only one group, so they stay in float."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ConvTranspose2d(16, 12, 3, stride=2, groups=2)).eval()
     x = torch.randn(1, 3, 8, 8)
-    found = sp.export_onnx(model, tmp_path / "t.onnx", x, (4, 4), int8=True, calibration=[torch.randn(8, 3, 8, 8)])
-    assert len(found.unquantized) == 1
-    assert f"1 node ({found.unquantized[0]}) computes in float" in str(found)
+    export = sp.export_onnx(model, tmp_path / "t.onnx", x, (4, 4), int8=True, calibration=[torch.randn(8, 3, 8, 8)])
+    assert len(export.unquantized) == 1
+    assert f"1 node ({export.unquantized[0]}) computes in float" in str(export)
     expected = model(x).detach()
-    assert float((ran(tmp_path / "t.onnx", x) - expected).norm() / expected.norm()) < 0.1
+    assert float((run_onnx(tmp_path / "t.onnx", x) - expected).norm() / expected.norm()) < 0.1

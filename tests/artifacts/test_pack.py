@@ -1,4 +1,4 @@
-"""Packed files: what is written, that it comes back, and that the documentation's own reader reads it."""
+"""Packed files: the bytes that are written, unpacking, and the reader shown in the documentation."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from smartprune.core.block import Block
 from smartprune.pruning.receipt import make_receipt
 
 
-def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    """Equal names in order, shapes, types and bits."""
+def equal_states(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    """Whether names, their order, shapes, dtypes and bits are equal."""
     return list(a) == list(b) and all(
         a[k].shape == b[k].shape and a[k].dtype == b[k].dtype and np.array_equal(raw_bytes(a[k]), raw_bytes(b[k])) for k in a
     )
 
 
-def check(state: dict[str, Tensor], path: Path) -> None:
-    """Our reader and the documented one both give the state back."""
-    assert same(sp.unpack(path), state)
+def check_unpacks(state: dict[str, Tensor], path: Path) -> None:
+    """Checks that our reader and the documented one restore the state."""
+    assert equal_states(sp.unpack(path), state)
     read = documented_reader()(path)
     assert list(read) == list(state)
     for name, array in read.items():
@@ -46,13 +46,13 @@ def check(state: dict[str, Tensor], path: Path) -> None:
         assert array.tobytes() == state[name].detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes(), name
 
 
-def sparse(shape: tuple[int, ...], block: Block, groups: int = 1, transposed: bool = False, keep: float = 0.3) -> Tensor:
+def random_sparse(shape: tuple[int, ...], block: Block, groups: int = 1, transposed: bool = False, keep: float = 0.3) -> Tensor:
     grid = block.grid(shape, groups, transposed)
     kept = torch.rand(grid.n) < keep
     return torch.where(grid.expand(kept), torch.randn(shape), 0.0)
 
 
-# --- there and back
+# --- unpacking restores what was packed
 
 
 @pytest.mark.parametrize("block", ["16x8", "4x4", "3x5", "1x1", "channel", "*x1", "4x4x3x3", "4x4x2x2", "2x*x1x1", "*x*"])
@@ -62,10 +62,10 @@ def test_unpack_restores_every_model_and_block(name: str, block: str, tmp_path: 
     model = zero_random_blocks(zoo.SMALL[name]()[0], block)
     path = tmp_path / "model.packed.safetensors"
     sp.pack(model, path, block)
-    check(dict(model.state_dict()), path)
+    check_unpacks(dict(model.state_dict()), path)
     other = zoo.SMALL[name]()[0]
     sp.unpack(path, other)
-    assert same(dict(other.state_dict()), dict(model.state_dict()))
+    assert equal_states(dict(other.state_dict()), dict(model.state_dict()))
 
 
 LAYERS = {
@@ -85,7 +85,7 @@ LAYERS = {
 @pytest.mark.parametrize("block", [(16, 8), (4, 4), (5, 3), (4, None)])
 @pytest.mark.parametrize("kind", LAYERS)
 def test_blocks_are_stored_in_kernel_order(kind: str, block: tuple[int | None, ...], tmp_path: Path) -> None:
-    """Against a slow loop: rows are (group, output block), columns (kernel position, input block), output fastest."""
+    """Compared with loops: rows are (group, output block), columns (kernel position, input block), output fastest."""
     torch.manual_seed(1)
     build, groups, transposed = LAYERS[kind]
     layer = zero_random_blocks(build(), block)
@@ -104,16 +104,16 @@ def test_blocks_are_stored_in_kernel_order(kind: str, block: tuple[int | None, .
     in_blocks = math.ceil(channels_in / in_step)
     for group in range(groups):
         for o in range(0, channels_out, out_step):
-            for position, place in enumerate(np.ndindex(*weight.shape[2:])):
+            for position, offset in enumerate(np.ndindex(*weight.shape[2:])):
                 for i in range(0, channels_in, in_step):
-                    box = np.zeros((in_step, out_step), dtype=np.float32)
+                    part = np.zeros((in_step, out_step), dtype=np.float32)
                     for a in range(min(in_step, channels_in - i)):
                         for b in range(min(out_step, channels_out - o)):
-                            first = (group * channels_in + i + a, o + b) if transposed else (group * channels_out + o + b, i + a)
-                            box[a, b] = weight[(*first, *place)]
-                    if box.any():
+                            channels = (group * channels_in + i + a, o + b) if transposed else (group * channels_out + o + b, i + a)
+                            part[a, b] = weight[(*channels, *offset)]
+                    if part.any():
                         cols.append(position * in_blocks + i // in_step)
-                        values.append(box)
+                        values.append(part)
             rows.append(len(cols))
     assert packed.rows.tolist() == rows
     assert packed.cols.tolist() == cols
@@ -123,10 +123,10 @@ def test_blocks_are_stored_in_kernel_order(kind: str, block: tuple[int | None, .
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int8, torch.float8_e4m3fn])
 def test_every_dtype_is_restored(dtype: torch.dtype, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    state = {"w": sparse((40, 30, 3, 3), Block(16, 8)).mul(9).to(dtype), "bias": torch.randn(40).to(dtype)}
-    done = sp.pack(state, tmp_path / "p", (16, 8))
-    assert done.layers[0].packed
-    check(state, tmp_path / "p")
+    state = {"w": random_sparse((40, 30, 3, 3), Block(16, 8)).mul(9).to(dtype), "bias": torch.randn(40).to(dtype)}
+    packed = sp.pack(state, tmp_path / "p", (16, 8))
+    assert packed.layers[0].packed
+    check_unpacks(state, tmp_path / "p")
 
 
 def test_odd_values_keep_their_bits(tmp_path: Path) -> None:
@@ -135,10 +135,10 @@ def test_odd_values_keep_their_bits(tmp_path: Path) -> None:
     weight.view(torch.int32)[7, 40] = 0x7FC12345  # a NaN with a payload
     weight[4:, 60:] = -0.0
     sp.pack({"w": weight}, tmp_path / "p", (4, 4))
-    got = sp.unpack(tmp_path / "p")["w"]
+    unpacked = sp.unpack(tmp_path / "p")["w"]
     expected = weight.clone()
-    expected[4:, 60:] = 0.0  # the one difference: a block of zeros of either sign is absent
-    assert np.array_equal(raw_bytes(got), raw_bytes(expected))
+    expected[4:, 60:] = 0.0  # the only difference: blocks of zeros of either sign are not stored
+    assert np.array_equal(raw_bytes(unpacked), raw_bytes(expected))
     assert read_packed(tmp_path / "p").weights["w"].occupied().sum() == 5
 
 
@@ -146,14 +146,14 @@ def test_strided_weights_are_restored(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(16, 32, 3), nn.Linear(32, 40)).to(memory_format=torch.channels_last)
     zero_random_blocks(model, (4, 4))
-    model[1].weight = nn.Parameter(sparse((32, 40), Block(4, 4)).t())
+    model[1].weight = nn.Parameter(random_sparse((32, 40), Block(4, 4)).t())
     assert not model[0].weight.is_contiguous()
     assert not model[1].weight.is_contiguous()
     sp.pack(model, tmp_path / "p", (4, 4))
-    check(dict(model.state_dict()), tmp_path / "p")
+    check_unpacks(dict(model.state_dict()), tmp_path / "p")
     other = nn.Sequential(nn.Conv2d(16, 32, 3), nn.Linear(32, 40)).to(memory_format=torch.channels_last)
     sp.unpack(tmp_path / "p", other)
-    assert same(dict(other.state_dict()), dict(model.state_dict()))
+    assert equal_states(dict(other.state_dict()), dict(model.state_dict()))
     assert other[0].weight.is_contiguous(memory_format=torch.channels_last)
 
 
@@ -169,30 +169,30 @@ def test_tied_weights_are_stored_once(tmp_path: Path) -> None:
     plain["b"] = plain["a"]
     sp.pack(plain, tmp_path / "p", (4, 4))
     assert read_packed(tmp_path / "p").tied == {"b": "a"}
-    check(plain, tmp_path / "p")
+    check_unpacks(plain, tmp_path / "p")
 
 
 def test_weights_that_save_no_bytes_are_stored_unchanged(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    state = {"dense": torch.randn(32, 32), "sparse": sparse((32, 32), Block(4, 4)), "empty": torch.zeros(32, 32)}
-    done = sp.pack(state, tmp_path / "p", (4, 4))
-    assert [row.packed for row in done.layers] == [False, True, True]
+    state = {"dense": torch.randn(32, 32), "sparse": random_sparse((32, 32), Block(4, 4)), "empty": torch.zeros(32, 32)}
+    packed = sp.pack(state, tmp_path / "p", (4, 4))
+    assert [row.packed for row in packed.layers] == [False, True, True]
     with safe_open(tmp_path / "p", "pt") as file:
         assert sorted(file.keys()) == [
             "dense",
             *(f"{w}#{part}" for w in ("empty", "sparse") for part in ("cols", "rows", "values")),
         ]
-    check(state, tmp_path / "p")
+    check_unpacks(state, tmp_path / "p")
     file = read_packed(tmp_path / "p")
-    assert file.layouts["dense"].kind == "matrix"  # said for it too
-    assert "unchanged" in str(done)
+    assert file.layouts["dense"].kind == "matrix"  # also for weights that are stored unchanged
+    assert "unchanged" in str(packed)
 
 
 def test_weights_of_many_axes_are_restored(tmp_path: Path) -> None:
-    """Entries have up to 8 axes, and what has more is stored as it is: a file that nobody can read is no file."""
+    """Readers accept blocks of up to 8 axes, so weights with more are stored unchanged."""
     state = {f"w{n}": torch.zeros([4, 4] + [2] * (n - 2)) for n in (2, 8, 9, 12)}
     sp.pack(state, tmp_path / "p", (2, 2))
-    check(state, tmp_path / "p")
+    check_unpacks(state, tmp_path / "p")
     assert all(torch.equal(tensor, state[name]) for name, tensor in sp.unpack(tmp_path / "p").items())
     assert [row.weight for row in sp.verify(tmp_path / "p").layers] == ["w2", "w8"]
 
@@ -211,7 +211,7 @@ def test_blocks_start_at_multiples_of_64_bytes(tmp_path: Path) -> None:
 
 
 def test_packed_size_of_a_resnet(tmp_path: Path) -> None:
-    """95 % of the 16x8 blocks at random: at most 6.5 % of the dense file, by real file sizes."""
+    """With 95 % of the 16x8 blocks removed at random, the file takes at most 6.5 % of the dense file."""
     torch.manual_seed(0)
     model, _ = zoo.resnet18()
     plan = sp.plan(model, (16, 8), 0.95)
@@ -221,19 +221,19 @@ def test_packed_size_of_a_resnet(tmp_path: Path) -> None:
         for layer in plan.layers:
             model.get_parameter(layer.weight).masked_fill_(~layer.grid.expand(mask[layer.start : layer.stop]), 0.0)
     receipt = make_receipt(plan, model.state_dict(), mask, "random")
-    done = sp.pack(model, tmp_path / "p", receipt=receipt)
+    packed = sp.pack(model, tmp_path / "p", receipt=receipt)
     save_file(model.state_dict(), tmp_path / "dense.safetensors")
-    dense, packed = (tmp_path / "dense.safetensors").stat().st_size, (tmp_path / "p").stat().st_size
-    assert packed / dense <= 0.065
-    assert done.size == packed
-    assert abs(done.dense - dense) < 1000  # the same but for the digits and the filling of the header
-    assert same(sp.unpack(tmp_path / "p"), dict(model.state_dict()))
-    found = sp.verify(tmp_path / "p")
-    assert found.ok
-    assert found.mask_hash == receipt.mask_hash
+    dense_size, packed_size = (tmp_path / "dense.safetensors").stat().st_size, (tmp_path / "p").stat().st_size
+    assert packed_size / dense_size <= 0.065
+    assert packed.size == packed_size
+    assert abs(packed.dense - dense_size) < 1000  # the headers differ in the number of digits and in padding
+    assert equal_states(sp.unpack(tmp_path / "p"), dict(model.state_dict()))
+    result = sp.verify(tmp_path / "p")
+    assert result.ok
+    assert result.mask_hash == receipt.mask_hash
 
 
-# --- the bytes
+# --- the format
 
 
 TEXT = (
@@ -254,17 +254,17 @@ DATA = bytes.fromhex(
 )
 
 
-def test_golden_bytes(tmp_path: Path) -> None:
-    """A version 1 file is these bytes, for ever."""
+def test_packed_bytes_are_fixed(tmp_path: Path) -> None:
+    """The bytes of a version 1 file never change."""
     header = f'{{"__metadata__":{{"smartprune.packed":{json.dumps(TEXT)}}},{TENSORS}}}'.encode()
     golden = (824).to_bytes(8, "little") + header.ljust(824) + DATA
     for _ in range(2):
         sp.pack(documented_example(), tmp_path / "p", (2, 2))
         assert (tmp_path / "p").read_bytes() == golden
-    check(documented_example(), tmp_path / "p")
+    check_unpacks(documented_example(), tmp_path / "p")
 
 
-def test_reader_in_the_documentation() -> None:
+def test_the_documented_example_is_the_packed_file() -> None:
     shown = next(text for text in re.findall(r"```\n(.*?)```", FORMAT_PAGE, re.S) if "conv.bias" in text)
     assert bytes.fromhex("".join(re.findall(r"\b[0-9a-f]{8}\b", shown))) == DATA
     entry = json.loads(re.findall(r"```json\n(.*?)```", FORMAT_PAGE, re.S)[0])
@@ -274,15 +274,15 @@ def test_reader_in_the_documentation() -> None:
 
 
 def test_hash_follows_the_documentation(tmp_path: Path) -> None:
-    """Recomputed from the words of docs/format.md."""
+    """Computed as docs/format.md describes."""
     import hashlib
 
-    text = json.loads(TEXT)
+    metadata = json.loads(TEXT)
     present = np.zeros((2, 2, 1, 2), dtype=bool)  # output blocks, input blocks, kernel
     present[0, 1, 0, 0] = present[0, 0, 0, 1] = present[1, 1, 0, 1] = True
     packed = bytes([sum(int(bit) << i for i, bit in enumerate(present.reshape(-1)))])
-    said = hashlib.sha256(b'block 2x2x1x1\nlayer 2x2x1x2 "conv.weight"\n' + packed).hexdigest()
-    assert text["mask_hash"] == f"sha256:{said}"
+    digest = hashlib.sha256(b'block 2x2x1x1\nlayer 2x2x1x2 "conv.weight"\n' + packed).hexdigest()
+    assert metadata["mask_hash"] == f"sha256:{digest}"
 
 
 # --- receipts, verify and report
@@ -294,14 +294,18 @@ def test_verify_and_report_read_packed_files(tmp_path: Path) -> None:
         model, receipt = model_and_receipt(name)
         for file in ("p.packed.safetensors", "p", "p.bin.old"):
             sp.pack(model, tmp_path / file, receipt=receipt)
-            found = sp.verify(tmp_path / file)
-            assert found.ok, str(found)
-            assert found.mask_hash == receipt.mask_hash
-            assert found.receipt is not None
-            assert found.receipt.to_json() == receipt.to_json()
-        seen, true = sp.report(tmp_path / "p"), sp.report(model, (4, 4))
-        assert [row.to_json() for row in seen.layers] == [row.to_json() for row in true.layers]  # groups and axes too
-        assert (seen.params, seen.zeros, seen.block) == (true.params, true.zeros, Block(4, 4))
+            result = sp.verify(tmp_path / file)
+            assert result.ok, str(result)
+            assert result.mask_hash == receipt.mask_hash
+            assert result.receipt is not None
+            assert result.receipt.to_json() == receipt.to_json()
+        of_file, of_model = sp.report(tmp_path / "p"), sp.report(model, (4, 4))
+        assert [row.to_json() for row in of_file.layers] == [row.to_json() for row in of_model.layers]  # with groups and axes
+        assert (of_file.params, of_file.zeros, of_file.block) == (
+            of_model.params,
+            of_model.zeros,
+            Block(4, 4),
+        )
 
 
 def test_verify_counts_the_packed_block(tmp_path: Path) -> None:
@@ -319,10 +323,10 @@ def test_a_receipt_of_other_weights_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "p").exists()
 
 
-# --- misuse
+# --- wrong arguments
 
 
-def test_misuse(tmp_path: Path) -> None:
+def test_wrong_arguments_raise(tmp_path: Path) -> None:
     model, _ = zoo.plain_cnn()
     with pytest.raises(sp.SmartpruneError, match="give block="):
         sp.pack(model, tmp_path / "p")
@@ -373,11 +377,11 @@ def test_a_model_that_does_not_fit_is_not_changed(tmp_path: Path) -> None:
         before = {name: tensor.clone() for name, tensor in other.state_dict().items()}
         with pytest.raises(sp.SmartpruneError, match=message):
             sp.unpack(tmp_path / "p", other)
-        assert same(dict(other.state_dict()), before)
+        assert equal_states(dict(other.state_dict()), before)
 
 
 class Versioned(nn.Linear):
-    """Asks for the version of its format, as batch norms and torchvision's MNASNet do."""
+    """Reads the version of its format from the metadata, like batch norms and torchvision's MNASNet."""
 
     _version = 2
 
@@ -399,7 +403,7 @@ def test_packing_does_not_change_the_model(tmp_path: Path) -> None:
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     ids = [id(p) for p in model.parameters()]
     sp.pack(model, tmp_path / "p", (4, 4))
-    assert same(dict(model.state_dict()), before)
+    assert equal_states(dict(model.state_dict()), before)
     assert ids == [id(p) for p in model.parameters()]
 
 
@@ -427,9 +431,9 @@ def test_a_run_folder_is_packed_and_unpacked(folder: Path, capsys: pytest.Captur
     assert "ok: matches the receipt" in capsys.readouterr().out
     assert run_cli("report", packed) == 0
     assert "blocks of 4x4x1x1" in capsys.readouterr().out
-    assert run_cli("unpack", packed, "--out", folder / "again.safetensors") == 0
-    ours, theirs = load_file(folder / "again.safetensors"), load_file(folder / "model.safetensors")
-    assert same({name: ours[name] for name in sorted(ours)}, {name: theirs[name] for name in sorted(theirs)})
+    assert run_cli("unpack", packed, "--out", folder / "second.safetensors") == 0
+    unpacked, original = load_file(folder / "second.safetensors"), load_file(folder / "model.safetensors")
+    assert equal_states({name: unpacked[name] for name in sorted(unpacked)}, {name: original[name] for name in sorted(original)})
     assert (folder / "model.safetensors").read_bytes() == before
     capsys.readouterr()
     assert run_cli("pack", folder, "--json", "--out", folder / "b") == 0
@@ -440,7 +444,7 @@ def test_a_run_folder_is_packed_and_unpacked(folder: Path, capsys: pytest.Captur
     assert (folder / "b").read_bytes() == packed.read_bytes()
 
 
-def test_wrong_arguments(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_command_line_arguments(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = folder / "model.safetensors"
     assert run_cli("pack", model) == 2
     assert "add --block" in capsys.readouterr().err
@@ -461,7 +465,7 @@ def test_wrong_arguments(folder: Path, capsys: pytest.CaptureFixture[str]) -> No
         assert f"example:\n  smartprune {verb}" in capsys.readouterr().out
 
 
-# --- what cannot be packed, and what cannot be loaded
+# --- models that cannot be packed or loaded
 
 
 def test_models_without_tensors_are_refused(tmp_path: Path) -> None:
@@ -474,7 +478,7 @@ def test_models_without_tensors_are_refused(tmp_path: Path) -> None:
     with pytest.raises(sp.SmartpruneError, match=r"made by smartprune\.accelerate.*give the original model"):
         sp.pack(sp.accelerate(model, backend="reference"), path, (4, 4))
 
-    class Odd(nn.Module):  # cannot be traced, so that its layers are accelerated one by one
+    class Odd(nn.Module):  # cannot be traced, so each layer is accelerated separately
         def __init__(self) -> None:
             super().__init__()
             self.a, self.scale = nn.Linear(8, 8), nn.Parameter(torch.ones(1))
@@ -488,21 +492,21 @@ def test_models_without_tensors_are_refused(tmp_path: Path) -> None:
 
 
 def test_models_without_weights_to_cut_are_reported(tmp_path: Path) -> None:
-    done = sp.pack(nn.BatchNorm2d(3), tmp_path / "p", (4, 4))
-    assert done.layers == ()
-    assert str(done).startswith("no weight can be cut into blocks of 4x4x1x1: every tensor is stored unchanged\n")
+    packed = sp.pack(nn.BatchNorm2d(3), tmp_path / "p", (4, 4))
+    assert packed.layers == ()
+    assert str(packed).startswith("no weight can be cut into blocks of 4x4x1x1: every tensor is stored unchanged\n")
     assert sp.unpack(tmp_path / "p").keys() == nn.BatchNorm2d(3).state_dict().keys()
 
 
-def test_axes_that_were_assumed_are_named(tmp_path: Path) -> None:
+def test_assumed_axes_are_named(tmp_path: Path) -> None:
     model = nn.Sequential(nn.ConvTranspose2d(8, 4, 1), nn.Linear(8, 8))
-    done = sp.pack(model.state_dict(), tmp_path / "p", (4, 2))
-    assert done.assumed == ("0.weight",)
-    assert done.to_json()["axes_assumed"] == ["0.weight"]
-    assert "the axes of 1 weight are assumed to be (out, in, ...), without groups" in " ".join(str(done).split())
-    assert "To be sure, pack the model itself" in " ".join(str(done).split())
+    packed = sp.pack(model.state_dict(), tmp_path / "p", (4, 2))
+    assert packed.assumed == ("0.weight",)
+    assert packed.to_json()["axes_assumed"] == ["0.weight"]
+    assert "the axes of 1 weight are assumed to be (out, in, ...), without groups" in " ".join(str(packed).split())
+    assert "To be sure, pack the model itself" in " ".join(str(packed).split())
     assert sp.pack(model, tmp_path / "p", (4, 2)).assumed == ()
-    assert sp.pack(tmp_path / "p", tmp_path / "q").assumed == ()  # the file says them
+    assert sp.pack(tmp_path / "p", tmp_path / "q").assumed == ()  # stored in the file
 
 
 def test_meta_and_lazy_models_cannot_be_loaded(tmp_path: Path) -> None:
@@ -539,10 +543,10 @@ def test_wrong_paths_names_and_limits_are_refused(tmp_path: Path) -> None:
 
 def test_pack_uses_the_block_of_a_packed_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = nn.Linear(8, 8)
-    first, again = tmp_path / "first.safetensors", tmp_path / "again.safetensors"
+    first, second = tmp_path / "first.safetensors", tmp_path / "second.safetensors"
     sp.pack(model, first, (2, 4))
-    assert sp.pack(first, again).block == Block(2, 4)
-    assert again.read_bytes() == first.read_bytes()
+    assert sp.pack(first, second).block == Block(2, 4)
+    assert second.read_bytes() == first.read_bytes()
     assert main(["pack", str(first), "--out", str(tmp_path / "third"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["block"] == "2x4x1x1"
 
@@ -554,55 +558,55 @@ def test_pack_does_not_overwrite_its_input(tmp_path: Path, capsys: pytest.Captur
     sp.pack(tmp_path, tmp_path / "p.safetensors")
     (tmp_path / "link").symlink_to("model.safetensors")
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    run, file, paper, packed = (str(tmp_path / name) for name in (".", "model.safetensors", "receipt.json", "p.safetensors"))
+    run, file, receipt_path, packed = (str(tmp_path / name) for name in (".", "model.safetensors", "receipt.json", "p.safetensors"))
     for target in ("model.safetensors", "receipt.json", "link"):
         with pytest.raises(sp.SmartpruneError, match=r"is the (model|receipt) itself"):
             sp.pack(tmp_path, tmp_path / target)
-    for words, message in (
+    for arguments, message in (
         (["pack", run, "--out", file], "--out .* is the model.safetensors of the run itself"),
-        (["pack", run, "--out", paper], "--out .* is the receipt.json of the run itself"),
-        (["pack", file, "--receipt", paper, "--out", paper], "--out .* is the receipt itself"),
+        (["pack", run, "--out", receipt_path], "--out .* is the receipt.json of the run itself"),
+        (["pack", file, "--receipt", receipt_path, "--out", receipt_path], "--out .* is the receipt itself"),
         (["pack", file, "--block", "4x4", "--out", str(tmp_path / "link")], "--out .* is the model itself"),
         (["unpack", packed, "--out", packed], "--out .* is the packed file itself"),
         (["report", file, "--html", file], "--html .* is the model itself"),
-        (["report", run, "--html", paper], "--html .* is the receipt.json of the run itself"),
+        (["report", run, "--html", receipt_path], "--html .* is the receipt.json of the run itself"),
         (["pack", run, "--out", str(tmp_path)], "--out .*it is a folder; add the name of a file"),
         (["unpack", packed, "--out", str(tmp_path / "no" / "a.safetensors")], "--out .*the folder .* does not exist"),
         (["report", file, "--html", str(tmp_path / "no" / "a.html")], "--html .*the folder .* does not exist"),
         (["report", file, "--figures", file], "is a file; give a folder"),
     ):
         with pytest.raises(SystemExit) as stop:
-            main(words)
-        assert stop.value.code == 2, words
-        assert re.search(message, capsys.readouterr().err), words
+            main(arguments)
+        assert stop.value.code == 2, arguments
+        assert re.search(message, capsys.readouterr().err), arguments
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_special_files_are_written_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(tmp_path / "p")
-    done = sp.pack(nn.Linear(8, 8), path, (4, 4))
-    assert sp.pack(nn.Linear(8, 8), "/dev/null", (4, 4)).size == done.size
+    packed = sp.pack(nn.Linear(8, 8), path, (4, 4))
+    assert sp.pack(nn.Linear(8, 8), "/dev/null", (4, 4)).size == packed.size
     (tmp_path / "null.safetensors").symlink_to("/dev/null")
     assert main(["unpack", path, "--out", str(tmp_path / "null.safetensors"), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["dense"] == done.dense
+    assert json.loads(capsys.readouterr().out)["dense"] == packed.dense
     assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
 
 
 @pytest.mark.parametrize("prefix", ["", "module."])
 def test_a_state_dict_is_cut_as_its_receipt_says(prefix: str, tmp_path: Path) -> None:
-    """Groups and transposed axes were taken for plain ones, against the receipt in the same file."""
+    """The receipt defines groups and transposed axes, which a state dict does not."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(12, 12, 3, groups=2, padding=1), nn.ConvTranspose2d(12, 6, 2))
     sp.attach(model, sp.Magnitude(), block=(4, 4), sparsity=0.5, steps=1, include="*").step()
     receipt = sp.bake(model)
-    whole = sp.pack(model, tmp_path / "model", receipt=receipt)
+    packed_model = sp.pack(model, tmp_path / "model", receipt=receipt)
     state = {prefix + name: tensor for name, tensor in model.state_dict().items()}
     packed = sp.pack(state, tmp_path / "state", receipt=receipt)
     assert packed.assumed == ()
-    assert [row.size for row in packed.layers] == [row.size for row in whole.layers]
+    assert [row.size for row in packed.layers] == [row.size for row in packed_model.layers]
     layouts = read_packed(tmp_path / "state").layouts
     assert [(x.parts, x.transposed) for x in layouts.values()] == [(2, False), (1, True)]
     assert sp.verify(tmp_path / "state").ok
-    assert same(sp.unpack(tmp_path / "state"), state)
+    assert equal_states(sp.unpack(tmp_path / "state"), state)
     save_file(state, tmp_path / "plain.safetensors")
     assert sp.pack(tmp_path / "plain.safetensors", tmp_path / "file", receipt=receipt).assumed == ()

@@ -1,4 +1,4 @@
-"""Packed files that nobody vouches for: damaged and hostile ones are refused, or read exactly as the documentation says."""
+"""Damaged and hostile packed files are refused, or read exactly as the documentation says."""
 
 from __future__ import annotations
 
@@ -25,44 +25,44 @@ HOSTILE: list[Any] = [
 ]
 
 
-def split(data: bytes) -> tuple[dict[str, Any], dict[str, Any], bytes]:
-    """The header, the metadata in it, and the data."""
+def split_file(data: bytes) -> tuple[dict[str, Any], dict[str, Any], bytes]:
+    """The header, its metadata, and the data."""
     stop = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(data[8:stop])
     return header, json.loads(header["__metadata__"][KEY]), data[stop:]
 
 
-def join(header: dict[str, Any], text: object, body: bytes) -> bytes:
+def join_file(header: dict[str, Any], text: object, body: bytes) -> bytes:
     header["__metadata__"] = {KEY: text if isinstance(text, str) else json.dumps(text)}
     head = json.dumps(header).encode()
     return len(head).to_bytes(8, "little") + head + body
 
 
-def places(value: Any) -> list[tuple[Any, Any]]:
+def list_places(value: Any) -> list[tuple[Any, Any]]:
     """Every (container, key) in plain data."""
     keys = list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
-    return [place for key in keys for place in ((value, key), *places(value[key]))]
+    return [place for key in keys for place in ((value, key), *list_places(value[key]))]
 
 
 def edit(value: Any, rng: random.Random) -> None:
-    """Changes, drops, copies or swaps something anywhere in plain data."""
-    spots = places(value)
-    if not spots:
+    """Changes, drops, copies or swaps one value at a random place in plain data."""
+    places = list_places(value)
+    if not places:
         return
-    (box, key), (other, at) = rng.choice(spots), rng.choice(spots)
+    (container, key), (other, other_key) = rng.choice(places), rng.choice(places)
     kind = rng.random()
     if kind < 0.5:
-        box[key] = rng.choice(HOSTILE)
+        container[key] = rng.choice(HOSTILE)
     elif kind < 0.6:
-        del box[key]
-    elif kind < 0.7 and type(box[key]) is int:
-        box[key] += rng.choice((-1, 1, 16))
-    elif kind < 0.8 and isinstance(box, dict):
-        box[rng.choice(("extra", "__metadata__", "conv.weight"))] = box[key]
-    elif box is other:
-        box[key], box[at] = box[at], box[key]
+        del container[key]
+    elif kind < 0.7 and type(container[key]) is int:
+        container[key] += rng.choice((-1, 1, 16))
+    elif kind < 0.8 and isinstance(container, dict):
+        container[rng.choice(("extra", "__metadata__", "conv.weight"))] = container[key]
+    elif container is other:
+        container[key], container[other_key] = container[other_key], container[key]
     else:
-        box[key] = json.loads(json.dumps(other[at]))
+        container[key] = json.loads(json.dumps(other[other_key]))
 
 
 def mutate(good: bytes, rng: random.Random) -> tuple[str, bytes]:
@@ -82,29 +82,29 @@ def mutate(good: bytes, rng: random.Random) -> tuple[str, bytes]:
     elif kind == "payload":
         data[rng.randrange(start, len(data))] = rng.randrange(256)
     else:
-        header, text, body = split(good)
+        header, text, body = split_file(good)
         header.pop("__metadata__")
         if kind == "metadata":
             for _ in range(rng.choice((1, 1, 2))):
                 edit(text, rng)
         elif kind == "tensors":
             edit(header, rng)
-        elif kind == "swap":  # lengths, places, types
+        elif kind == "swap":  # of two tensors
             one, two = rng.sample(sorted(header), 2)
             field = rng.choice(("shape", "data_offsets", "dtype"))
             header[one][field], header[two][field] = header[two][field], header[one][field]
-        else:  # an index that points elsewhere
+        else:  # a wrong index
             name = rng.choice([name for name in header if name.endswith(("#rows", "#cols"))])
             first, last = header[name]["data_offsets"]
             if last > first:
                 at = rng.randrange(first, last, 4)
                 number = rng.choice((-1, 0, 1, 2, 3, 99, 2**31 - 1, -(2**31), rng.randrange(300)))
                 body = body[:at] + number.to_bytes(4, "little", signed=True) + body[at + 4 :]
-        return kind, join(header, text, body)
+        return kind, join_file(header, text, body)
     return kind, bytes(data)
 
 
-def files(tmp_path: Path) -> dict[str, bytes]:
+def packed_files(tmp_path: Path) -> dict[str, bytes]:
     torch.manual_seed(0)
     sp.pack(documented_example(), tmp_path / "example", (2, 2))
     sp.pack(zero_random_blocks(zoo.tied()[0], (4, 4)), tmp_path / "tied", (4, 4))
@@ -116,8 +116,8 @@ def files(tmp_path: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("name", ["example", "tied", "grouped", "transposed"])
 def test_mutated_files_are_read_or_refused(name: str, tmp_path: Path) -> None:
-    """More than 10,000 in all. What is accepted has the shapes it declares and says the same to an independent reader."""
-    good = files(tmp_path)[name]
+    """More than 10,000 files in total. Accepted files have the declared shapes and read the same with the documented reader."""
+    good = packed_files(tmp_path)[name]
     path, reader = tmp_path / "mutant", documented_reader()
     path.write_bytes(good)
     original = sp.unpack(path)
@@ -126,45 +126,45 @@ def test_mutated_files_are_read_or_refused(name: str, tmp_path: Path) -> None:
     refused: dict[str, int] = {}
     for _ in range(ROUNDS):
         kind, data = mutate(good, rng)
-        path.unlink()  # far quicker than to cut the old one off
+        path.unlink()  # much faster than truncating the old file
         path.write_bytes(data)
         try:
-            got = sp.unpack(path)
+            unpacked = sp.unpack(path)
         except sp.SmartpruneError as error:
-            if "mutant" not in str(error):  # the message says which file
+            if "mutant" not in str(error):
                 raise
             refused[kind] = refused.get(kind, 0) + 1
             continue
         accepted[kind] = accepted.get(kind, 0) + 1
         if kind == "payload":
-            assert {key: (tensor.shape, tensor.dtype) for key, tensor in got.items()} == {
+            assert {key: (tensor.shape, tensor.dtype) for key, tensor in unpacked.items()} == {
                 key: (tensor.shape, tensor.dtype) for key, tensor in original.items()
             }
         with np.errstate(all="ignore"):
             for key, array in reader(path).items():
-                assert array.shape == tuple(got[key].shape)
-                assert array.tobytes() == raw_bytes(got[key]).tobytes(), (kind, key)
+                assert array.shape == tuple(unpacked[key].shape)
+                assert array.tobytes() == raw_bytes(unpacked[key]).tobytes(), (kind, key)
     assert sum(refused.values()) > 0.5 * ROUNDS
-    assert accepted["payload"] > 50  # a changed number is another model, not a damaged file
-    assert not {"cut", "grow", "length"} & accepted.keys()  # nothing may be missing or left over
+    assert accepted["payload"] > 50  # a file with a changed value is valid
+    assert not {"cut", "grow", "length"} & accepted.keys()  # files with missing or extra bytes are refused
     assert refused["index"] > 20
     assert {"metadata", "tensors", "swap", "head", "flip"} <= refused.keys()
 
 
-# --- one wrong thing at a time, and what is said about it
+# --- one error at a time, and its message
 
 
-def spoiled(tmp_path: Path, change: Any) -> Path:
+def write_damaged(tmp_path: Path, change: Any) -> Path:
     path = tmp_path / "bad"
     sp.pack(documented_example(), path, (2, 2))
-    header, text, body = split(path.read_bytes())
+    header, text, body = split_file(path.read_bytes())
     header.pop("__metadata__")
     body = change(header, text, bytearray(body)) or body
-    path.write_bytes(join(header, text, bytes(body)))
+    path.write_bytes(join_file(header, text, bytes(body)))
     return path
 
 
-def put(at: int, *numbers: int) -> Any:
+def write_numbers(at: int, *numbers: int) -> Any:
     """Writes 32-bit numbers into the data: the bias is at 0, cols at 12, rows at 24, values at 36."""
 
     def change(header: Any, text: Any, body: bytearray) -> bytearray:
@@ -175,57 +175,57 @@ def put(at: int, *numbers: int) -> Any:
     return change
 
 
-def entry(**values: Any) -> Any:
+def change_entry(**values: Any) -> Any:
     return lambda header, text, body: text["weights"][0].update(values)
 
 
-def top(**values: Any) -> Any:
+def change_metadata(**values: Any) -> Any:
     return lambda header, text, body: text.update(values)
 
 
-SPOILED = {
-    "version": (top(version=2), r"version is 2; it must be 1; a newer"),
-    "version as truth": (top(version=True), r"version is True"),
-    "edge": (top(edge="crop"), r"edge is 'crop'; it must be 'pad'"),
-    "block": (top(block="0x2"), r"block \(0, 2\) must have"),
-    "block written otherwise": (top(block="2x2"), r"block is '2x2'; it must be '2x2x1x1'"),
-    "unknown key": (top(more=1), r"unknown key 'more'"),
-    "names": (top(names=["conv.weight"]), r"names is .*every tensor of the file"),
-    "names twice": (top(names=["conv.weight", "conv.bias", "conv.bias"]), r"without repetition"),
-    "tied to nothing": (top(tied={"conv.x": "conv.y"}, names=["conv.weight", "conv.bias", "conv.x"]), r"names is"),
-    "tied in a circle": (top(tied={"a": "b", "b": "a"}), r"tied is"),
-    "hash": (top(mask_hash="sha256:" + "0" * 64), r"the hash of the kept blocks is sha256:bb1c"),
-    "receipt": (top(receipt={"format": 9}), r"receipt: format is 9"),
-    "shape": (entry(shape=[3, 4, 1, 3]), r"kernel is a list of 2; it must be \[1, 3\]"),
-    "negative shape": (entry(shape=[3, -4, 1, 2]), r"weights\[0\]: shape is"),
-    "overflowing shape": (entry(shape=[2**40, 2**40, 1, 2]), r"weights\[0\]: shape is"),
-    "groups": (entry(groups=2), r"cannot be divided into 2 groups"),
-    "axes": (entry(transposed=True), r"output_axis is 0; it must be 1"),
-    "dtype": (entry(dtype="F128"), r"dtype is 'F128'; it must be one of F64"),
-    "other dtype": (entry(dtype="F16"), r"conv\.weight#values is F32 \[3, 1, 1, 2, 2\]; it must be F16"),
-    "count": (entry(blocks=2), r"conv\.weight#cols is I32 \[3\]; it must be I32 \[2\]"),
-    "too many": (entry(blocks=9), r"blocks is 9; it must be an integer from 0 to 8"),
-    "said to be dense": (entry(blocks=None), r"there is no tensor of that name"),
-    "name": (entry(name="conv.bias"), r"conv\.bias#rows is missing"),
-    "rows fall": (put(24, 0, 4, 3), r"conv\.weight#rows must start at 0, never fall, and end at 3"),
-    "rows start": (put(24, 1, 2, 3), r"#rows must start"),
-    "rows end": (put(24, 0, 2, 2), r"#rows must start"),
-    "rows negative": (put(24, 0, -2, 3), r"#rows must start"),
-    "cols out of range": (put(12, 1, 2, 4), r"conv\.weight#cols must increase within each row and stay below 4"),
-    "cols negative": (put(12, -1, 2, 3), r"#cols must"),
-    "cols fall": (put(12, 2, 1, 3), r"#cols must"),
-    "cols twice": (put(12, 1, 1, 3), r"#cols must"),
-    "another block": (put(12, 0, 2, 3), r"the hash of the kept blocks is"),
-    "rows moved": (put(24, 0, 3, 3), r"the hash of the kept blocks is"),
-    "a block of zeros": (put(36 + 16, 0, 0, 0, 0), r"#values holds a block of zeros"),
-    "padding": (put(36 + 44, 1), r"#values holds more than zeros beyond the edge"),
+DAMAGES = {
+    "version": (change_metadata(version=2), r"version is 2; it must be 1; a newer"),
+    "boolean version": (change_metadata(version=True), r"version is True"),
+    "edge": (change_metadata(edge="crop"), r"edge is 'crop'; it must be 'pad'"),
+    "block": (change_metadata(block="0x2"), r"block \(0, 2\) must have"),
+    "block in another notation": (change_metadata(block="2x2"), r"block is '2x2'; it must be '2x2x1x1'"),
+    "unknown key": (change_metadata(more=1), r"unknown key 'more'"),
+    "names": (change_metadata(names=["conv.weight"]), r"names is .*every tensor of the file"),
+    "names twice": (change_metadata(names=["conv.weight", "conv.bias", "conv.bias"]), r"without repetition"),
+    "tied to nothing": (change_metadata(tied={"conv.x": "conv.y"}, names=["conv.weight", "conv.bias", "conv.x"]), r"names is"),
+    "tied in a circle": (change_metadata(tied={"a": "b", "b": "a"}), r"tied is"),
+    "hash": (change_metadata(mask_hash="sha256:" + "0" * 64), r"the hash of the kept blocks is sha256:bb1c"),
+    "receipt": (change_metadata(receipt={"format": 9}), r"receipt: format is 9"),
+    "shape": (change_entry(shape=[3, 4, 1, 3]), r"kernel is a list of 2; it must be \[1, 3\]"),
+    "negative shape": (change_entry(shape=[3, -4, 1, 2]), r"weights\[0\]: shape is"),
+    "overflowing shape": (change_entry(shape=[2**40, 2**40, 1, 2]), r"weights\[0\]: shape is"),
+    "groups": (change_entry(groups=2), r"cannot be divided into 2 groups"),
+    "axes": (change_entry(transposed=True), r"output_axis is 0; it must be 1"),
+    "dtype": (change_entry(dtype="F128"), r"dtype is 'F128'; it must be one of F64"),
+    "other dtype": (change_entry(dtype="F16"), r"conv\.weight#values is F32 \[3, 1, 1, 2, 2\]; it must be F16"),
+    "count": (change_entry(blocks=2), r"conv\.weight#cols is I32 \[3\]; it must be I32 \[2\]"),
+    "too many": (change_entry(blocks=9), r"blocks is 9; it must be an integer from 0 to 8"),
+    "stored as dense": (change_entry(blocks=None), r"there is no tensor of that name"),
+    "name": (change_entry(name="conv.bias"), r"conv\.bias#rows is missing"),
+    "rows fall": (write_numbers(24, 0, 4, 3), r"conv\.weight#rows must start at 0, never fall, and end at 3"),
+    "rows start": (write_numbers(24, 1, 2, 3), r"#rows must start"),
+    "rows end": (write_numbers(24, 0, 2, 2), r"#rows must start"),
+    "rows negative": (write_numbers(24, 0, -2, 3), r"#rows must start"),
+    "cols out of range": (write_numbers(12, 1, 2, 4), r"conv\.weight#cols must increase within each row and stay below 4"),
+    "cols negative": (write_numbers(12, -1, 2, 3), r"#cols must"),
+    "cols fall": (write_numbers(12, 2, 1, 3), r"#cols must"),
+    "cols twice": (write_numbers(12, 1, 1, 3), r"#cols must"),
+    "another kept block": (write_numbers(12, 0, 2, 3), r"the hash of the kept blocks is"),
+    "rows moved": (write_numbers(24, 0, 3, 3), r"the hash of the kept blocks is"),
+    "a block of zeros": (write_numbers(36 + 16, 0, 0, 0, 0), r"#values holds a block of zeros"),
+    "padding": (write_numbers(36 + 44, 1), r"#values holds more than zeros beyond the edge"),
 }
 
 
-@pytest.mark.parametrize("case", SPOILED)
+@pytest.mark.parametrize("case", DAMAGES)
 def test_every_check_has_its_message(case: str, tmp_path: Path) -> None:
-    change, message = SPOILED[case]
-    path = spoiled(tmp_path, change)
+    change, message = DAMAGES[case]
+    path = write_damaged(tmp_path, change)
     for read in (sp.unpack, sp.verify, sp.report):
         with pytest.raises(sp.SmartpruneError, match=message) as caught:
             read(path)
@@ -233,7 +233,7 @@ def test_every_check_has_its_message(case: str, tmp_path: Path) -> None:
 
 
 def test_a_small_file_that_claims_a_terabyte_is_refused(tmp_path: Path) -> None:
-    """A terabyte in a kilobyte: refused before anything of that size is made; a limit draws the line elsewhere."""
+    """The file is refused before such a tensor is allocated. ``limit`` changes the threshold."""
     side = 2**19
     text = {
         **{"version": 1, "block": "*x*x1x1", "edge": "pad", "names": ["w"], "tied": {}, "receipt": None},
@@ -247,7 +247,7 @@ def test_a_small_file_that_claims_a_terabyte_is_refused(tmp_path: Path) -> None:
         "w#values": {"dtype": "F32", "shape": [0, side, side], "data_offsets": [8, 8]},
     }
     path = tmp_path / "small"
-    path.write_bytes(join(header, {**text, "weights": [weight]}, b"\0" * 8))
+    path.write_bytes(join_file(header, {**text, "weights": [weight]}, b"\0" * 8))
     for read in (sp.unpack, sp.verify):
         with pytest.raises(
             sp.SmartpruneError, match=r"small: the weights up to w take 1,099,511,627,776 bytes when unpacked, and the limit is"
@@ -262,13 +262,13 @@ def test_a_small_file_that_claims_a_terabyte_is_refused(tmp_path: Path) -> None:
 def test_odd_metadata_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "odd"
     sp.pack(documented_example(), path, (2, 2))
-    header, text, body = split(path.read_bytes())
+    header, text, body = split_file(path.read_bytes())
     header.pop("__metadata__")
     for wrong in ("", "{", "[]", "null", "3", '"x"', '{"version": NaN}', "[" * 100_000, '{"version":1,"version":1}', "\x00"):
-        path.write_bytes(join(dict(header), wrong, body))
+        path.write_bytes(join_file(dict(header), wrong, body))
         with pytest.raises(sp.SmartpruneError, match=r"odd: smartprune\.packed"):
             sp.unpack(path)
-    header["__metadata__"] = {KEY: json.dumps(text), "another": "tool may add its own"}
+    header["__metadata__"] = {KEY: json.dumps(text), "other": "metadata of another tool"}
     head = json.dumps(header).encode()
     path.write_bytes(len(head).to_bytes(8, "little") + head + body)
     assert sp.unpack(path)["conv.weight"].equal(documented_example()["conv.weight"])

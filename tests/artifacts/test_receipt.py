@@ -1,3 +1,5 @@
+"""Receipts: their counts, files, and the checks of what they read."""
+
 import copy
 import json
 import os
@@ -23,40 +25,42 @@ from smartprune.pruning.plan import Plan, plan
 from smartprune.pruning.receipt import make_receipt
 
 
-def prune(found: Plan, model: torch.nn.Module, mask: Tensor) -> dict[str, Tensor]:
-    """The weights of the pruned layers with zeros where the mask removes, by slow loops."""
+def pruned_weights(pruning_plan: Plan, model: torch.nn.Module, mask: Tensor) -> dict[str, Tensor]:
+    """The weights of the pruned layers, with zeros in removed blocks, computed with loops."""
     out = {}
-    for layer in found.layers:
+    for layer in pruning_plan.layers:
         weight = model.get_parameter(layer.weight).detach().clone()
         parts = layer.grid.axes[0].parts
-        index = reference.block_index(weight.shape, found.block.sizes, parts, layer.transposed)
+        index = reference.block_index(weight.shape, pruning_plan.block.sizes, parts, layer.transposed)
         piece = [float(m) for m in mask[layer.start : layer.stop]]
         out[layer.weight] = weight * torch.tensor(reference.expand(piece, index)).reshape(weight.shape)
     return out
 
 
-def first_kept(found: Plan, count: int) -> Tensor:
-    mask = torch.zeros(found.n, dtype=torch.bool)
-    mask[torch.randperm(found.n)[:count]] = True
+def random_mask(pruning_plan: Plan, count: int) -> Tensor:
+    mask = torch.zeros(pruning_plan.n, dtype=torch.bool)
+    mask[torch.randperm(pruning_plan.n)[:count]] = True
     return mask
 
 
-def example(name: str = "plain_cnn", budget: Budget | None = None, floor: float | None = 0.02) -> Receipt:
+def make_example(name: str = "plain_cnn", budget: Budget | None = None, floor: float | None = 0.02) -> Receipt:
     model, x = zoo.SMALL[name]()
-    found = plan(model, (4, 4), None if budget else 0.75, budget, floor=floor, include="*", example=x)
-    mask = first_kept(found, found.keep or 5)
-    return make_receipt(found, prune(found, model, mask), mask, "smart", {"tau": 0.1, "ramp": (0, 1), "cool": "geometric"})
+    pruning_plan = plan(model, (4, 4), None if budget else 0.75, budget, floor=floor, include="*", example=x)
+    mask = random_mask(pruning_plan, pruning_plan.keep or 5)
+    return make_receipt(
+        pruning_plan, pruned_weights(pruning_plan, model, mask), mask, "smart", {"tau": 0.1, "ramp": (0, 1), "cool": "geometric"}
+    )
 
 
 @pytest.mark.parametrize("name", sorted(zoo.SMALL))
-def test_counts_agree_with_slow_loops(name: str) -> None:
+def test_counts_equal_counts_by_loops(name: str) -> None:
     model, x = zoo.SMALL[name]()
-    found = plan(model, (4, 3), 0.7, include="*", example=x)
-    mask = first_kept(found, found.keep or 0)
-    weights = prune(found, model, mask)
-    got = make_receipt(found, weights, mask, "magnitude")
+    pruning_plan = plan(model, (4, 3), 0.7, include="*", example=x)
+    mask = random_mask(pruning_plan, pruning_plan.keep or 0)
+    weights = pruned_weights(pruning_plan, model, mask)
+    receipt = make_receipt(pruning_plan, weights, mask, "magnitude")
     kept_weights = 0
-    for row, layer in zip(got.layers, found.layers, strict=True):
+    for row, layer in zip(receipt.layers, pruning_plan.layers, strict=True):
         index = reference.block_index(row.shape, (4, 3), row.parts, row.transposed)
         sizes, bits = reference.block_counts(index), mask[layer.start : layer.stop].tolist()
         kept = sum(n for n, bit in zip(sizes, bits, strict=True) if bit)
@@ -67,35 +71,35 @@ def test_counts_agree_with_slow_loops(name: str) -> None:
         assert row.occupied == sum(reference.occupied(weights[row.weight].flatten().tolist(), index))
         assert row.mask().tolist() == bits
     total = sum(p.numel() for p in model.parameters())
-    assert got.weights.kept == kept_weights
-    assert got.model_weights == Count(total, total - got.weights.removed)
-    assert got.blocks == Count(found.n, found.keep or 0)
-    assert got.met
-    assert got.kept_but_zero == 0
-    assert torch.equal(got.mask(), mask)
-    assert got.macs is not None
-    assert got.model_macs is not None
-    assert got.macs.removed == got.model_macs.removed
-    assert found.uses is not None
-    assert got.macs.total == found.macs
+    assert receipt.weights.kept == kept_weights
+    assert receipt.model_weights == Count(total, total - receipt.weights.removed)
+    assert receipt.blocks == Count(pruning_plan.n, pruning_plan.keep or 0)
+    assert receipt.met
+    assert receipt.kept_but_zero == 0
+    assert torch.equal(receipt.mask(), mask)
+    assert receipt.macs is not None
+    assert receipt.model_macs is not None
+    assert receipt.macs.removed == receipt.model_macs.removed
+    assert pruning_plan.uses is not None
+    assert receipt.macs.total == pruning_plan.macs
     maps = [
         (row.weight, row.grid, occupied(layer.grid, weights[row.weight]))
-        for row, layer in zip(got.layers, found.layers, strict=True)
+        for row, layer in zip(receipt.layers, pruning_plan.layers, strict=True)
     ]
-    assert got.mask_hash == map_hash(found.block, maps)
+    assert receipt.mask_hash == map_hash(pruning_plan.block, maps)
 
 
 def test_kept_blocks_of_zeros_are_counted() -> None:
     model, _ = zoo.plain_cnn()
-    found = plan(model, (4, 4), 0.5)
-    mask = first_kept(found, found.keep or 0)
-    weights = prune(found, model, mask)
+    pruning_plan = plan(model, (4, 4), 0.5)
+    mask = random_mask(pruning_plan, pruning_plan.keep or 0)
+    weights = pruned_weights(pruning_plan, model, mask)
     weights["6.weight"].zero_()
-    got = make_receipt(found, weights, mask, "magnitude")
-    assert got.kept_but_zero == got.layers[1].blocks.kept > 0
-    assert got.layers[1].occupied == 0
-    assert "kept blocks hold only zeros" in str(got)
-    assert Receipt.from_json(got.to_json()) == got
+    receipt = make_receipt(pruning_plan, weights, mask, "magnitude")
+    assert receipt.kept_but_zero == receipt.layers[1].blocks.kept > 0
+    assert receipt.layers[1].occupied == 0
+    assert "kept blocks hold only zeros" in str(receipt)
+    assert Receipt.from_json(receipt.to_json()) == receipt
 
 
 def test_layers_without_kept_blocks_are_named() -> None:
@@ -103,85 +107,85 @@ def test_layers_without_kept_blocks_are_named() -> None:
     with torch.no_grad():
         for layer, size in zip(layers, (1.0, 0.01, 0.01, 0.01, 0.01, 1.0), strict=True):
             layer.weight.fill_(size)
-    told = []
+    receipts = []
     for floor in (None, 0.01):
         model = copy.deepcopy(nn.Sequential(*layers))
         sp.attach(model, sp.Magnitude(), block=(4, 4), sparsity=0.7, steps=1, include="*", floor=floor).freeze()
-        told.append(" ".join(str(sp.bake(model)).split()))
-    assert "4 of 6 layers keep no block and pass nothing on (floor=0.01 prevents this): 1, 2, 3 and 1 more" in told[0]
-    assert "keep no block" not in told[1]
+        receipts.append(" ".join(str(sp.bake(model)).split()))
+    assert "4 of 6 layers keep no block and pass nothing on (floor=0.01 prevents this): 1, 2, 3 and 1 more" in receipts[0]
+    assert "keep no block" not in receipts[1]
 
 
 def test_removed_blocks_must_be_zero() -> None:
     model, _ = zoo.plain_cnn()
-    found = plan(model, (4, 4), 0.5)
-    mask = torch.ones(found.n, dtype=torch.bool)
+    pruning_plan = plan(model, (4, 4), 0.5)
+    mask = torch.ones(pruning_plan.n, dtype=torch.bool)
     mask[7] = mask[11] = False
-    weights = {layer.weight: model.get_parameter(layer.weight) for layer in found.layers}
+    weights = {layer.weight: model.get_parameter(layer.weight) for layer in pruning_plan.layers}
     with pytest.raises(SmartpruneError, match=r"3.weight has 2 removed blocks that are not zero, the first at 7"):
-        make_receipt(found, weights, mask, "magnitude")
+        make_receipt(pruning_plan, weights, mask, "magnitude")
     with pytest.raises(SmartpruneError, match=r"6\.weight is missing from the weights"):
-        make_receipt(found, {"3.weight": weights["3.weight"]}, torch.ones(found.n), "magnitude")
+        make_receipt(pruning_plan, {"3.weight": weights["3.weight"]}, torch.ones(pruning_plan.n), "magnitude")
     with pytest.raises(SmartpruneError, match="a mask of 3 entries was given for 195 blocks"):
-        make_receipt(found, weights, torch.ones(3), "magnitude")
+        make_receipt(pruning_plan, weights, torch.ones(3), "magnitude")
     with pytest.raises(SmartpruneError, match=r"settings.f is .*must be plain data"):
-        make_receipt(found, weights, torch.ones(found.n), "magnitude", {"f": print})
+        make_receipt(pruning_plan, weights, torch.ones(pruning_plan.n), "magnitude", {"f": print})
 
 
 def test_an_unmet_budget_is_printed() -> None:
     model, _ = zoo.plain_cnn()
-    found = plan(model, (4, 4), 0.5)
-    mask = first_kept(found, 99)
-    got = make_receipt(found, prune(found, model, mask), mask, "magnitude")
-    assert not got.met
-    assert "kept     99 blocks, budget NOT met" in str(got)
-    assert Receipt.from_json(got.to_json()) == got
+    pruning_plan = plan(model, (4, 4), 0.5)
+    mask = random_mask(pruning_plan, 99)
+    receipt = make_receipt(pruning_plan, pruned_weights(pruning_plan, model, mask), mask, "magnitude")
+    assert not receipt.met
+    assert "kept     99 blocks, budget NOT met" in str(receipt)
+    assert Receipt.from_json(receipt.to_json()) == receipt
 
 
-def test_receipts_of_other_budgets() -> None:
+def test_receipts_of_every_budget_are_met_and_restored() -> None:
     for budget in (params(0.6), macs(0.6, zoo.plain_cnn()[1]), macs(0.2, zoo.plain_cnn()[1], of="model")):
-        got = example(budget=budget, floor=None)
-        assert got.requested is not None
-        assert got.requested.kind == budget.kind
-        assert got.requested.used <= got.requested.limit
-        assert got.met
-        assert "at most" in str(got)
-        assert Receipt.from_json(got.to_json()) == got
+        receipt = make_example(budget=budget, floor=None)
+        assert receipt.requested is not None
+        assert receipt.requested.kind == budget.kind
+        assert receipt.requested.used <= receipt.requested.limit
+        assert receipt.met
+        assert "at most" in str(receipt)
+        assert Receipt.from_json(receipt.to_json()) == receipt
     model, _ = zoo.plain_cnn()
-    found = plan(model, (4, 4))
-    got = make_receipt(found, dict(model.named_parameters()), torch.ones(found.n), "none")
-    assert got.requested is None
-    assert got.macs is None
-    assert got.met
-    assert got.sparsity == 0
-    assert Receipt.from_json(got.to_json()) == got
+    pruning_plan = plan(model, (4, 4))
+    receipt = make_receipt(pruning_plan, dict(model.named_parameters()), torch.ones(pruning_plan.n), "none")
+    assert receipt.requested is None
+    assert receipt.macs is None
+    assert receipt.met
+    assert receipt.sparsity == 0
+    assert Receipt.from_json(receipt.to_json()) == receipt
 
 
 @pytest.mark.parametrize("name", sorted(zoo.SMALL))
-def test_receipt_survives_a_file(name: str, tmp_path: Path) -> None:
-    got = example(name)
+def test_a_saved_receipt_is_restored(name: str, tmp_path: Path) -> None:
+    receipt = make_example(name)
     path = tmp_path / "receipt.json"
-    got.save(path)
-    got.save(path)
-    assert Receipt.load(path) == got
+    receipt.save(path)
+    receipt.save(path)
+    assert Receipt.load(path) == receipt
     assert os.listdir(tmp_path) == ["receipt.json"]
     data = json.loads(path.read_text())
     assert data["asked"]["share"] == "3/4"
     assert data["asked"]["value"] == 0.75
     assert data["floor"] == {"share": "1/50", "value": 0.02}
     assert data["settings"] == {"tau": 0.1, "ramp": [0, 1], "cool": "geometric"}
-    assert got.floor == Fraction(1, 50)
-    assert max(map(len, str(got).splitlines())) <= 80
+    assert receipt.floor == Fraction(1, 50)
+    assert max(map(len, str(receipt).splitlines())) <= 80
 
 
-def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_save_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "receipt.json"
     write_atomic(path, b"old")
 
-    def broken(*_: object) -> None:
+    def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "fsync", broken)
+    monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(SmartpruneError, match=r"receipt.json: cannot be written \(No space left on device\)"):
         write_atomic(path, b"new")
     assert path.read_bytes() == b"old"
@@ -190,7 +194,7 @@ def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.M
         write_atomic(tmp_path / "no" / "such", b"")
 
 
-def test_unreadable_files(tmp_path: Path) -> None:
+def test_unreadable_files_raise(tmp_path: Path) -> None:
     path = tmp_path / "receipt.json"
     with pytest.raises(SmartpruneError, match=r"receipt.json: cannot be read \(No such file"):
         Receipt.load(path)
@@ -218,7 +222,7 @@ def test_unreadable_files(tmp_path: Path) -> None:
 
 
 Change = Callable[[dict[str, Any]], object]
-WRONG: list[tuple[Change, str]] = [
+WRONG_DATA: list[tuple[Change, str]] = [
     (lambda d: d.update(format=2), "format is 2; it must be 1; a newer smartprune may read it"),
     (lambda d: d.update(format=True), "format"),
     (lambda d: d.pop("format"), "format is missing"),
@@ -274,23 +278,23 @@ WRONG: list[tuple[Change, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("change", "words"), WRONG)
-def test_wrong_data_is_named(change: Change, words: str) -> None:
-    data = json.loads(json.dumps(example().to_json()))
+@pytest.mark.parametrize(("change", "message"), WRONG_DATA)
+def test_wrong_data_is_named(change: Change, message: str) -> None:
+    data = json.loads(json.dumps(make_example().to_json()))
     change(data)
-    with pytest.raises(SmartpruneError, match=words):
+    with pytest.raises(SmartpruneError, match=message):
         Receipt.from_json(data)
 
 
-def test_other_types_than_dictionaries() -> None:
+def test_data_other_than_dictionaries_raises() -> None:
     for data in (None, 3, "receipt", [], True):
         with pytest.raises(SmartpruneError, match="it must be a dictionary"):
             Receipt.from_json(data)
 
 
 def mutate(data: Any, rng: random.Random) -> None:
-    """Replaces, removes or repeats one value somewhere in nested plain data."""
-    odd = [None, True, -1, 0, 1, 2**70, 0.5, 1e308, "", "x", "9" * 50, [], {}, [[]], {"a": 1}]
+    """Replaces, removes or repeats one value at a random place in nested plain data."""
+    values = [None, True, -1, 0, 1, 2**70, 0.5, 1e308, "", "x", "9" * 50, [], {}, [[]], {"a": 1}]
     while True:
         keys = list(data) if isinstance(data, dict) else list(range(len(data)))
         if not keys:
@@ -301,7 +305,7 @@ def mutate(data: Any, rng: random.Random) -> None:
             continue
         kind = rng.random()
         if kind < 0.7:
-            data[key] = rng.choice(odd)
+            data[key] = rng.choice(values)
         elif kind < 0.85:
             del data[key]
         elif isinstance(data, list):
@@ -311,28 +315,28 @@ def mutate(data: Any, rng: random.Random) -> None:
         return
 
 
-def test_fuzzed_data_is_read_the_same_or_refused() -> None:
+def test_fuzzed_data_is_read_unchanged_or_refused() -> None:
     rng = random.Random(0)
-    good = json.loads(json.dumps(example().to_json()))
+    good = json.loads(json.dumps(make_example().to_json()))
     refused = 0
     for _ in range(600):
         data = copy.deepcopy(good)
         for _ in range(rng.choice((1, 1, 2))):
             mutate(data, rng)
         try:
-            got = Receipt.from_json(data)
+            receipt = Receipt.from_json(data)
         except SmartpruneError:
             refused += 1
         else:
-            assert json.dumps(got.to_json(), sort_keys=True) == json.dumps(data, sort_keys=True)
-            str(got)
+            assert json.dumps(receipt.to_json(), sort_keys=True) == json.dumps(data, sort_keys=True)
+            str(receipt)
     assert refused > 450
 
 
 def test_fuzzed_bytes_are_read_or_refused(tmp_path: Path) -> None:
     rng = random.Random(0)
     path = tmp_path / "receipt.json"
-    example().save(path)
+    make_example().save(path)
     good = path.read_bytes()
     for _ in range(200):
         data = bytearray(good)

@@ -1,3 +1,5 @@
+"""Verification of models and files against receipts, and of files from any source."""
+
 import copy
 import dataclasses
 import io
@@ -50,9 +52,9 @@ def test_receipt_of_a_model_that_was_wrapped_before_attach(wrap: Callable[[nn.Mo
     sp.attach(wrapped, sp.Magnitude(), block=(4, 4), sparsity=0.5, steps=2).freeze()
     receipt = sp.bake(wrapped)
     for source in (wrapped, wrapped.state_dict(), model, model.state_dict()):
-        found = verify(source, receipt=receipt)
-        assert found.ok, str(found)
-        assert found.mask_hash == receipt.mask_hash
+        result = verify(source, receipt=receipt)
+        assert result.ok, str(result)
+        assert result.mask_hash == receipt.mask_hash
     sp.pack(model, tmp_path / "packed", receipt=receipt)
     assert verify(tmp_path / "packed").ok
     with torch.no_grad():
@@ -72,11 +74,11 @@ def test_all_kinds_of_sources_agree(name: str, tmp_path: Path) -> None:
     sources = [model, model.state_dict(), tmp_path, str(tmp_path), wrapped]
     sources += [tmp_path / file for file in ("model.safetensors", "plain.pt", "nested.pth", "lightning.ckpt")]
     for source in sources:
-        for paper in (receipt, receipt.to_json(), tmp_path / "receipt.json", str(tmp_path / "receipt.json")):
-            got = verify(source, receipt=paper)
-            assert got.ok, str(got)
-            assert (got.blocks, got.zero) == (receipt.blocks.total, receipt.blocks.removed)
-            assert got.mask_hash == receipt.mask_hash
+        for receipt_source in (receipt, receipt.to_json(), tmp_path / "receipt.json", str(tmp_path / "receipt.json")):
+            result = verify(source, receipt=receipt_source)
+            assert result.ok, str(result)
+            assert (result.blocks, result.zero) == (receipt.blocks.total, receipt.blocks.removed)
+            assert result.mask_hash == receipt.mask_hash
     assert verify(tmp_path).ok
     assert "ok: matches the receipt, sha256:" in str(verify(tmp_path))
 
@@ -87,21 +89,21 @@ def test_every_difference_is_listed() -> None:
     grid = receipt.layers[0].cut(receipt.block)
     removed = (~receipt.layers[0].mask()).nonzero().flatten().tolist()
     kept = receipt.layers[0].mask().nonzero().flatten().tolist()
-    spoiled = tensors["3.weight"]
-    spoiled[grid.expand(torch.arange(grid.n)) == removed[2]] = 1e-30
-    spoiled[grid.expand(torch.arange(grid.n)) == kept[0]] = 0
+    weight = tensors["3.weight"]
+    weight[grid.expand(torch.arange(grid.n)) == removed[2]] = 1e-30
+    weight[grid.expand(torch.arange(grid.n)) == kept[0]] = 0
     tensors["6.weight"] = torch.zeros(12, 21, 1, 1)
-    got = verify(tensors, receipt=receipt)
+    result = verify(tensors, receipt=receipt)
     place = tuple(int(i) for i in torch.unravel_index(torch.tensor(removed[2]), grid.shape))
-    assert got.problems == (
+    assert result.problems == (
         f"3.weight: block {removed[2]} at {place} of the grid 5x4x3x3 is removed in the receipt, but not zero",
         f"3.weight: {len(kept) - 1} kept blocks are not zero, the receipt says {len(kept)}",
         "6.weight: has shape 12x21x1x1, the receipt says 12x20x1x1",
     )
-    assert not got.ok
-    assert got.layers[0].wrong == (removed[2],)
-    assert got.mask_hash is None
-    assert "NOT ok, 3 problems:" in str(got)
+    assert not result.ok
+    assert result.layers[0].wrong == (removed[2],)
+    assert result.mask_hash is None
+    assert "NOT ok, 3 problems:" in str(result)
     del tensors["6.weight"]
     assert verify(tensors, receipt=receipt).problems[-1] == "6.weight: is in the receipt, but not in the state dict"
 
@@ -112,22 +114,22 @@ def test_one_revived_block_changes_the_hash() -> None:
     with torch.no_grad():
         grid = receipt.layers[1].cut(receipt.block)
         model[6].weight += (grid.expand(torch.arange(grid.n)) == index) * 0.5
-    got = verify(model, receipt=receipt)
-    assert len(got.problems) == 2
-    assert got.problems[0].startswith(f"6.weight: block {index} at ")
-    assert got.problems[1].startswith("the hash is sha256:")
+    result = verify(model, receipt=receipt)
+    assert len(result.problems) == 2
+    assert result.problems[0].startswith(f"6.weight: block {index} at ")
+    assert result.problems[1].startswith("the hash is sha256:")
 
 
 def test_wrong_blocks_of_a_dense_model_are_summarized() -> None:
     _, receipt = model_and_receipt()
     dense, _ = zoo.plain_cnn()
-    got = verify(dense, receipt=receipt)
-    assert len([p for p in got.problems if p.startswith("3.weight: block")]) == 5
-    assert any("more removed blocks are not zero" in p for p in got.problems)
-    assert sum(len(layer.wrong) for layer in got.layers) == receipt.blocks.removed  # the whole list is here
+    result = verify(dense, receipt=receipt)
+    assert len([p for p in result.problems if p.startswith("3.weight: block")]) == 5
+    assert any("more removed blocks are not zero" in p for p in result.problems)
+    assert sum(len(layer.wrong) for layer in result.layers) == receipt.blocks.removed  # the result lists all of them
 
 
-def test_nan_is_a_problem() -> None:
+def test_nan_values_are_a_problem() -> None:
     model, receipt = model_and_receipt()
     with torch.no_grad():
         model[3].weight[model[3].weight != 0] = float("nan")
@@ -138,14 +140,14 @@ def test_nan_is_a_problem() -> None:
 def test_a_block_other_than_the_receipts_is_a_problem() -> None:
     model, receipt = model_and_receipt()
     assert verify(model, block=(4, 4), receipt=receipt).ok
-    got = verify(model, block=(16, 8), receipt=receipt)
-    assert got.problems == ("block 16x8x1x1 was given, and the receipt is about blocks of 4x4x1x1",)
+    result = verify(model, block=(16, 8), receipt=receipt)
+    assert result.problems == ("block 16x8x1x1 was given, and the receipt is about blocks of 4x4x1x1",)
 
 
 def test_a_receipt_with_an_unmet_budget_is_a_problem() -> None:
     model, _ = zoo.plain_cnn()
-    found = plan(model, (4, 4), 0.75)
-    receipt = make_receipt(found, model.state_dict(), torch.ones(found.n), "magnitude")
+    pruning_plan = plan(model, (4, 4), 0.75)
+    receipt = make_receipt(pruning_plan, model.state_dict(), torch.ones(pruning_plan.n), "magnitude")
     assert verify(model, receipt=receipt).problems == (
         "the receipt itself does not meet its budget: 195 blocks were kept, 49 were requested",
     )
@@ -153,16 +155,16 @@ def test_a_receipt_with_an_unmet_budget_is_a_problem() -> None:
 
 def test_counting_without_a_receipt() -> None:
     model, receipt = model_and_receipt()
-    got = verify(model, block=(4, 4))
-    assert got.ok
-    assert [(layer.name, layer.zero, layer.blocks) for layer in got.layers] == [
+    result = verify(model, block=(4, 4))
+    assert result.ok
+    assert [(layer.name, layer.zero, layer.blocks) for layer in result.layers] == [
         ("0", 0, 4 * 1 * 9),
         *[(row.name, row.blocks.removed, row.blocks.total) for row in receipt.layers],
         ("10", 0, 9),
     ]
-    assert "no receipt to compare with" in str(got)
-    assert max(map(len, str(got).splitlines())) <= 80
-    assert json.loads(json.dumps(got.to_json()))["zero"] == receipt.blocks.removed
+    assert "no receipt to compare with" in str(result)
+    assert max(map(len, str(result).splitlines())) <= 80
+    assert json.loads(json.dumps(result.to_json()))["zero"] == receipt.blocks.removed
 
 
 @pytest.mark.parametrize("shape", ["32x32", "16x16", "16x8", "8x16", "8x8", "8x4", "4x4", "16x1", "channel", "1x1"])
@@ -173,20 +175,20 @@ def test_the_block_shape_is_found(shape: str, sparsity: float) -> None:
     for key, weight in weights.items():
         grid = block.grid(weight.shape)
         weights[key] = weight * grid.expand((torch.rand(grid.n) > sparsity).float())
-    got = verify(weights)
-    assert got.block == block, str(got)
-    assert f"sparse in blocks of {block}" in str(got)
-    assert max(map(len, str(got).splitlines())) <= 80
-    assert json.loads(json.dumps(got.to_json()))["block"] == str(block)
+    result = verify(weights)
+    assert result.block == block, str(result)
+    assert f"sparse in blocks of {block}" in str(result)
+    assert max(map(len, str(result).splitlines())) <= 80
+    assert json.loads(json.dumps(result.to_json()))["block"] == str(block)
 
 
 def test_a_dense_file_is_not_sparse_in_any_shape() -> None:
     weight = torch.randn(64, 64)
     weight[0, 0] = 0
-    got = verify({"a": weight})
-    assert got.block is None
-    assert "not sparse in any block shape" in str(got)
-    assert got.ok
+    result = verify({"a": weight})
+    assert result.block is None
+    assert "not sparse in any block shape" in str(result)
+    assert result.ok
 
 
 def test_running_statistics_and_integers_are_not_weights() -> None:
@@ -207,9 +209,9 @@ def test_masked_models_are_verified_by_their_stored_weights() -> None:
     model, _ = zoo.plain_cnn()
     sp.attach(model, sp.Smart(), block=(4, 4), sparsity=0.75, steps=3)
     before = {name: value.clone() for name, value in model.named_parameters() if name in ("3.weight", "6.weight")}
-    got = verify(model, block=(4, 4))
-    assert got.zero == 0  # nothing is removed from the weights themselves yet
-    assert [layer.name for layer in got.layers] == ["0", "3", "6", "10"]
+    result = verify(model, block=(4, 4))
+    assert result.zero == 0  # the weights themselves are not pruned yet
+    assert [layer.name for layer in result.layers] == ["0", "3", "6", "10"]
     assert all(torch.equal(value, before[name]) for name, value in model.named_parameters() if name in before)
 
 
@@ -241,7 +243,7 @@ def test_unusable_sources_are_refused(tmp_path: Path) -> None:
 
 
 class Bomb:
-    """Runs a command when it is unpickled."""
+    """Runs a command when unpickled."""
 
     def __init__(self, target: Path) -> None:
         self.target = target
@@ -284,7 +286,7 @@ def test_hostile_checkpoints_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_with_overlapping_entries_is_refused(tmp_path: Path) -> None:
-    """A small file that would fill any memory."""
+    """Entries that share their bytes would let a small file fill the memory."""
     torch.save({"w": torch.zeros(300, 300)}, tmp_path / "plain.pt")
     assert verify(tmp_path / "plain.pt", block=(4, 4)).blocks
     with zipfile.ZipFile(tmp_path / "plain.pt") as old, zipfile.ZipFile(tmp_path / "shared.pt", "w") as new:
@@ -307,7 +309,7 @@ def test_a_damaged_receipt_in_a_run_folder_is_named(run: Path) -> None:
     assert verify(run, block=(4, 4)).receipt is None
 
 
-def damaged(good: bytes, rng: random.Random) -> bytes:
+def damage(good: bytes, rng: random.Random) -> bytes:
     data = bytearray(good)
     kind = rng.random()
     if kind < 0.3:
@@ -322,15 +324,15 @@ def damaged(good: bytes, rng: random.Random) -> bytes:
     return bytes(data)
 
 
-def refusal(path: Path, receipt: Receipt | None, name: str) -> bool:
-    """Whether a file is refused, by an error that names it; what is not refused must be shown."""
+def is_refused(path: Path, receipt: Receipt | None, name: str) -> bool:
+    """Whether verify raises an error that names the file. Otherwise the result must be printable."""
     try:
-        shown = str(verify(path, receipt=receipt))
+        printed = str(verify(path, receipt=receipt))
     except SmartpruneError as error:
         if name not in str(error):
             raise
         return True
-    assert shown
+    assert printed
     return False
 
 
@@ -340,8 +342,8 @@ def test_fuzzed_safetensors_are_read_or_refused(run: Path) -> None:
     good = path.read_bytes()
     refused = 0
     for _ in range(400):
-        path.write_bytes(damaged(good, rng))
-        refused += refusal(run, None, "model.safetensors")
+        path.write_bytes(damage(good, rng))
+        refused += is_refused(run, None, "model.safetensors")
     assert refused > 150
     for header in (b"", b"\xff" * 8, (2**40).to_bytes(8, "little"), (2).to_bytes(8, "little") + b"{}", b"\0" * 8):
         path.write_bytes(header)
@@ -358,16 +360,16 @@ def test_fuzzed_checkpoints_are_read_or_refused(zipped: bool, tmp_path: Path) ->
     path = tmp_path / "model.pt"
     refused = 0
     for _ in range(200):
-        path.write_bytes(damaged(buffer.getvalue(), rng))
-        refused += refusal(path, receipt, "model.pt")
+        path.write_bytes(damage(buffer.getvalue(), rng))
+        refused += is_refused(path, receipt, "model.pt")
     assert refused > 80
 
 
-# --- axes that a file does not tell
+# --- axes that files do not define
 
 
-def turned() -> tuple[nn.Module, tuple[int, int]]:
-    """Layers whose blocks are found by no file alone: of four in each, one is left."""
+def ambiguous_model() -> tuple[nn.Module, tuple[int, int]]:
+    """Layers whose zero blocks depend on axes that files do not define. Each layer keeps one of four blocks."""
     model = nn.Sequential(nn.ConvTranspose2d(32, 16, 1), nn.Conv2d(16, 16, 1, groups=4), nn.Flatten(), nn.Linear(32, 16))
     with torch.no_grad():
         for i in (0, 1, 3):
@@ -379,45 +381,45 @@ def turned() -> tuple[nn.Module, tuple[int, int]]:
 
 
 def test_axes_are_assumed_only_if_they_are_unknown(tmp_path: Path) -> None:
-    model, block = turned()
+    model, block = ambiguous_model()
     save_file(model.state_dict(), tmp_path / "m.safetensors")
     torch.save({"model": model.state_dict()}, tmp_path / "m.pt")
-    want = [(layer.blocks, layer.zero) for layer in verify(model, block).layers]
-    assert want == [(4, 3)] * 3
+    expected = [(layer.blocks, layer.zero) for layer in verify(model, block).layers]
+    assert expected == [(4, 3)] * 3
     assert verify(model, block).assumed == ()
     for stored in (model.state_dict(), tmp_path / "m.safetensors", tmp_path / "m.pt"):
-        alone = verify(stored, block)
-        assert alone.assumed == ("0.weight", "1.weight")
-        assert [(layer.blocks, layer.zero) for layer in alone.layers] == [(4, 2), (1, 0), (4, 3)]
-        assert alone.to_json()["axes_assumed"] == ["0.weight", "1.weight"]
-        said = " ".join(str(alone).split())
-        assert "the axes of 2 weights are assumed to be (out, in, ...), without groups" in " ".join(said.split())
-        assert "0.weight, 1.weight. To be sure, give the model, by model= or --model NAME" in said
-        assert max(map(len, str(alone).splitlines()[1:])) <= 80
-        told = verify(stored, block, model=model)
-        assert [(layer.blocks, layer.zero) for layer in told.layers] == want
-        assert told.assumed == ()
-        assert "assumed to be" not in str(told)
-        assert verify(stored).assumed == ("0.weight", "1.weight")  # in the shapes that are tried too
+        without_model = verify(stored, block)
+        assert without_model.assumed == ("0.weight", "1.weight")
+        assert [(layer.blocks, layer.zero) for layer in without_model.layers] == [(4, 2), (1, 0), (4, 3)]
+        assert without_model.to_json()["axes_assumed"] == ["0.weight", "1.weight"]
+        printed = " ".join(str(without_model).split())
+        assert "the axes of 2 weights are assumed to be (out, in, ...), without groups" in " ".join(printed.split())
+        assert "0.weight, 1.weight. To be sure, give the model, by model= or --model NAME" in printed
+        assert max(map(len, str(without_model).splitlines()[1:])) <= 80
+        with_model = verify(stored, block, model=model)
+        assert [(layer.blocks, layer.zero) for layer in with_model.layers] == expected
+        assert with_model.assumed == ()
+        assert "assumed to be" not in str(with_model)
+        assert verify(stored).assumed == ("0.weight", "1.weight")  # also when common shapes are tried
         assert verify(stored, model=model).assumed == ()
-    assert verify(model.state_dict(), (1, 1)).assumed == ()  # single weights are the same either way
+    assert verify(model.state_dict(), (1, 1)).assumed == ()  # the axes do not matter for single weights
     assert verify({"fc.weight": torch.zeros(8, 8)}, (4, 4)).assumed == ()
-    assert verify({"a.in_proj_weight": torch.zeros(24, 8)}, (16, 8)).assumed == ("a.in_proj_weight",)  # three in one
+    assert verify({"a.in_proj_weight": torch.zeros(24, 8)}, (16, 8)).assumed == ("a.in_proj_weight",)  # three stacked matrices
 
 
-def test_reports_name_the_same_axes() -> None:
-    model, block = turned()
-    alone, told = report(model.state_dict(), block), report(model.state_dict(), block, model=model)
-    assert alone.assumed == ("0.weight", "1.weight")
-    assert alone.to_json()["axes_assumed"] == ["0.weight", "1.weight"]
-    assert "the axes of 2 weights are assumed to be (out, in, ...)" in " ".join(str(alone).split())
-    assert told.assumed == ()
-    assert [row.blocks for row in told.layers] == [row.blocks for row in report(model, block).layers]
-    assert report(model=model, block=block).blocks == told.blocks
+def test_reports_name_assumed_axes() -> None:
+    model, block = ambiguous_model()
+    without_model, with_model = report(model.state_dict(), block), report(model.state_dict(), block, model=model)
+    assert without_model.assumed == ("0.weight", "1.weight")
+    assert without_model.to_json()["axes_assumed"] == ["0.weight", "1.weight"]
+    assert "the axes of 2 weights are assumed to be (out, in, ...)" in " ".join(str(without_model).split())
+    assert with_model.assumed == ()
+    assert [row.blocks for row in with_model.layers] == [row.blocks for row in report(model, block).layers]
+    assert report(model=model, block=block).blocks == with_model.blocks
 
 
 def test_the_model_can_be_a_keyword_argument() -> None:
-    model, block = turned()
+    model, block = ambiguous_model()
     assert verify(model=model, block=block) == verify(model, block)
     assert verify(model=model.state_dict(), block=block).zero == verify(model.state_dict(), block).zero
     with pytest.raises(SmartpruneError, match=r"verify: give a torch\.nn\.Module, a state dict, or the path"):
@@ -427,7 +429,7 @@ def test_the_model_can_be_a_keyword_argument() -> None:
 
 
 def test_a_model_of_other_weights_is_refused() -> None:
-    model, block = turned()
+    model, block = ambiguous_model()
     state = model.state_dict()
     with pytest.raises(SmartpruneError, match=r"does not belong to the model: 0\.weight is 8x8 in the model and 32x16x1x1 here"):
         verify(state, block, model=nn.Sequential(nn.Linear(8, 8)))
@@ -441,7 +443,7 @@ def test_a_model_of_other_weights_is_refused() -> None:
 
 
 def test_a_model_on_the_meta_device_defines_axes() -> None:
-    model, block = turned()
+    model, block = ambiguous_model()
     wrapped = {f"module.{name}": tensor for name, tensor in model.state_dict().items()}
     assert verify(wrapped, block, model=model.to("meta")).zero == 9
 
@@ -452,30 +454,30 @@ def test_a_receipt_with_other_axes_is_a_problem() -> None:
     row = next(row for row in receipt.layers if row.transposed)
     other = dataclasses.replace(row, transposed=False)
     layers = tuple(other if each is row else each for each in receipt.layers)
-    found = verify(model.state_dict(), receipt=dataclasses.replace(receipt, layers=layers), model=model)
-    assert any("transposed=False, the model groups=1, transposed=True" in problem for problem in found.problems)
+    result = verify(model.state_dict(), receipt=dataclasses.replace(receipt, layers=layers), model=model)
+    assert any("transposed=False, the model groups=1, transposed=True" in problem for problem in result.problems)
 
 
 # --- other forms of weights
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz])
-def test_eight_bit_floats(dtype: torch.dtype) -> None:
+def test_eight_bit_floats_are_counted(dtype: torch.dtype) -> None:
     weight = torch.zeros(8, 8)
     weight[:4, :4] = 1
-    found = verify({"a.weight": weight.to(dtype)}, (4, 4))
-    assert (found.ok, found.zero, found.blocks) == (True, 3, 4)
+    result = verify({"a.weight": weight.to(dtype)}, (4, 4))
+    assert (result.ok, result.zero, result.blocks) == (True, 3, 4)
     assert verify({"a.weight": weight.to(dtype)}).block == Block(4, 4)
     weight[0, 0] = torch.nan
     assert verify({"a.weight": weight.to(dtype)}, (4, 4)).problems == ("a.weight: holds NaN or infinity",)
 
 
 def test_four_bit_floats_are_refused() -> None:
-    """Two of them share a byte, and torch compares and converts none."""
+    """Two values share a byte, and torch can neither compare nor convert them."""
     state = {"a.weight": torch.zeros(8, 4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2), "b.weight": torch.zeros(8, 8)}
-    for look in (verify, report):
+    for read in (verify, report):
         with pytest.raises(SmartpruneError, match=r"a\.weight: torch cannot read torch\.float4_e2m1fn_x2"):
-            look(state, (4, 4))
+            read(state, (4, 4))
 
 
 def test_masks_of_torch_prune_are_refused(tmp_path: Path) -> None:
@@ -483,14 +485,14 @@ def test_masks_of_torch_prune_are_refused(tmp_path: Path) -> None:
     for i in (0, 2):
         prune.ln_structured(model[i], "weight", 0.5, 2, 0)
     torch.save(model.state_dict(), tmp_path / "m.pt")
-    cure = r"0\.weight is masked by torch\.nn\.utils\.prune.*torch\.nn\.utils\.prune\.remove\(module, 'weight'\)"
+    message = r"0\.weight is masked by torch\.nn\.utils\.prune.*torch\.nn\.utils\.prune\.remove\(module, 'weight'\)"
     for stored in (model, model.state_dict(), tmp_path / "m.pt"):
-        for look in (verify, report):
-            with pytest.raises(SmartpruneError, match=cure):
-                look(stored, "channel")
-        with pytest.raises(SmartpruneError, match=cure):
+        for read in (verify, report):
+            with pytest.raises(SmartpruneError, match=message):
+                read(stored, "channel")
+        with pytest.raises(SmartpruneError, match=message):
             pack(stored, tmp_path / "p", "channel")
-    with pytest.raises(SmartpruneError, match=cure):
+    with pytest.raises(SmartpruneError, match=message):
         NPU.edge().estimate(model, torch.zeros(1, 8, 9, 9))
     for i in (0, 2):
         prune.remove(model[i], "weight")

@@ -1,4 +1,4 @@
-"""Budgets in cycles: never exceeded by what the NPU model finds afterwards, and not missed by more than can be helped."""
+"""Budgets in cycles: the estimate of the pruned model never exceeds them, and uses them as far as whole blocks allow."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def mask_weights(model: nn.Module, plan: sp.Plan, mask: Tensor) -> None:
 
 
 def cycles_of(npu: NPU, model: nn.Module, x: Any, plan: sp.Plan, of: str = "layers") -> tuple[int, int]:
-    """Dense and pruned cycles of the layers that are pruned, or of all."""
+    """Dense and pruned cycles of the pruned layers, or of all layers."""
     names = {layer.name for layer in plan.layers}
     rows = [row for row in npu.estimate(model, x, plan.block).layers if of == "model" or row.name in names]
     return sum(row.dense.latency for row in rows), sum(row.pruned.latency for row in rows)
@@ -63,53 +63,53 @@ def test_the_estimate_never_exceeds_the_budget(
     rank = torch.rand(plan.n)
     mask = plan.exact.best(rank)
     assert mask is not None
-    whole = {name: weight.clone() for name, weight in model.state_dict().items()}
+    dense_state = {name: weight.clone() for name, weight in model.state_dict().items()}
     mask_weights(model, plan, mask)
-    dense, found = cycles_of(npu, model, x, plan, of)
-    rest = plan.exact.total - dense  # of linear layers, if the block has a kernel: an estimate leaves them out
-    assert rest == 0 or (rest > 0 and of == "model" and len(block) == 3)
-    assert plan.bound == (math.floor((1 - Fraction(share)) * (dense + rest)), dense + rest)
-    assert found + rest == plan.exact.of(mask) <= plan.exact.limit
-    if not mask.all():  # the next in rank would be too much
+    dense, pruned = cycles_of(npu, model, x, plan, of)
+    skipped = plan.exact.total - dense  # linear layers, which an estimate skips if the block has a kernel
+    assert skipped == 0 or (skipped > 0 and of == "model" and len(block) == 3)
+    assert plan.bound == (math.floor((1 - Fraction(share)) * (dense + skipped)), dense + skipped)
+    assert pruned + skipped == plan.exact.of(mask) <= plan.exact.limit
+    if not mask.all():  # one more block exceeds the budget
         assert float(rank[mask].min() if mask.any() else 1) >= float(rank[~mask].max())
         mask[rank.masked_fill(mask, -1).argmax()] = True
-        model.load_state_dict(whole)
+        model.load_state_dict(dense_state)
         mask_weights(model, plan, mask)
-        assert cycles_of(npu, model, x, plan, of)[1] + rest > plan.exact.limit
+        assert cycles_of(npu, model, x, plan, of)[1] + skipped > plan.exact.limit
 
 
 @pytest.mark.parametrize("npu", [IDEAL, SYSTOLIC], ids=["output", "weight"])
 @pytest.mark.parametrize("share", ["0.3", "0.5", "0.77", "0.95"])
 @pytest.mark.parametrize("name", sorted(zoo.SMALL))
 def test_cycles_are_exact_to_a_block_with_free_memory(name: str, share: str, npu: NPU) -> None:
-    """One lane, no memory to wait for, blocks of the array's shape: a block costs what it takes, and nothing else is lost."""
+    """With one lane, unlimited bandwidth and blocks of the array's shape, the cost of a block is exactly its cycles."""
     torch.manual_seed(0)
     npu = replace(npu, rows=4, columns=4)
     model, x = zoo.SMALL[name]()
     plan = sp.plan(model, (4, 4), budget=sp.cycles(float(share), x, npu))
     assert plan.cost is not None
     assert plan.limit is not None
-    mask = sp.hard_topk(torch.rand(plan.n), plan.limit, plan.cost)  # by the sum that a search sees
+    mask = sp.hard_topk(torch.rand(plan.n), plan.limit, plan.cost)  # with the sum of costs that a search uses
     mask_weights(model, plan, mask)
-    dense, found = cycles_of(npu, model, x, plan)
+    dense, pruned = cycles_of(npu, model, x, plan)
     goal = math.floor((1 - Fraction(share)) * dense)
-    assert found <= goal
-    assert goal - found < int(plan.cost[~mask].min())
-    # an independent count: every kept block of every layer takes its tiles, once for each position
-    slow = 0
+    assert pruned <= goal
+    assert goal - pruned < int(plan.cost[~mask].min())
+    # an independent count: a kept block takes one cycle per use, plus the overhead of the array
+    expected = 0
     for layer in plan.layers:
         runs = (plan.uses or {})[layer.name]
         calls = len(layer.sites)
         kept = mask[layer.start : layer.stop].reshape(len(runs), -1).sum(1).tolist()
-        slow += sum(n * (count + calls * npu.fold) for n, count in zip(kept, runs, strict=True)) + calls * npu.tail
-    assert slow == found
+        expected += sum(n * (count + calls * npu.fold) for n, count in zip(kept, runs, strict=True)) + calls * npu.tail
+    assert expected == pruned
 
 
 @pytest.mark.parametrize(
     "npu", [NPU(rows=4, columns=4), NPU(rows=4, columns=4, lanes=3), NPU.small()], ids=["one", "lanes", "small"]
 )
 @pytest.mark.parametrize("method", [sp.Smart(), sp.Magnitude(), sp.Gradual()], ids=lambda m: m.name)
-def test_attach_bake_receipt_verify(npu: NPU, method: Any, tmp_path: Path) -> None:
+def test_attach_and_bake_meet_the_budget_and_record_it(npu: NPU, method: Any, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, x = zoo.plain_cnn()
     y = torch.randint(0, 10, (x.shape[0],))
@@ -121,19 +121,19 @@ def test_attach_bake_receipt_verify(npu: NPU, method: Any, tmp_path: Path) -> No
         pruner.step()
         optimizer.zero_grad()
     receipt = sp.bake(model)
-    dense, found = cycles_of(npu, model, x, pruner.plan)
-    assert found <= 0.6 * dense
+    dense, pruned = cycles_of(npu, model, x, pruner.plan)
+    assert pruned <= 0.6 * dense
     requested = receipt.requested
     assert requested is not None
     assert (requested.kind, requested.share, requested.of) == ("cycles", Fraction(2, 5), "layers")
     assert (requested.total, requested.limit) == (dense, math.floor(Fraction(3, 5) * dense))
-    assert requested.used == found <= requested.limit
+    assert requested.used == pruned <= requested.limit
     assert receipt.met
     assert NPU.from_json(requested.npu, "receipt") == npu
-    shown = str(receipt)
-    assert f"npu      rows={npu.rows}, columns={npu.columns}, lanes={npu.lanes}, dataflow=output_stationary" in shown
-    assert f"budget   remove 40% of the NPU cycles: keep at most {requested.limit:,} of {requested.total:,}" in shown
-    assert f"kept     {requested.used:,} cycles\n" in shown
+    printed = str(receipt)
+    assert f"npu      rows={npu.rows}, columns={npu.columns}, lanes={npu.lanes}, dataflow=output_stationary" in printed
+    assert f"budget   remove 40% of the NPU cycles: keep at most {requested.limit:,} of {requested.total:,}" in printed
+    assert f"kept     {requested.used:,} cycles\n" in printed
     receipt.save(tmp_path / "receipt.json")
     assert sp.Receipt.load(tmp_path / "receipt.json") == receipt
     assert sp.verify(model, receipt=tmp_path / "receipt.json").ok
@@ -156,22 +156,24 @@ def test_attach_bake_receipt_verify(npu: NPU, method: Any, tmp_path: Path) -> No
             sp.Receipt.from_json(data)
 
 
-@pytest.mark.parametrize(("fields", "words"), [({"rows": 0}, "rows=0 must be an integer"), ({"x": 1}, "has 'x'"), (7, "is a int")])
-def test_an_npu_checks_the_fields_of_a_receipt(fields: object, words: str) -> None:
-    with pytest.raises(SmartpruneError, match=rf"asked: npu: .*{words}"):
+@pytest.mark.parametrize(
+    ("fields", "message"), [({"rows": 0}, "rows=0 must be an integer"), ({"x": 1}, "has 'x'"), (7, "is a int")]
+)
+def test_an_npu_checks_the_fields_of_a_receipt(fields: object, message: str) -> None:
+    with pytest.raises(SmartpruneError, match=rf"asked: npu: .*{message}"):
         NPU.from_json(fields, "asked: npu")
 
 
-def test_plan_shows_cycles() -> None:
+def test_a_plan_prints_its_cycles() -> None:
     model, x = zoo.plain_cnn()
     plan = sp.plan(model, (4, 4), budget=sp.cycles(0.5, x, replace(IDEAL, rows=4, columns=4)))
     # 16 -> 20 channels, 3x3, 64 pixels: 5 x 4 x 9 blocks; 20 -> 12, 1x1: 3 x 5; one more cycle each
     total = 64 * (180 + 15)
-    assert (plan.unit, plan.total, plan.limit) == ("cycles", total, (total + 2) // 2 - 2)  # what a search sees
+    assert (plan.unit, plan.total, plan.limit) == ("cycles", total, (total + 2) // 2 - 2)  # the limit of the search
     assert plan.bound == ((total + 2) // 2, total + 2)
     assert "remove 50% of the NPU cycles: keep at most 6,241 of 12,482 cycles" in str(plan)
     assert describe(plan.budget) == "cycles 0.5"
-    assert plan.uses is not None  # its example serves the plan as well
+    assert plan.uses is not None  # the plan takes the example of the budget
 
 
 def test_a_share_of_zero_removes_nothing() -> None:
@@ -181,8 +183,8 @@ def test_a_share_of_zero_removes_nothing() -> None:
         assert plan.limit == plan.total
 
 
-def test_layers_that_only_move_activations_keep_their_blocks() -> None:
-    """Where moving the activations takes longer than the multiplications, removing blocks saves no time: they are free."""
+def test_blocks_of_memory_bound_layers_cost_nothing() -> None:
+    """If moving the activations takes longer than multiplying, removing blocks saves no time, so they cost nothing."""
     model = nn.Sequential(nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 4, 1))
     x = torch.zeros(1, 8, 16, 16)
     npu = NPU(rows=8, columns=8, activation_bandwidth=4, weight_bandwidth=math.inf)
@@ -195,20 +197,20 @@ def test_layers_that_only_move_activations_keep_their_blocks() -> None:
 
 @pytest.mark.parametrize("lanes", [1, 2, 4])
 def test_several_lanes_stay_within_the_budget(lanes: int) -> None:
-    """Also in the search: with blocks spread at random the sum that it sees comes close to the latency."""
+    """For random masks, the sum of costs that a search uses is close to the latency."""
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 10)), torch.zeros(1, 16, 64)
     plan = sp.plan(model, (4, 4), budget=sp.cycles(0.5, x, replace(IDEAL, rows=4, columns=4, lanes=lanes)))
     assert plan.exact is not None
     assert plan.limit is not None
     rank = torch.rand(plan.n)
-    soft, best = sp.hard_topk(rank, plan.limit, plan.cost), plan.exact.best(rank)
-    assert best is not None
-    assert int(soft.sum()) == pytest.approx(plan.n / 2, rel=0.02)
-    assert int(best.sum()) == pytest.approx(plan.n / 2, rel=0.15)  # what lanes differ by chance is in it
+    search_mask, exact_mask = sp.hard_topk(rank, plan.limit, plan.cost), plan.exact.best(rank)
+    assert exact_mask is not None
+    assert int(search_mask.sum()) == pytest.approx(plan.n / 2, rel=0.02)
+    assert int(exact_mask.sum()) == pytest.approx(plan.n / 2, rel=0.15)  # includes the random imbalance of lanes
 
 
-def test_a_floor_in_cycles() -> None:
+def test_a_floor_is_kept_or_refused() -> None:
     torch.manual_seed(0)
     model, x = zoo.plain_cnn()
     npu = NPU(rows=4, columns=4, lanes=2, activation_bandwidth=math.inf)
@@ -216,8 +218,8 @@ def test_a_floor_in_cycles() -> None:
     pruner.freeze()
     for layer in pruner.plan.layers:
         assert int(pruner.mask[layer.start : layer.stop].sum()) >= math.ceil(0.2 * layer.n)
-    dense, found = cycles_of(npu, model, x, pruner.plan)
-    assert found <= 0.4 * dense
+    dense, pruned = cycles_of(npu, model, x, pruner.plan)
+    assert pruned <= 0.4 * dense
     plan = sp.plan(zoo.plain_cnn()[0], (4, 4), budget=sp.cycles(0.6, x, npu), floor=0.5)
     assert plan.problem is not None
     assert re.fullmatch(r"floor=0.5 needs [\d,]+ cycles, the budget keeps [\d,]+", plan.problem)
@@ -229,8 +231,8 @@ def test_a_floor_in_cycles() -> None:
 @pytest.mark.parametrize(
     "layer", [nn.Linear(6, 6), nn.Conv1d(4, 4, 2), nn.ConvTranspose1d(4, 4, 2)], ids=["linear", "conv", "transposed"]
 )
-def test_a_floor_that_some_mask_meets_is_not_refused(layer: nn.Module, lanes: int) -> None:
-    """Every mask is tried: blocks in different rows run side by side, those of one row do not. And what is not refused is met."""
+def test_a_floor_is_refused_only_if_no_mask_meets_it(layer: nn.Module, lanes: int) -> None:
+    """Compared with all masks. Rows of blocks run in parallel, blocks of one row do not. Accepted floors are met."""
     npu = NPU(rows=2, columns=2, lanes=lanes, weight_bandwidth=math.inf, activation_bandwidth=math.inf)
     model, x = nn.Sequential(layer), torch.zeros(1, 6, 6) if isinstance(layer, nn.Linear) else torch.zeros(1, 4, 9)
     for floor in (0.25, 0.34, 0.5):
@@ -249,7 +251,7 @@ def test_a_floor_that_some_mask_meets_is_not_refused(layer: nn.Module, lanes: in
 
 @pytest.mark.parametrize("lanes", [1, 2])
 def test_a_floor_is_met_by_partial_blocks(lanes: int) -> None:
-    """They have fewer weights to fetch, and lie at the end."""
+    """Partial blocks have fewer weights to fetch."""
     npu = NPU(rows=2, columns=2, lanes=lanes, weight_bandwidth=0.5, activation_bandwidth=1)
     plan = sp.plan(nn.Sequential(nn.Linear(5, 5)), (2, 2), budget=sp.cycles(0.3, torch.zeros(1, 3, 5), npu), include="*")
     assert plan.exact is not None
@@ -260,8 +262,8 @@ def test_a_floor_is_met_by_partial_blocks(lanes: int) -> None:
 
 
 @pytest.mark.parametrize("method", [sp.Magnitude(), sp.Gradual(), sp.Pdp(allocation="global_once")], ids=lambda m: m.name)
-def test_a_floor_that_the_latency_allows_fits_the_sum_of_a_search(method: Any) -> None:
-    """Blocks cost more as a search counts them than they take: weights that arrive slowly, each with its index."""
+def test_a_floor_that_the_latency_allows_is_feasible_in_a_search(method: Any) -> None:
+    """With a low weight bandwidth and an index per block, the costs that a search uses exceed the latency."""
     torch.manual_seed(0)
     npu = NPU(rows=2, columns=2, weight_bandwidth=1, activation_bandwidth=1)
     model = nn.Sequential(nn.Conv2d(4, 6, 3, padding=1), nn.Conv2d(6, 8, 1), nn.Conv2d(8, 6, 3, padding=1))
@@ -293,7 +295,7 @@ def test_pruning_to_a_latency_in_milliseconds() -> None:
     assert 0.99 * goal < npu.estimate(model, x, (4, 4)).ms <= goal
 
 
-def test_wrong_budgets() -> None:
+def test_wrong_budgets_raise() -> None:
     model, x = zoo.plain_cnn()
     with pytest.raises(SmartpruneError, match=r"npu is a str; give an NPU"):
         sp.cycles(0.5, x, "edge")  # type: ignore[arg-type]
@@ -329,32 +331,32 @@ def test_the_suggested_share_is_feasible() -> None:
     slow = NPU(rows=4, columns=4, activation_bandwidth=8)
     with pytest.raises(SmartpruneError, match="at most about") as caught:
         sp.plan(model, (4, 4), budget=sp.cycles(0.999, x, slow))
-    most = float(str(caught.value).partition("at most about ")[2].split()[0])
-    assert 0 < most < 0.999
-    assert sp.plan(model, (4, 4), budget=sp.cycles(most - 0.001, x, slow)).limit is not None
+    suggested = float(str(caught.value).partition("at most about ")[2].split()[0])
+    assert 0 < suggested < 0.999
+    assert sp.plan(model, (4, 4), budget=sp.cycles(suggested - 0.001, x, slow)).limit is not None
     with pytest.raises(SmartpruneError, match="cannot be met"):
-        sp.plan(model, (4, 4), budget=sp.cycles(min(0.9989, most + 0.001), x, slow))
+        sp.plan(model, (4, 4), budget=sp.cycles(min(0.9989, suggested + 0.001), x, slow))
 
 
 @pytest.mark.parametrize("of", ["layers", "model"])
 def test_the_suggested_share_keeps_a_block(of: str) -> None:
-    """What waits for activations, or is not pruned, is kept whatever goes: the share that is called possible has to leave it."""
+    """The suggested share leaves room for layers that wait for activations and layers that are not pruned."""
     npu = NPU(rows=2, columns=2, lanes=2, dataflow="weight_stationary", weight_bandwidth=4, activation_bandwidth=16)
     model, x = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2)), torch.zeros(1, 50, 6)
     options: dict[str, Any] = {"include": "*"} if of == "layers" else {"include": "0", "skip": "1"}
-    told = 0
+    suggestions = 0
     for percent in range(50, 100):
         try:
             sp.plan(model, (2, 2), budget=sp.cycles(percent / 100, x, npu, of), **options).require()  # type: ignore[arg-type]
         except SmartpruneError as error:
-            found = re.search(
+            match = re.search(
                 r"keeps [\d,]+ of ([\d,]+) cycles, of which .* at most (0\.\d+) of the cycles can be removed", str(error)
             )
-            if found is not None:
-                told += 1
-                most = float(found[2])
-                assert most < percent / 100
-                plan = sp.plan(model, (2, 2), budget=sp.cycles(most, x, npu, of), **options)  # type: ignore[arg-type]
+            if match is not None:
+                suggestions += 1
+                suggested = float(match[2])
+                assert suggested < percent / 100
+                plan = sp.plan(model, (2, 2), budget=sp.cycles(suggested, x, npu, of), **options)  # type: ignore[arg-type]
                 assert plan.feasible
-                assert f"{plan.bound[1]:,}" == found[1]
-    assert told
+                assert f"{plan.bound[1]:,}" == match[1]
+    assert suggestions
