@@ -41,7 +41,7 @@ def row(**changes: Any) -> dict[str, Any]:
     return {**fields, **changes}
 
 
-def test_pages_agree_with_the_records() -> None:
+def test_tables_of_the_pages_equal_the_records() -> None:
     assert tables.differing(ROOT) == []
 
 
@@ -86,11 +86,11 @@ def test_incomplete_rows_raise() -> None:
 
 def test_method_labels_follow_the_current_defaults(tmp_path: Path) -> None:
     """A record keeps its meaning when a default changes, because its label is made from its settings."""
-    usual = {"ramp": 1.0, "updates": 200, "norm": "mean", "through": False}
-    settings = [usual, usual | {"norm": "share", "through": True}]
-    rows = [row(method="gradual(updates=200)", settings=given) for given in settings] + [row(method="old")]
+    defaults = {"ramp": 1.0, "updates": 200, "norm": "mean", "through": False}
+    settings = [defaults, defaults | {"norm": "share", "through": True}]
+    rows = [row(method="gradual(updates=200)", settings=values) for values in settings] + [row(method="old")]
     (tmp_path / "result.json").write_text(json.dumps({"rows": rows}))
-    assert [found["method"] for found in load_rows(tmp_path)] == ["gradual", "gradual(norm=share, through=True)", "old"]
+    assert [loaded["method"] for loaded in load_rows(tmp_path)] == ["gradual", "gradual(norm=share, through=True)", "old"]
 
 
 def test_dense_metrics_of_one_model_are_shown_as_a_range() -> None:
@@ -198,63 +198,38 @@ def test_benchmark_output_becomes_a_record(root: Path, capsys: pytest.CaptureFix
     assert "not in the format of the benchmark (KeyError: 'block')" in capsys.readouterr().err
 
 
+SHORT = "200 dense + 12 search + 48 fine-tuning epochs, batch 128"
+FULL = "200 dense + 40 search + 160 fine-tuning epochs, x"
+
+
+def paper_row(method: str, protocol: str, values: list[float], difference: float, **changes: Any) -> dict[str, Any]:
+    fields = {"data": "cifar10", "model": "densenet", "block": "8x8", "metric": "accuracy", "unit": "share", "sparsity": 0.95}
+    n = len(values)
+    statistic = {"mean": statistics.fmean(values), "std": statistics.stdev(values) if n > 1 else None, "n": n}
+    summary = {"values": values, "seeds": list(range(n)), "difference": difference, **statistic}
+    return {**fields, "method": method, "protocol": protocol, **summary, **changes}
+
+
+PAPER_ROWS = [
+    paper_row("smart", SHORT, [0.8, 0.9], -0.1, sparsity=0.97),
+    paper_row("smart", FULL, [0.875], -0.075, sparsity=0.97),
+    paper_row("gradual", SHORT, [0.9], -0.05),
+    paper_row("awg", f"{SHORT}, distill 1", [0.9], 0),
+    paper_row("pdp", f"{SHORT}, augment 1, augment over search", [0.9], 0),
+    paper_row("pas", f"{SHORT}, search lr 0.1, finetune lr 0.1", [0.9], 0),
+    paper_row("acdc", SHORT, [0.9], 0, sparsity=None, macs=0.95),
+    paper_row("pdp", "10 dense epochs", [0.1], -0.8),
+]
+
+
 def test_paper_table_compares_records_with_the_paper(tmp_path: Path) -> None:
-    tables = load_tables()
     (tmp_path / "records").mkdir()
     (tmp_path / "docs").mkdir()
     shutil.copy(ROOT / "records" / "paper-table2.csv", tmp_path / "records")
-    common = {"data": "cifar10", "model": "densenet", "block": "8x8", "metric": "accuracy", "unit": "share"}
-    lengths = {
-        12: "200 dense + 12 search + 48 fine-tuning epochs, batch 128",
-        40: "200 dense + 40 search + 160 fine-tuning epochs, x",
-    }
-    rows = [
-        {"method": "smart", "sparsity": 0.97, "protocol": lengths[12], "values": [0.8, 0.9], "seeds": [0, 1], "difference": -0.1},
-        {"method": "smart", "sparsity": 0.97, "protocol": lengths[40], "values": [0.875], "seeds": [0], "difference": -0.075},
-        {"method": "gradual", "sparsity": 0.95, "protocol": lengths[12], "values": [0.9], "seeds": [0], "difference": -0.05},
-        {
-            "method": "awg",
-            "sparsity": 0.95,
-            "protocol": lengths[12] + ", distill 1",
-            "values": [0.9],
-            "seeds": [0],
-            "difference": 0,
-        },
-        {
-            "method": "pdp",
-            "sparsity": 0.95,
-            "protocol": lengths[12] + ", augment 1, augment over search",
-            "values": [0.9],
-            "seeds": [0],
-            "difference": 0,
-        },
-        {
-            "method": "pas",
-            "sparsity": 0.95,
-            "protocol": lengths[12] + ", search lr 0.1, finetune lr 0.1",
-            "values": [0.9],
-            "seeds": [0],
-            "difference": 0,
-        },
-        {
-            "method": "acdc",
-            "sparsity": None,
-            "macs": 0.95,
-            "protocol": lengths[12],
-            "values": [0.9],
-            "seeds": [0],
-            "difference": 0,
-        },
-        {"method": "pdp", "sparsity": 0.95, "protocol": "10 dense epochs", "values": [0.1], "seeds": [0], "difference": -0.8},
-    ]
-    for row in rows:
-        values = row["values"]
-        n = len(values)
-        row |= {"mean": statistics.fmean(values), "std": statistics.stdev(values) if n > 1 else None, "n": n, **common}
-    save_record(tmp_path / "records" / "some", {"rows": rows}, {"a": 1}, "a note", ["command"], ["machine"])
+    save_record(tmp_path / "records" / "some", {"rows": PAPER_ROWS}, {"a": 1}, "a note", ["command"], ["machine"])
     page = tmp_path / "docs" / "paper.md"
     page.write_text("<!-- table: paper-table2 -->\n<!-- /table -->\n")
-    assert tables.update(tmp_path)
+    assert load_tables().update(tmp_path)
     text = page.read_text()
     assert "| densenet | 8x8 | 95 % | gradual | - | [90.00 (-5.00), n=1](../records/some) | - |" in text
     assert (
@@ -262,7 +237,7 @@ def test_paper_table_compares_records_with_the_paper(tmp_path: Path) -> None:
         "[87.50 (-7.50), n=1](../records/some) |"
     ) in text
     assert "| densenet | 8x8 | 0 % | dense | 94.8 | [95.00](../records/some) | [95.00](../records/some) |" in text
-    assert "pdp" not in text  # neither short nor full
+    assert "pdp" not in text  # its protocol is neither short nor full
     assert "awg" not in text  # another protocol
     assert "pas" not in text
     assert "acdc" not in text  # another budget
