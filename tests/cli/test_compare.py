@@ -35,13 +35,13 @@ def test_csv_json_and_plot_are_written(runs: Path, tmp_path: Path, capsys: pytes
     assert captured.err == "".join(f"written to {name}\n" for name in names)
     assert captured.out.startswith("digits(width=4)")
     with open(names[0], newline="") as file:
-        lines = list(csv.DictReader(file))
-    assert len(lines) == 12
-    assert {line["method"] for line in lines} == {"smart", "magnitude", "gradual"}
-    assert float(lines[0]["difference"]) == pytest.approx(-0.3)
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 12
+    assert {row["method"] for row in rows} == {"smart", "magnitude", "gradual"}
+    assert float(rows[0]["difference"]) == pytest.approx(-0.3)
     check_rows(json.loads(Path(names[1]).read_text()), names[1])
-    words = [element.text for element in ET.parse(names[2]).iter() if element.tag.endswith("text")]
-    assert {"smart", "magnitude", "gradual", "dense", "0.5", "0.9", "accuracy, %"} <= set(words)
+    texts = [element.text for element in ET.parse(names[2]).iter() if element.tag.endswith("text")]
+    assert {"smart", "magnitude", "gradual", "dense", "0.5", "0.9", "accuracy, %"} <= set(texts)
 
 
 def test_plot_refuses_other_formats(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -73,8 +73,8 @@ def test_budgets_in_cycles_have_their_own_panel(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("damage", [{"sparsity": "abc"}, {"sparsity": [0.9]}, {"include": [1]}, {"settings": 3}])
 def test_a_damaged_run_does_not_stop_the_comparison(runs: Path, damage: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    broken = write_run(runs, 0.1, sparsity=0.7)
-    config = json.loads((broken / "config.json").read_text())
-    (broken / "config.json").write_text(json.dumps({**config, **damage}))
+    damaged_run = write_run(runs, 0.1, sparsity=0.7)
+    config = json.loads((damaged_run / "config.json").read_text())
+    (damaged_run / "config.json").write_text(json.dumps({**config, **damage}))
     assert run_cli("compare", str(runs)) == 0
-    assert str(broken) in "".join(capsys.readouterr())
+    assert str(damaged_run) in "".join(capsys.readouterr())

@@ -1,4 +1,4 @@
-"""The command smartprune eval."""
+"""``smartprune eval``: its scores, its arguments and their errors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_eval_scores_a_results_file(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 def test_eval_of_runs_and_weights_and_invalid_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "run"
-    short = {
+    settings = {
         "dense_epochs": 1,
         "search_epochs": 1,
         "finetune_epochs": 1,
@@ -40,22 +40,22 @@ def test_eval_of_runs_and_weights_and_invalid_arguments(tmp_path: Path, capsys: 
         "block": "4x2",
         "device": "cpu",
     }
-    result = train(configure({**short, "out": str(folder)}))
-    for words, value in (([str(folder)], result.pruned), ([str(folder), "--dense"], result.dense)):
-        assert main(["eval", *words, "--json"]) == 0
+    result = train(configure({**settings, "out": str(folder)}))
+    for arguments, value in (([str(folder)], result.pruned), ([str(folder), "--dense"], result.dense)):
+        assert main(["eval", *arguments, "--json"]) == 0
         data = json.loads(capsys.readouterr().out)
         assert (data["task"], data["split"], data["figures"]) == ("digits", "test", {"accuracy": value})
-    alone = shutil.copy(folder / "model.safetensors", tmp_path / "alone.safetensors")
-    assert main(["eval", str(alone), "--task", "digits", "--task-set", "width=4", "--split", "validation"]) == 0
+    weights = shutil.copy(folder / "model.safetensors", tmp_path / "alone.safetensors")
+    assert main(["eval", str(weights), "--task", "digits", "--task-set", "width=4", "--split", "validation"]) == 0
     assert "alone.safetensors (digits, resnet8, validation)" in capsys.readouterr().out
-    assert main(["eval", str(alone), "--task", "digits"]) == 1
+    assert main(["eval", str(weights), "--task", "digits"]) == 1
     assert "does not fit the model" in capsys.readouterr().err
-    for wrong, message in (
+    for arguments, message in (
         ([], "give either a run folder or a .safetensors file"),
-        ([str(alone)], "is not in a run folder; give its task"),
+        ([str(weights)], "is not in a run folder; give its task"),
         ([str(tmp_path)], "holds no run"),
         ([str(tmp_path / "none.safetensors")], "does not exist"),
-        ([str(alone), "--dense"], "--dense is for run folders"),
+        ([str(weights), "--dense"], "--dense is for run folders"),
         (["--detections", "a.json"], "--detections and --annotations are only used together; give both"),
         (
             ["--detections", "a.json", "--annotations", "b.json", "--task-set", "size=64"],
@@ -64,5 +64,5 @@ def test_eval_of_runs_and_weights_and_invalid_arguments(tmp_path: Path, capsys: 
         ([str(folder), "--device", "tpu"], "device='tpu' must be one of auto, cpu, cuda"),
     ):
         with pytest.raises(SystemExit, match="2"):
-            main(["eval", *wrong])
+            main(["eval", *arguments])
         assert message in capsys.readouterr().err

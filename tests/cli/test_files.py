@@ -33,7 +33,7 @@ def network_with_layer(name: str, at: int = 1) -> nn.Module:
 
 
 def network_with_unprintable_name() -> nn.Module:
-    """A network whose stem has a name that does not print."""
+    """A network whose first layer has an unprintable name."""
     model = nn.Sequential()
     for name, layer in (
         ("a\nb", nn.Conv2d(1, 8, 3)),
@@ -46,30 +46,30 @@ def network_with_unprintable_name() -> nn.Module:
 
 
 def test_paths_must_be_valid_utf8(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    bad = str(tmp_path / "bad\udcff")
-    for words in (
-        ["train", *SMALL_FLAGS, "--out", bad],
-        ["sweep", *SMALL_FLAGS[:-4], "--out", bad],
-        ["train", *SMALL_FLAGS, "--out", f"{bad}/run"],
+    path = str(tmp_path / "bad\udcff")
+    for arguments in (
+        ["train", *SMALL_FLAGS, "--out", path],
+        ["sweep", *SMALL_FLAGS[:-4], "--out", path],
+        ["train", *SMALL_FLAGS, "--out", f"{path}/run"],
     ):
-        assert run_cli(*words) == 2
+        assert run_cli(*arguments) == 2
         assert r"bad\udcff" in capsys.readouterr().err
     with pytest.raises(SmartpruneError, match="is not valid UTF-8"):
-        train(small_config(Path(bad)))
+        train(small_config(Path(path)))
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("name", ["a\nb", "n" * 1001])
 def test_layer_names_that_a_receipt_cannot_hold_are_errors(name: str) -> None:
-    for use in (
+    for prune in (
         lambda m: sp.plan(m, block="4x4", sparsity=0.5),
         lambda m: sp.attach(m, sp.Smart(), block="4x4", sparsity=0.5, steps=1),
     ):
         with pytest.raises(
             SmartpruneError, match=r"the name of layer '(a\\nb|nnn.*)' cannot be stored in a receipt.*or leave the layer out"
         ):
-            use(network_with_layer(name))
-        use(network_with_layer(name, at=3))  # which is not pruned
+            prune(network_with_layer(name))
+        prune(network_with_layer(name, at=3))  # a layer that is not pruned
     assert sp.plan(network_with_layer("é"), block="4x4", sparsity=0.5).layers[1].name == "é"
 
 
@@ -80,7 +80,7 @@ def test_tensor_names_that_a_packed_file_cannot_hold_are_errors(tmp_path: Path, 
     assert not out.exists()
 
 
-def failed_bench(*arguments: object, **more: object) -> Bench:
+def failed_bench(*args: object, **kwargs: object) -> Bench:
     return Bench("m", "16x8", 1, 0.5, (Timing("torch", 1, 0.0, (), 0.0, "no such class"),), (), {}, {})
 
 
@@ -102,7 +102,7 @@ def test_failed_bench_keeps_earlier_results(
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         (["train", "--threads", "4097"], "threads=4097 must be at most 4096"),
         (["train", "--threads", "99999999999999999999"], "must be at most 4096"),
@@ -122,10 +122,10 @@ def test_failed_bench_keeps_earlier_results(
     ],
 )
 def test_too_large_numbers_are_errors(
-    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert run_cli(*words) == 2
+    assert run_cli(*arguments) == 2
     assert message in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
@@ -141,57 +141,57 @@ def test_too_large_inputs_are_errors(finished_run: Path, capsys: pytest.CaptureF
 
 
 @pytest.fixture
-def forbidden(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
-    """Forbids to open a file, which permissions cannot do to root."""
-    kept, paths = io.open, set()
+def make_unreadable(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
+    """Makes opening a file fail, because file permissions do not apply to root."""
+    original, paths = io.open, set()
 
-    def guarded(file: Any, *arguments: Any, **options: Any) -> IO[Any]:
+    def checked_open(file: Any, *arguments: Any, **options: Any) -> IO[Any]:
         if str(file) in paths:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(file))
-        return kept(file, *arguments, **options)  # type: ignore[no-any-return]
+        return original(file, *arguments, **options)  # type: ignore[no-any-return]
 
-    monkeypatch.setattr(builtins, "open", guarded)
-    monkeypatch.setattr(io, "open", guarded)  # by pathlib
+    monkeypatch.setattr(builtins, "open", checked_open)
+    monkeypatch.setattr(io, "open", checked_open)  # used by pathlib
     return lambda path: paths.add(str(path))
 
 
 def test_unreadable_models_are_errors(
-    finished_run: Path, tmp_path: Path, forbidden: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
+    finished_run: Path, tmp_path: Path, make_unreadable: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("model", "dense"):
-        forbidden(finished_run / f"{name}.safetensors")
+        make_unreadable(finished_run / f"{name}.safetensors")
     out = str(tmp_path / "x.safetensors")
-    for words in (
+    for arguments in (
         ["report", str(finished_run)], ["verify", str(finished_run)], ["pack", str(finished_run), "--out", out],
         ["bench", str(finished_run)], ["export", str(finished_run), "--out", str(tmp_path / "x.onnx")], ["eval", str(finished_run)],
         ["train", *SMALL_FLAGS, "--dense", str(finished_run / "dense.safetensors"), "--out", str(tmp_path / "run")],
     ):  # fmt: skip
-        assert run_cli(*words) in (1, 2), words
-        captured = capsys.readouterr().err
-        assert ".safetensors" in captured, words
-        assert "cannot be read" in captured, words
-        assert "(Permission denied)" in captured, (words, captured)
+        assert run_cli(*arguments) in (1, 2), arguments
+        errors = capsys.readouterr().err
+        assert ".safetensors" in errors, arguments
+        assert "cannot be read" in errors, arguments
+        assert "(Permission denied)" in errors, (arguments, errors)
     assert not list(tmp_path.iterdir())
 
 
 def test_unreadable_folder_is_left_out_of_a_comparison(tmp_path: Path, finished_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    closed, kept = tmp_path / "closed", os.scandir
+    closed, original = tmp_path / "closed", os.scandir
 
-    def guarded(path: Any) -> Any:
+    def checked_scandir(path: Any) -> Any:
         if str(path) == str(closed):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-        return kept(path)
+        return original(path)
 
     closed.mkdir()
-    monkeypatch.setattr(os, "scandir", guarded)
+    monkeypatch.setattr(os, "scandir", checked_scandir)
     comparison = compare([finished_run, tmp_path])
     assert len(comparison.runs) == 1
     assert list(comparison.left_out) == [(closed, "cannot be read (Permission denied); make it readable")]
 
 
 def test_input_path_that_is_not_utf8_is_an_error(tmp_path: Path, finished_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Such a file can exist; the command exits with a message."""
-    bad = tmp_path / "bad\udcff.safetensors"
-    bad.write_bytes((finished_run / "dense.safetensors").read_bytes())
-    assert run_cli("train", *SMALL_FLAGS, "--dense", str(bad), "--out", str(tmp_path / "run")) == 2
+    """Such a file can exist. The command exits with a message."""
+    path = tmp_path / "bad\udcff.safetensors"
+    path.write_bytes((finished_run / "dense.safetensors").read_bytes())
+    assert run_cli("train", *SMALL_FLAGS, "--dense", str(path), "--out", str(tmp_path / "run")) == 2
     assert "cannot be read as a .safetensors file" in capsys.readouterr().err

@@ -48,9 +48,9 @@ def test_report(capsys: pytest.CaptureFixture[str]) -> None:
     assert data["blocks"]["removed"] == receipt["achieved"]["blocks"]["removed"]
     assert run_cli("report", "runs/a", "--map", "stages.0.0.conv1") == 0
     assert "stages.0.0.conv1:" in capsys.readouterr().out
-    for more in (["--json"], ["--npu", "edge"]):
-        assert run_cli("report", "runs/a", "--map", "stages.0.0.conv1", *more) == 2
-        assert f"remove {more[0]}" in capsys.readouterr().err
+    for flags in (["--json"], ["--npu", "edge"]):
+        assert run_cli("report", "runs/a", "--map", "stages.0.0.conv1", *flags) == 2
+        assert f"remove {flags[0]}" in capsys.readouterr().err
 
 
 def test_verify(work: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -49,9 +49,9 @@ def test_help_does_not_import_torch() -> None:
         "except SystemExit: pass\n"
         "sys.exit('torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert "usage: smartprune train" in done.stdout
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert process.returncode == 0, process.stderr
+    assert "usage: smartprune train" in process.stdout
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -129,7 +129,7 @@ def test_unwritable_paths_are_wrong_arguments(work: Path, capsys: pytest.Capture
     (work / "file").write_bytes(b"")
     before = sorted(work.rglob("*"))
     run_file = "runs/a/config.json"
-    for words, message in (
+    for arguments, message in (
         (["train", *SMALL_FLAGS, "--out", "file"], "is a file; give a folder"),
         (["train", *SMALL_FLAGS, "--out", "file/inner"], "is a file"),
         (["sweep", "--out", "file"], "is a file; give a folder"),
@@ -142,8 +142,8 @@ def test_unwritable_paths_are_wrong_arguments(work: Path, capsys: pytest.Capture
         (["eval", "runs/a/model.packed.safetensors"], "smartprune unpack runs/a/model.packed.safetensors --out"),
     ):
         capsys.readouterr()
-        assert run_cli(*words) == 2, words
-        assert message in capsys.readouterr().err, words
+        assert run_cli(*arguments) == 2, arguments
+        assert message in capsys.readouterr().err, arguments
     assert sorted(work.rglob("*")) == before
 
 
@@ -163,14 +163,14 @@ sys.exit(smartprune.cli.main(["fails"]))
 def test_output_before_a_file_error_is_printed() -> None:
     script = FAILS.format(error="2, 'No such file', 'x'")
     env = {name: value for name, value in environment().items() if name != "PYTHONUNBUFFERED"}
-    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (1, "a result\n")
-    assert done.stderr == "smartprune: x cannot be written or read (No such file); fix that and try again\n"
+    process = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True)
+    assert (process.returncode, process.stdout) == (1, "a result\n")
+    assert process.stderr == "smartprune: x cannot be written or read (No such file); fix that and try again\n"
 
 
 def test_os_errors_of_libraries_are_not_reported_as_output_errors() -> None:
     script = FAILS.format(error="'cannot write mode F as PNG'")
-    done = subprocess.run([sys.executable, "-c", script], env=environment(), capture_output=True, text=True)
-    assert done.returncode == 1
-    assert done.stdout == "a result\n"
-    assert done.stderr.endswith("OSError: cannot write mode F as PNG\n")
+    process = subprocess.run([sys.executable, "-c", script], env=environment(), capture_output=True, text=True)
+    assert process.returncode == 1
+    assert process.stdout == "a result\n"
+    assert process.stderr.endswith("OSError: cannot write mode F as PNG\n")

@@ -18,8 +18,6 @@ from smartprune.cli.streams import discard_unwritten, print_message
 from smartprune.training.progress import Progress, Tick
 
 FULL = Path("/dev/full")
-
-
 QUICK = ["--dense-epochs", "1", "--search-epochs", "1", "--finetune-epochs", "1"]
 
 
@@ -27,8 +25,8 @@ def call(*arguments: str, **streams: Any) -> subprocess.CompletedProcess[bytes]:
     return subprocess.run(command(*arguments), env=environment() | streams.pop("env", {}), timeout=120, check=False, **streams)
 
 
-def closing(*handles: int) -> Callable[[], None]:
-    """For a process that is started with these closed, as by ``>&-``."""
+def close_streams(*handles: int) -> Callable[[], None]:
+    """A ``preexec_fn`` that closes streams, like ``>&-`` in a shell."""
 
     def close() -> None:
         for handle in handles:
@@ -38,17 +36,17 @@ def closing(*handles: int) -> Callable[[], None]:
 
 
 class FailingStream:
-    """A stream that takes so many texts and then none."""
+    """A stream that fails after a number of writes."""
 
     encoding = "utf-8"
 
-    def __init__(self, left: int, error: Exception) -> None:
-        self.left, self.error, self.writes = left, error, 0
+    def __init__(self, remaining: int, error: Exception) -> None:
+        self.remaining, self.error, self.writes = remaining, error, 0
 
     def write(self, text: str) -> None:
         self.writes += 1
-        self.left -= 1
-        if self.left < 0:
+        self.remaining -= 1
+        if self.remaining < 0:
             raise self.error
 
     def flush(self) -> None: ...
@@ -78,15 +76,15 @@ def test_closed_pipe_prints_no_error(work: Path) -> None:
 @pytest.mark.parametrize("arguments", [("plan", "resnet8"), ("report", "runs/a", "--json")])
 def test_full_disk_prints_one_line(arguments: tuple[str, ...], work: Path) -> None:
     with open("/dev/full", "w") as full:
-        done = subprocess.run(command(*arguments), cwd=work, env=environment(), stdout=full, stderr=subprocess.PIPE, text=True)
-    assert done.returncode == 1
-    assert done.stderr.startswith("smartprune: ")
-    assert "cannot be written or read (No space left on device)" in done.stderr
-    assert done.stderr.count("\n") == 1
+        process = subprocess.run(command(*arguments), cwd=work, env=environment(), stdout=full, stderr=subprocess.PIPE, text=True)
+    assert process.returncode == 1
+    assert process.stderr.startswith("smartprune: ")
+    assert "cannot be written or read (No space left on device)" in process.stderr
+    assert process.stderr.count("\n") == 1
 
 
 def test_dev_stdout_appends_to_the_redirected_file(finished_run: Path, tmp_path: Path) -> None:
-    """A table, then the .csv file, after what was in the file before, in the file itself."""
+    """The table and the CSV are appended to the file that stdout is redirected to."""
     log = tmp_path / "notes.log"
     log.write_text("before\n")
     before = log.stat().st_ino
@@ -106,7 +104,7 @@ def test_progress_is_silent_after_a_write_error(error: Exception, tmp_path: Path
     tick = Tick("dense", 1, 1, 1, 1, 0.5, "accuracy", None, None, None, 1.0)
     for _ in range(4):
         progress(tick)
-    progress.message("that it is silent")
+    progress.message("ignored")
     progress.close()
     assert stream.writes == 2
 
@@ -114,18 +112,18 @@ def test_progress_is_silent_after_a_write_error(error: Exception, tmp_path: Path
 @pytest.mark.skipif(not FULL.exists(), reason="needs a device that is always full")
 def test_run_finishes_if_stderr_is_full(tmp_path: Path) -> None:
     with FULL.open("w") as full:
-        ended = call("train", *SMALL_FLAGS, *QUICK, "--out", str(tmp_path / "a"), stdout=subprocess.PIPE, stderr=full)
-    assert ended.returncode == 0
-    assert b"verified yes" in ended.stdout
+        process = call("train", *SMALL_FLAGS, *QUICK, "--out", str(tmp_path / "a"), stdout=subprocess.PIPE, stderr=full)
+    assert process.returncode == 0
+    assert b"verified yes" in process.stdout
 
 
 def test_closed_streams_do_not_fail_a_command(finished_run: Path, tmp_path: Path) -> None:
-    words = ["compare", str(finished_run), "--csv", "/dev/stdout"]
-    ended = call(*words, stderr=subprocess.PIPE, preexec_fn=closing(1))
-    assert (ended.returncode, ended.stderr) == (0, b"written to /dev/stdout\n")
+    arguments = ["compare", str(finished_run), "--csv", "/dev/stdout"]
+    process = call(*arguments, stderr=subprocess.PIPE, preexec_fn=close_streams(1))
+    assert (process.returncode, process.stderr) == (0, b"written to /dev/stdout\n")
     out = tmp_path / "a"
-    ended = call("train", *SMALL_FLAGS, *QUICK, "--out", str(out), preexec_fn=closing(1, 2))
-    assert ended.returncode == 0
+    process = call("train", *SMALL_FLAGS, *QUICK, "--out", str(out), preexec_fn=close_streams(1, 2))
+    assert process.returncode == 0
     assert sorted(path.name for path in out.iterdir()) == sorted(path.name for path in finished_run.iterdir())
 
 
@@ -133,9 +131,9 @@ def test_ascii_streams_get_escaped_characters(finished_run: Path, tmp_path: Path
     folder = tmp_path / "Größe"
     shutil.copytree(finished_run, folder)
     ascii_only = {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
-    ended = call("train", "--resume", "--out", str(folder), env=ascii_only, capture_output=True)
-    assert ended.returncode == 0, ended.stderr
-    assert rb"Gr\xf6\xdfe" in ended.stdout
+    process = call("train", "--resume", "--out", str(folder), env=ascii_only, capture_output=True)
+    assert process.returncode == 0, process.stderr
+    assert rb"Gr\xf6\xdfe" in process.stdout
 
 
 def test_messages_to_a_failing_stderr_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:

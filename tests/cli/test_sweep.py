@@ -14,7 +14,7 @@ from smartprune.cli import main
 
 
 @pytest.mark.parametrize(
-    ("more", "message"),
+    ("flags", "message"),
     [
         (["--jobs", "0"], "--jobs 0 must be at least 1"),
         (["--minutes", "0"], "--minutes 0 must be above 0"),
@@ -34,23 +34,23 @@ from smartprune.cli import main
         (["--recorded", str(Path(__file__).parent)], "holds no record"),
     ],
 )
-def test_bad_arguments(more: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_arguments_exit_2(flags: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
-        main(sweep_arguments(tmp_path / "out", *more))
+        main(sweep_arguments(tmp_path / "out", *flags))
     assert stop.value.code == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
 def test_grid_files_exclude_the_flags_of_a_grid(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for flag in (["--label", "a"], ["--dense-seed", "0"]):
+    for flags in (["--label", "a"], ["--dense-seed", "0"]):
         with pytest.raises(SystemExit):
-            main(["sweep", "--grid", "grid.json", "--out", str(tmp_path / "out"), *flag])
-        assert f"--grid and {flag[0]}: the file sets it too" in capsys.readouterr().err
+            main(["sweep", "--grid", "grid.json", "--out", str(tmp_path / "out"), *flags])
+        assert f"--grid and {flags[0]}: the file sets it too" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("more", "message"),
+    ("flags", "message"),
     [
         (["--set", "smart.ramp=zzz"], "zzz"),
         (["--floor", "0.9"], "floor=0.9 needs"),
@@ -59,10 +59,10 @@ def test_grid_files_exclude_the_flags_of_a_grid(tmp_path: Path, capsys: pytest.C
     ],
 )
 def test_settings_of_all_runs_are_checked_before_the_first_dense_stage(
-    more: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    flags: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as stop:
-        main(sweep_arguments(tmp_path / "out", *more))
+        main(sweep_arguments(tmp_path / "out", *flags))
     assert stop.value.code == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
@@ -86,26 +86,26 @@ def test_two_budgets_are_an_error(tmp_path: Path, kind: str, capsys: pytest.Capt
     assert stop.value.code == 2
 
 
-def listed_cells(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
-    """The cells of a sweep by name."""
-    assert main(["sweep", *words, "--list"]) == 0
+def list_cells(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
+    """The names of the cells of a sweep."""
+    assert main(["sweep", *arguments, "--list"]) == 0
     lines = capsys.readouterr().out.partition("\n\n")[0].splitlines()
     return [line.split()[1] for line in lines]
 
 
 def test_lists_take_precedence_over_a_configuration_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The file still gives the method, settings, budget and seed that no list names."""
+    """The file provides the method, settings, budget and seed that no list sets."""
     file, out = tmp_path / "c.json", ["--out", str(tmp_path / "out")]
     file.write_text(json.dumps(asdict(small_config(tmp_path / "run", seed=3, settings={"ramp": "cubic"}))))
-    words = ["--config", str(file), *out]
-    assert listed_cells(capsys, *words) == ["digits-resnet8-smart-ramp=cubic-4x2-0.5-s3"]
-    assert listed_cells(capsys, *words, "--seeds", "1") == ["digits-resnet8-smart-ramp=cubic-4x2-0.5-s1"]
-    assert listed_cells(capsys, *words, "--set", "smart.ramp=none") == ["digits-resnet8-smart-ramp=none-4x2-0.5-s3"]
-    assert listed_cells(capsys, *words, "--methods", "gradual") == ["digits-resnet8-gradual-4x2-0.5-s3"]
-    assert listed_cells(capsys, *words, "--macs", "0.4") == ["digits-resnet8-smart-ramp=cubic-4x2-macs0.4-s3"]
+    arguments = ["--config", str(file), *out]
+    assert list_cells(capsys, *arguments) == ["digits-resnet8-smart-ramp=cubic-4x2-0.5-s3"]
+    assert list_cells(capsys, *arguments, "--seeds", "1") == ["digits-resnet8-smart-ramp=cubic-4x2-0.5-s1"]
+    assert list_cells(capsys, *arguments, "--set", "smart.ramp=none") == ["digits-resnet8-smart-ramp=none-4x2-0.5-s3"]
+    assert list_cells(capsys, *arguments, "--methods", "gradual") == ["digits-resnet8-gradual-4x2-0.5-s3"]
+    assert list_cells(capsys, *arguments, "--macs", "0.4") == ["digits-resnet8-smart-ramp=cubic-4x2-macs0.4-s3"]
     file.write_text(json.dumps({"macs": 0.5, "block": "4x2"}))
-    assert listed_cells(capsys, *words) == ["digits-resnet8-smart-4x2-macs0.5-s0"]
-    assert listed_cells(capsys, *words, "--sparsities", "0.7") == ["digits-resnet8-smart-4x2-0.7-s0"]
+    assert list_cells(capsys, *arguments) == ["digits-resnet8-smart-4x2-macs0.5-s0"]
+    assert list_cells(capsys, *arguments, "--sparsities", "0.7") == ["digits-resnet8-smart-4x2-0.7-s0"]
 
 
 @pytest.mark.parametrize("flag", ["--methods", "--sparsities", "--seeds"])

@@ -29,8 +29,8 @@ def test_default_folder_is_numbered(work: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_config_repeats_the_run(work: Path) -> None:
-    assert run_cli("train", "--config", "runs/a/config.json", "--out", "runs/again") == 0
-    assert_same_run(work / "runs/a", work / "runs/again")
+    assert run_cli("train", "--config", "runs/a/config.json", "--out", "runs/repeated") == 0
+    assert_same_run(work / "runs/a", work / "runs/repeated")
 
 
 def test_flags_take_precedence_over_the_configuration_file(work: Path) -> None:
@@ -81,10 +81,10 @@ def test_set_gives_settings_of_the_method(work: Path) -> None:
 
 def test_resume_accepts_automatic_settings(capsys: pytest.CaptureFixture[str]) -> None:
     """What was left to the machine, by auto or by 0 threads, is decided in config.json."""
-    words = ["train", *SMALL_FLAGS, "--device", "auto", "--threads", "0", "--resume", "--out", "runs/a"]
-    assert run_cli(*words) == 0
+    arguments = ["train", *SMALL_FLAGS, "--device", "auto", "--threads", "0", "--resume", "--out", "runs/a"]
+    assert run_cli(*arguments) == 0
     assert "is already finished" in capsys.readouterr().err
-    assert run_cli(*words, "--threads", "77") == 2
+    assert run_cli(*arguments, "--threads", "77") == 2
 
 
 def test_json_has_result_and_receipt(capsys: pytest.CaptureFixture[str]) -> None:
