@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from ..errors import SmartpruneError
+from .example import run_example
 from .kinds import LAYER_FUNCTIONS, LAYER_TYPES, TRANSPOSED, TRANSPOSED_FUNCTIONS, is_masked
 from .layers import Layer
 from .sharding import is_sharded
@@ -106,42 +104,11 @@ def _record_calls(model: nn.Module, example: Any) -> tuple[Calls, int]:
     if example is None:
         raise SmartpruneError("an example input is needed to count MACs or cycles; give example=one input of the model")
     recorder = _Recorder(model)
-    training = [module for module in model.modules() if module.training]
-    model.eval()
     try:
-        with torch.no_grad(), _uncompiled(), recorder:
-            _run(model, example)
-    except SmartpruneError:
-        raise
-    except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise SmartpruneError(f"example: the model does not run on it ({reason}); give one input as the model takes it") from error
+        run_example(model, example, recorder)
     finally:
         recorder.remove_hooks()
-        for module in training:
-            module.training = True
     return recorder.all_calls(), 1 if recorder.unbatched else _batch_size(example)
-
-
-def _run(model: nn.Module, example: Any) -> None:
-    if isinstance(example, Tensor):
-        model(_writable(example))
-    elif isinstance(example, Mapping):
-        model(**{name: _writable(value) for name, value in example.items()})
-    elif isinstance(example, Sequence):
-        model(*map(_writable, example))
-    else:
-        raise SmartpruneError(f"example is a {type(example).__name__}; give a tensor, or a tuple or dict of arguments")
-
-
-def _writable(value: Any) -> Any:
-    """A copy of an inference tensor, which a model could not modify in place. Other values are returned as they are."""
-    return value.clone() if isinstance(value, Tensor) and value.is_inference() else value
-
-
-def _uncompiled() -> AbstractContextManager[object]:
-    """Runs compiled models eagerly: compiled, hooks and modes would record a layer twice."""
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 class _Recorder(TorchFunctionMode):
