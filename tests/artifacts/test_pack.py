@@ -610,3 +610,27 @@ def test_a_state_dict_is_cut_as_its_receipt_says(prefix: str, tmp_path: Path) ->
     assert equal_states(sp.unpack(tmp_path / "state"), state)
     save_file(state, tmp_path / "plain.safetensors")
     assert sp.pack(tmp_path / "plain.safetensors", tmp_path / "file", receipt=receipt).assumed == ()
+
+
+def test_pack_prints_the_mask_hash_of_the_receipt_and_that_of_the_stored_blocks(tmp_path: Path) -> None:
+    """One pruned layer keeps all its blocks, so the file stores it unchanged and its hash does not cover it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 4))
+    plan = sp.plan(model, (4, 4), 0.5)
+    mask = torch.tensor([True] * 16 + [False] * 16)
+    with torch.no_grad():
+        model[1].weight.zero_()
+    receipt = make_receipt(plan, model.state_dict(), mask, "magnitude")
+    packed = sp.pack(model, tmp_path / "m", receipt=receipt)
+    assert packed.mask_hash == receipt.mask_hash == sp.verify(tmp_path / "m").mask_hash
+    assert packed.stored_hash not in ("", receipt.mask_hash)
+    with safe_open(tmp_path / "m", "pt") as file:
+        assert json.loads(file.metadata()["smartprune.packed"])["mask_hash"] == packed.stored_hash
+    lines = str(packed).splitlines()
+    assert f"mask     {receipt.mask_hash}" in lines
+    assert f"stored   {packed.stored_hash}" in lines
+    assert "sparsity 50.00%: 16 of 32 blocks of the pruned layers removed" in lines
+    alone = sp.pack(model, tmp_path / "n", (4, 4))
+    assert alone.pruned is None
+    assert alone.mask_hash == alone.stored_hash == packed.stored_hash
+    assert "mask  " not in str(alone)

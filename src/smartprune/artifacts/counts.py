@@ -9,6 +9,7 @@ from fractions import Fraction
 
 from torch import Tensor
 
+from .. import text
 from ..core.block import Block, Grid
 from ..core.budget import keep_count
 from ..core.occupancy import unpack_bits
@@ -34,6 +35,11 @@ class Count:
     def sum(counts: Sequence[Count]) -> Count:
         return Count(sum(c.total for c in counts), sum(c.kept for c in counts))
 
+    @property
+    def percent(self) -> str:
+        """The removed share, such as ``80.00%``."""
+        return text.percent(self.removed, self.total)
+
     def to_json(self) -> dict[str, object]:
         return {"total": self.total, "kept": self.kept, "removed": self.removed}
 
@@ -50,6 +56,19 @@ class Count:
         """Raises if the stored count is not ``count``."""
         if fields.data != _json(count):
             raise SmartpruneError(f"{fields.where} does not add up: the layers say {_json(count)}")
+
+
+def sparsity_line(blocks: Count) -> str:
+    """The sparsity of the pruned layers, in the words that every receipt, report and export uses.
+
+    >>> sparsity_line(Count(2608, 522))
+    'sparsity 79.98%: 2,086 of 2,608 blocks of the pruned layers removed'
+    """
+    return f"sparsity {blocks.percent}: {removed_blocks(blocks)}"
+
+
+def removed_blocks(blocks: Count) -> str:
+    return f"{blocks.removed:,} of {blocks.total:,} blocks of the pruned layers removed"
 
 
 @dataclass(frozen=True)

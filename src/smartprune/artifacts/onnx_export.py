@@ -12,13 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import text
 from ..core.block import Block
 from ..core.kinds import is_masked
 from ..core.occupancy import map_hash, occupied, pack_bits
 from ..errors import SmartpruneError
 from ..files import as_path, check_writable, write_atomic
-from .counts import Count
+from .counts import Count, sparsity_line
 from .onnx_check import (
     Batch,
     as_batch,
@@ -45,7 +44,8 @@ class Exported:
 
     ``difference`` is the largest deviation of the file's float outputs from the model's, ``scale`` the largest output;
     ``int8_error`` is the root mean square error of the int8 outputs, relative to the float ones. ``blocks`` counts the blocks of
-    all weights that nodes use unchanged; removed are those that are zero in the file.
+    all weights that nodes use unchanged; removed are those that are zero in the file. ``pruned`` counts the blocks of the layers
+    that the receipt in the file lists.
     """
 
     path: str
@@ -65,6 +65,10 @@ class Exported:
     remade: tuple[str, ...] = ()  # weights that the graph changes before a node uses them
     unlisted: tuple[str, ...] = ()  # missing weights that the receipt lists: the file then has no receipt
     unquantized: tuple[str, ...] = ()  # nodes of an int8 file that compute in float
+    pruned: Count | None = None
+
+    def __repr__(self) -> str:
+        return f"<Exported: {self.path}, {self.size:,} bytes, opset {self.opset}>"
 
     def to_json(self) -> dict[str, object]:
         """Plain data: numbers, strings, lists and dictionaries."""
@@ -72,6 +76,7 @@ class Exported:
             **vars(self),
             "block": str(self.block),
             "blocks": self.blocks.to_json(),
+            "pruned": None if self.pruned is None else self.pruned.to_json(),
             "missing": list(self.missing),
             "remade": list(self.remade),
             "unlisted": list(self.unlisted),
@@ -84,8 +89,9 @@ class Exported:
             f"file     {self.path}, {self.size:,} bytes, opset {self.opset}{int8}",
             f"mask     {self.mask_path}",
             f"outputs  differ by at most {self.difference:.1e} of {self.scale:.3g}, over {self.inputs} batches",
-            f"zeros    {self.blocks.removed:,} of {self.blocks.total:,} blocks of {self.block}, in {self.layers} layers: "
-            f"{text.percent(self.blocks.removed, self.blocks.total)}; every zero block of the model is zero in the file",
+            *([] if self.pruned is None else [sparsity_line(self.pruned)]),
+            f"zeros    {self.blocks.removed:,} of {self.blocks.total:,} blocks of {self.block} of all {self.layers} layers in the "
+            f"file: {self.blocks.percent}; every zero block of the model is zero in the file",
         ]
         if self.int8_error is not None:
             lines.append(f"int8     outputs differ from float by {100 * self.int8_error:.2f}% (root mean square)")
@@ -269,6 +275,7 @@ class _Export:
             remade=remade,
             unlisted=self.unlisted,
             unquantized=self.unquantized,
+            pruned=self.receipt.blocks if self.receipt is not None and self.receipt.block == self.block else None,
         )
         return exported, file
 

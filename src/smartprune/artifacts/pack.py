@@ -14,7 +14,7 @@ from ..core.block import Block, Layout
 from ..core.kinds import is_masked
 from ..errors import SmartpruneError
 from ..files import as_path, check_no_overwrite, check_writable, write_atomic
-from .counts import Count
+from .counts import Count, sparsity_line
 from .packfile import MAX_AXES, PackedFile, PackedWeight
 from .packfile_read import read_packed
 from .receipt import Receipt
@@ -41,7 +41,11 @@ class PackedRow:
 
 @dataclass(frozen=True)
 class Packed:
-    """The result of :func:`pack`. ``dense`` is the size of a plain safetensors file of the same tensors."""
+    """The result of :func:`pack`. ``dense`` is the size of a plain safetensors file of the same tensors.
+
+    ``mask_hash`` is that of the receipt; without a receipt it is ``stored_hash``, the hash of the blocks that the file stores. The
+    two differ where a pruned layer is stored unchanged, because its blocks would save no bytes.
+    """
 
     path: str
     block: Block
@@ -50,6 +54,8 @@ class Packed:
     mask_hash: str
     layers: tuple[PackedRow, ...]
     assumed: tuple[str, ...] = ()  # weights whose axes are assumed to be (out, in, ...), without groups
+    stored_hash: str = ""
+    pruned: Count | None = None  # blocks of the layers that the receipt lists, if there is one
 
     @property
     def share(self) -> float:
@@ -60,7 +66,12 @@ class Packed:
         """Plain data: numbers, strings, lists and dictionaries."""
         layers = [{**vars(row), "shape": list(row.shape), "blocks": row.blocks.to_json()} for row in self.layers]
         plain = {key: value for key, value in vars(self).items() if key != "assumed"}
-        return {**plain, "block": str(self.block), "share": self.share, "layers": layers, "axes_assumed": list(self.assumed)}
+        pruned = None if self.pruned is None else self.pruned.to_json()
+        derived = {"block": str(self.block), "share": self.share, "pruned": pruned}
+        return {**plain, **derived, "layers": layers, "axes_assumed": list(self.assumed)}
+
+    def __repr__(self) -> str:
+        return f"<Packed: {self.path}, {self.size:,} of {self.dense:,} bytes>"
 
     def __str__(self) -> str:
         rows = [
@@ -81,8 +92,9 @@ class Packed:
                 *assumed_axes_lines(self.assumed, WIDTH, "pack the model itself"),
                 "",
                 f"dense    {self.dense:,} bytes",
-                f"packed   {self.size:,} bytes, {100 * self.share:.2f}% of it, in blocks of {self.block}",
-                f"mask     {self.mask_hash}",
+                f"packed   {self.size:,} bytes, {100 * self.share:.2f}% of the dense bytes, in blocks of {self.block}",
+                *([] if self.pruned is None else [sparsity_line(self.pruned), f"mask     {self.mask_hash}"]),
+                f"stored   {self.stored_hash}",
                 f"file     {self.path}",
             ]
         )
@@ -123,12 +135,24 @@ def pack(
     file, rows, assumed = _packed(source, block, receipt)
     data = file.to_bytes()
     write_atomic(target, data)
-    return Packed(str(target), block, _dense_size(source, file), len(data), file.mask_hash, rows, assumed)
+    own = receipt if receipt is not None and receipt.block == block else None  # a receipt for other blocks is only stored
+    return Packed(
+        path=str(target),
+        block=block,
+        dense=_dense_size(source, file),
+        size=len(data),
+        mask_hash=file.mask_hash if own is None else own.mask_hash,
+        layers=rows,
+        assumed=assumed,
+        stored_hash=file.mask_hash,
+        pruned=None if own is None else own.blocks,
+    )
 
 
-def packed_sizes(model: Model, block: Block, network: nn.Module | None = None) -> tuple[int, int]:
+def packed_sizes(model: Model, block: Block, network: nn.Module | None = None, receipt: Receipt | None = None) -> tuple[int, int]:
     """The sizes of a plain and of a packed file, without writing either. ``network`` is the model of the weights."""
     source = _source(model) if network is None else read_source(model, network)
+    source = source if receipt is None else replace(source, receipt=receipt)
     file = _packed(source, block, source.receipt)[0]
     return _dense_size(source, file), len(file.to_bytes())
 

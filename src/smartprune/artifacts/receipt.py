@@ -18,7 +18,7 @@ from ..core.occupancy import map_hash
 from ..errors import SmartpruneError
 from ..fields import Fields, plain_data
 from ..files import parse_json, read_limited, write_atomic
-from .counts import Count, Requested, Row
+from .counts import Count, Requested, Row, sparsity_line
 
 FORMAT = 1
 WIDTH = 80
@@ -63,7 +63,7 @@ class Receipt:
 
     @property
     def sparsity(self) -> float:
-        """Share of blocks removed."""
+        """Share of blocks removed, of the blocks of the pruned layers."""
         return self.blocks.removed / self.blocks.total
 
     @property
@@ -118,6 +118,9 @@ class Receipt:
         where = os.fspath(path)
         return Receipt.from_json(parse_json(read_limited(path, MAX_BYTES), where), where)
 
+    def __repr__(self) -> str:
+        return f"<Receipt: {self.method}, blocks of {self.block}, {len(self.layers)} layers, {sparsity_line(self.blocks)}>"
+
     def __str__(self) -> str:
         floor = f", floor {float(self.floor):g}" if self.floor is not None else ""
         return "\n".join(
@@ -128,6 +131,7 @@ class Receipt:
                 "",
                 *self._total_lines(),
                 "",
+                sparsity_line(self.blocks),
                 *self._budget_lines(),
                 *self._note_lines(),
                 f"mask     {self.mask_hash}",
@@ -150,14 +154,14 @@ class Receipt:
 
     def _total_lines(self) -> list[str]:
         totals = {
-            "blocks": self.blocks,
-            "weights, pruned layers": self.weights,
-            "weights, model": self.model_weights,
-            "MACs, pruned layers": self.macs,
-            "MACs, model": self.model_macs,
+            "blocks of the pruned layers": self.blocks,
+            "weights of the pruned layers": self.weights,
+            "weights of the model": self.model_weights,
+            "MACs of the pruned layers": self.macs,
+            "MACs of the model": self.model_macs,
         }
         rows = [
-            (name, f"{count.total:,}", f"{count.kept:,}", f"{count.removed:,}", text.percent(count.removed, count.total))
+            (name, f"{count.total:,}", f"{count.kept:,}", f"{count.removed:,}", count.percent)
             for name, count in totals.items()
             if count is not None
         ]

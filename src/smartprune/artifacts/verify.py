@@ -14,7 +14,7 @@ from ..budgets import budget_unit
 from ..core.block import Block
 from ..core.occupancy import is_finite, map_hash, nonzero, occupied
 from ..errors import SmartpruneError
-from .counts import Row
+from .counts import Row, sparsity_line
 from .receipt import Receipt
 from .source import Model, Source, assumed_axes_lines, read_source, stored_and_network
 
@@ -117,6 +117,9 @@ class Verification:
             "axes_assumed": list(self.assumed),
         }
 
+    def __repr__(self) -> str:
+        return f"<Verification of {self.where}: {'ok' if self.ok else f'{len(self.problems)} problems'}>"
+
     def __str__(self) -> str:
         lines = [self.where]
         if self.tried:
@@ -132,7 +135,7 @@ class Verification:
             ]
             lines += [
                 "",
-                *text.table(("block", "zero", "blocks", "sparsity", "of all zeros"), rows, "<>>>>", WIDTH),
+                *text.table(("block", "zero", "blocks", "of all blocks", "of all zeros"), rows, "<>>>>", WIDTH),
                 "",
             ]
             lines.append("not sparse in any block shape" if self.block is None else f"sparse in blocks of {self.block}")
@@ -141,11 +144,14 @@ class Verification:
                 (x.name, text.format_shape(x.shape), f"{x.zero:,}", f"{x.blocks:,}", text.percent(x.zero, x.blocks))
                 for x in self.layers
             ]
-            header = ("layer", "weight", "zero", f"blocks of {self.block}", "sparsity")
-            total = ("all", "", f"{self.zero:,}", f"{self.blocks:,}", text.percent(self.zero, self.blocks))
+            header = ("layer", "weight", "zero", f"blocks of {self.block}", "zero share")
+            layers = "pruned layers" if self.receipt is not None else "all, axes assumed" if self.assumed else "all layers above"
+            total = (layers, "", f"{self.zero:,}", f"{self.blocks:,}", text.percent(self.zero, self.blocks))
             lines += ["", *text.table(header, [*checks, total], "<<>>>", WIDTH, (0, 1))]
         lines += assumed_axes_lines(self.assumed, WIDTH)
         lines.append("")
+        if self.receipt is not None and not self.problems:
+            lines.append(sparsity_line(self.receipt.blocks))
         if self.problems:
             count = len(self.problems)
             lines += [f"NOT ok, {count} problem{'' if count == 1 else 's'}:", *(f"- {p}" for p in self.problems)]
@@ -192,7 +198,7 @@ def verify(
     elif not isinstance(receipt, Receipt):
         raise SmartpruneError(f"verify: receipt is a {type(receipt).__name__}; give a Receipt, its JSON data or its path")
     if receipt is not None:
-        return _compare_with_receipt(source, receipt, wanted)
+        return compare_with_receipt(source, receipt, wanted)
     wanted = source.block if wanted is None else wanted
     if wanted is not None:
         layers, problems, assumed = _count(source, wanted)
@@ -204,7 +210,8 @@ def verify(
     return Verification(source.where, best, layers, problems, tried=tried, assumed=assumed)
 
 
-def _compare_with_receipt(source: Source, receipt: Receipt, wanted: Block | None) -> Verification:
+def compare_with_receipt(source: Source, receipt: Receipt, wanted: Block | None = None) -> Verification:
+    """Counts the zero blocks of the layers that a receipt lists. ``wanted`` is the block that the caller expects."""
     problems: list[str] = []
     if wanted is not None and wanted != receipt.block:
         problems.append(f"block {wanted} was given, and the receipt is about blocks of {receipt.block}")
