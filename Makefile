@@ -1,6 +1,7 @@
 # make demo    sets everything up and runs the main job on embedded data
 # make test    sets everything up and runs the tests
 # make check   formatter, linter, type checker and tests: what a change must pass
+# make wheel    builds an sdist and a wheel, installs the wheel in an empty environment, and runs the demo there
 # make coverage  line and branch coverage of every package (about twice as long as the tests)
 #
 # JOBS is how many processes run the tests. TORCH picks the PyTorch to install (make demo TORCH='torch==2.11.0'); leave it empty to use the one your Python already has.
@@ -12,9 +13,9 @@ JOBS   ?= 2
 BIN    := $(VENV)/bin
 RUN    := OMP_NUM_THREADS=1 $(BIN)/python -m
 
-.PHONY: demo test check lint coverage clean
+.PHONY: demo test check lint coverage wheel clean
 
-demo: $(VENV)/.ready
+demo: $(VENV)/.demo
 	$(BIN)/smartprune train
 
 test: $(VENV)/.ready
@@ -31,8 +32,19 @@ coverage: $(VENV)/.dev
 	$(RUN) pytest -n $(JOBS) --dist loadfile --cov --cov-report=json:$(VENV)/coverage.json --cov-report=
 	$(BIN)/python .ci/coverage.py $(VENV)/coverage.json
 
-$(VENV)/.ready: pyproject.toml
+wheel: $(VENV)/.dev
+	rm -rf dist $(VENV)/wheel
+	$(BIN)/python -m build
+	$(PYTHON) -m venv $(VENV)/wheel
+	$(VENV)/wheel/bin/python -m pip install --disable-pip-version-check $(if $(TORCH),'$(TORCH)') "$$(ls dist/*.whl)[demo]"
+	cd $(VENV)/wheel && bin/smartprune train --out demo
+
+$(VENV)/.demo: pyproject.toml
 	$(PYTHON) -m venv $(if $(TORCH),,--system-site-packages) $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check $(if $(TORCH),'$(TORCH)') -e '.[demo]'
+	touch $@
+
+$(VENV)/.ready: $(VENV)/.demo
 	$(BIN)/python -m pip install --disable-pip-version-check $(if $(TORCH),'$(TORCH)') -e '.[test]'
 	touch $@
 

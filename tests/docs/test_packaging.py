@@ -1,0 +1,70 @@
+"""The files around the package: versions, extras and workflows agree with the code and the Makefile."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
+MAKEFILE = (ROOT / "Makefile").read_text()
+TARGETS = set(re.findall(r"^([a-z]+):", MAKEFILE, re.M))
+CALLERS = [ROOT / ".ci" / "run", *sorted((ROOT / ".github" / "workflows").glob("*.yml"))]
+
+
+def extra(name: str) -> set[str]:
+    """The names of the packages of an extra, including those of the extras that it names."""
+    packages: set[str] = set()
+    for requirement in PROJECT["project"]["optional-dependencies"][name]:
+        own = re.fullmatch(r"smartprune\[([\w,]+)\]", requirement)
+        if own is not None:
+            packages |= {package for other in own[1].split(",") for package in extra(other)}
+        else:
+            packages.add(re.split(r"[<>=; ]", requirement)[0])
+    return packages
+
+
+@pytest.mark.parametrize("caller", CALLERS, ids=lambda path: path.name)
+def test_workflows_call_targets_of_the_makefile(caller: Path) -> None:
+    called = set(re.findall(r"\bmake ([a-z]+)", re.sub(r"#.*", "", caller.read_text())))
+    assert called
+    assert called <= TARGETS
+
+
+def test_the_makefile_describes_every_target() -> None:
+    described = set(re.findall(r"^# make ([a-z]+)", MAKEFILE, re.M))
+    assert described == set(re.findall(r"^\.PHONY: (.*)", MAKEFILE, re.M)[0].split()) - {"lint", "clean"}
+
+
+def test_the_demo_installs_no_gpu_compiler_and_no_test_tools() -> None:
+    assert extra("demo") == {"scikit-learn", "onnx", "onnxscript", "onnxruntime"}
+
+
+def test_the_tests_install_what_every_extra_needs() -> None:
+    optional = {"plot", "digits", "pictures", "detection", "onnx", "track", "demo"}
+    assert set().union(*(extra(name) for name in optional)) <= extra("test")
+
+
+def test_the_core_needs_three_packages() -> None:
+    names = {re.split(r"[<>=]", requirement)[0] for requirement in PROJECT["project"]["dependencies"]}
+    assert names == {"torch", "numpy", "safetensors"}
+
+
+def test_no_build_step_installs_torch() -> None:
+    """An isolated build environment would download the CUDA build."""
+    assert PROJECT["build-system"]["requires"] == ["hatchling>=1.25"]
+
+
+def test_types_are_published() -> None:
+    assert (ROOT / "src" / "smartprune" / "py.typed").exists()
+
+
+def test_the_workflow_runs_every_declared_version_of_python() -> None:
+    declared = set(re.findall(r"Python :: (3\.\d+)", "\n".join(PROJECT["project"]["classifiers"])))
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    run = set(re.findall(r"python: \[(.*)\]", workflow)[0].replace('"', "").replace(" ", "").split(","))
+    assert run == declared
