@@ -42,8 +42,8 @@ def test_a_run_writes_its_page(run: Path) -> None:
     heading = re.search(r"<h1>(.*?)</h1>", page, re.S)
     assert heading is not None
     shown = heading[1].replace("&nbsp;", " ")
-    assert "Pruned exactly as requested: 50 % of the blocks removed" in shown
-    assert f"{receipt.blocks.kept:,} of {receipt.blocks.total:,} blocks left" in shown
+    assert "Pruned exactly as requested: sparsity 50.00 %" in shown
+    assert f"{receipt.blocks.kept:,} of {receipt.blocks.total:,} blocks of the pruned layers left" in shown
     assert f"accuracy {100 * result['pruned']:.2f} % (dense {100 * result['dense']:.2f} %, " in shown
     estimate = run_cycles(run)
     assert estimate is not None

@@ -194,6 +194,20 @@ class Receipt:
         return lines
 
 
+AnyReceipt = Receipt | Mapping[str, object] | str | os.PathLike[str]
+
+
+def as_receipt(receipt: AnyReceipt, where: str) -> Receipt:
+    """A receipt from a Receipt, its JSON data or its path."""
+    if isinstance(receipt, Receipt):
+        return receipt
+    if isinstance(receipt, (str, os.PathLike)):
+        return Receipt.load(receipt)
+    if isinstance(receipt, Mapping):
+        return Receipt.from_json(dict(receipt))
+    raise SmartpruneError(f"{where}: receipt is a {type(receipt).__name__}; give a Receipt, its JSON data or its path")
+
+
 def _wrapped(label: str, value: str) -> list[str]:
     return textwrap.wrap(value, WIDTH, initial_indent=f"{label:<9}", subsequent_indent=" " * 9, break_on_hyphens=False)
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,10 +14,11 @@ from ..core.block import Block
 from ..core.occupancy import is_finite, map_hash, nonzero, occupied
 from ..errors import SmartpruneError
 from .counts import Row, sparsity_line
-from .receipt import Receipt
+from .receipt import AnyReceipt, Receipt, as_receipt
 from .source import Model, Source, assumed_axes_lines, read_source, stored_and_network
 
 WIDTH = 80
+NOT_FINITE = "holds NaN or infinity"
 MAX_SHOWN = 5  # wrong blocks in a message
 COMMON_BLOCKS = tuple(
     map(Block.of, ("32x32", "16x16", "16x8", "8x16", "8x8", "8x4", "4x8", "4x4", "16x1", "1x16", "channel", "1x1"))
@@ -166,7 +166,7 @@ def verify(
     stored: Model | None = None,
     /,
     block: Block | str | Sequence[int | None] | None = None,
-    receipt: Receipt | Mapping[str, object] | str | os.PathLike[str] | None = None,
+    receipt: AnyReceipt | None = None,
     *,
     model: Model | None = None,
 ) -> Verification:
@@ -189,16 +189,10 @@ def verify(
     """
     wanted = None if block is None else Block.of(block)
     source = read_source(*stored_and_network(stored, model, "verify"))
-    if receipt is None:
-        receipt = source.receipt
-    elif isinstance(receipt, (str, os.PathLike)):
-        receipt = Receipt.load(receipt)
-    elif isinstance(receipt, Mapping):
-        receipt = Receipt.from_json(dict(receipt))
-    elif not isinstance(receipt, Receipt):
-        raise SmartpruneError(f"verify: receipt is a {type(receipt).__name__}; give a Receipt, its JSON data or its path")
-    if receipt is not None:
-        return compare_with_receipt(source, receipt, wanted)
+    known = source.receipt if receipt is None else as_receipt(receipt, "verify")
+    if known is not None:
+        result = compare_with_receipt(source, known, wanted)
+        return result if known.met else replace(result, problems=(_unmet(known), *result.problems))
     wanted = source.block if wanted is None else wanted
     if wanted is not None:
         layers, problems, assumed = _count(source, wanted)
@@ -210,16 +204,17 @@ def verify(
     return Verification(source.where, best, layers, problems, tried=tried, assumed=assumed)
 
 
+def _unmet(receipt: Receipt) -> str:
+    assert receipt.requested is not None
+    kept, limit = f"{receipt.requested.used:,} {budget_unit(receipt.requested.kind)}", f"{receipt.requested.limit:,}"
+    return f"the receipt itself does not meet its budget: {kept} were kept, {limit} were requested"
+
+
 def compare_with_receipt(source: Source, receipt: Receipt, wanted: Block | None = None) -> Verification:
     """Counts the zero blocks of the layers that a receipt lists. ``wanted`` is the block that the caller expects."""
     problems: list[str] = []
     if wanted is not None and wanted != receipt.block:
         problems.append(f"block {wanted} was given, and the receipt is about blocks of {receipt.block}")
-    if receipt.requested is not None and not receipt.met:
-        problems.append(
-            f"the receipt itself does not meet its budget: {receipt.requested.used:,} {budget_unit(receipt.requested.kind)} were "
-            f"kept, {receipt.requested.limit:,} were requested"
-        )
     problems += _other_axes(source, receipt)
     checks: list[LayerCheck] = []
     maps: list[tuple[str, tuple[int, ...], Tensor]] = []
@@ -299,7 +294,7 @@ def _count(source: Source, block: Block) -> tuple[tuple[LayerCheck, ...], tuple[
 
 def _finite(name: str, tensor: Tensor, problems: list[str]) -> None:
     if not is_finite(tensor):
-        problems.append(f"{name}: holds NaN or infinity")
+        problems.append(f"{name}: {NOT_FINITE}")
 
 
 def _try(source: Source, block: Block) -> ShapeTrial:

@@ -111,11 +111,17 @@ def add_report(subparsers: Subparsers) -> None:
         "report",
         "show where the zero blocks of a stored model are",
         "  smartprune report runs/mine\n  smartprune report model.safetensors --block 16x8 --map layer3.0.conv1\n"
+        "  smartprune report model.pt --receipt receipt.json --html model.html\n"
         "  smartprune report runs/mine --html mine.html --figures figures\n"
         "  smartprune report runs/mine --npu edge\n"
         "  smartprune report model.safetensors --npu edge --model resnet18 --input 3x32x32",
     )
     parser.add_argument("path", help="a run folder, a .safetensors, packed or .onnx file, or a torch checkpoint")
+    parser.add_argument(
+        "--receipt",
+        metavar="FILE",
+        help="receipt of the weights (default: that of the run folder or in the file, or receipt.json beside it)",
+    )
     parser.add_argument("--block", help="block size, output x input channels (default: the receipt's, or 16x8)")
     parser.add_argument("--map", metavar="LAYER", help="draw the blocks of one layer instead of the table")
     parser.add_argument("--html", metavar="FILE", help="write a complete report as an HTML page")
@@ -145,7 +151,7 @@ def run_report(args: argparse.Namespace) -> int:
         print_result(args, _cycles(args))
         return 0
     _no_input(args)
-    result = report(args.path, _block(args), model=_network_or_run(args))
+    result = report(args.path, _block(args), model=_network_or_run(args), receipt=args.receipt)
     if args.map:
         with argument_errors(args):
             print(result.map(args.map))
@@ -157,19 +163,21 @@ def run_report(args: argparse.Namespace) -> int:
 def _write_report(args: argparse.Namespace) -> int:
     from ..reports.figures import save_figures, select_layers
     from ..reports.page import render
+    from ..reports.stored import find_receipt
     from ..reports.view import gather
     from ..training.page import run_cycles
 
     with argument_errors(args):
         if args.json or (args.map and not args.figures):
             raise SmartpruneError("--html and --figures write files: remove --json, and use --map only with --figures")
-        check_outputs({"--html": args.html}, {"the model": args.path, "the file of --npu": args.npu, **files_of_run(args.path)})
+        inputs = {"the model": args.path, "the receipt": args.receipt or find_receipt(args.path), "the file of --npu": args.npu}
+        check_outputs({"--html": args.html}, {**inputs, **files_of_run(args.path)})
         if args.figures:
             check_folder(args.figures)
     if not args.npu:
         _no_input(args)
     cycles = _cycles(args) if args.npu else run_cycles(args.path) if Path(args.path).is_dir() else None
-    view = gather(args.path, _block(args), cycles, _network_or_run(args))
+    view = gather(args.path, _block(args), cycles, _network_or_run(args), args.receipt)
     if args.figures:
         with argument_errors(args):
             select_layers(view, args.map)
@@ -222,7 +230,15 @@ def _cycles(args: argparse.Namespace) -> Estimate:
         if example is None:
             raise SmartpruneError("--npu needs the shape of one sample: add --input, such as --input 3x32x32")
     with explain_memory_errors(f"--input {args.input}" if args.input else args.path):
-        return npu.estimate(model, example, block, weights=args.path)
+        return npu.estimate(model, example, block or _receipt_block(args), weights=args.path)
+
+
+def _receipt_block(args: argparse.Namespace) -> Any:
+    """The block of the receipt that is given, or found for these weights."""
+    from ..reports.stored import read_stored
+
+    receipt = read_stored(args.path, receipt=args.receipt).receipt
+    return None if receipt is None else receipt.block
 
 
 def add_verify(subparsers: Subparsers) -> None:

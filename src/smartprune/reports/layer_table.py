@@ -37,7 +37,7 @@ def _columns(view: View) -> list[tuple[str, str]]:
     """Title and classes of every column."""
     columns = [("Layer", ""), ("Weight", "nowrap wide"), ("Kept / blocks", "num wide"), ("Blocks kept", ""), ("Sparsity", "num")]
     if _has_macs(view):
-        columns += [("MACs kept", ""), ("Kept / MACs", "num wider"), ("Share of MACs", "num wider")]
+        columns += [("MACs kept", ""), ("Kept / MACs", "num wider"), ("Share of the pruned layers\u2019 MACs", "num wider")]
     else:
         columns += [("Kept / weights", "num wide")]
     return [*columns, ("Cycles", "num")] if _has_cycles(view) else columns
@@ -56,8 +56,8 @@ def _line(view: View, layer: LayerView, kinds: list[str], number: int | None) ->
     cells = [
         html_text(text.format_shape(row.shape)),
         f"{row.blocks.kept:,} / {row.blocks.total:,}",
-        _bar(row.blocks.kept, row.blocks.total),
-        share(row.blocks.removed, row.blocks.total),
+        _bar(row.blocks.kept, row.blocks.total, "blocks"),
+        share(row.blocks.removed, row.blocks.total) + (" *" if row.weight in view.report.assumed else ""),
     ]
     if not _has_macs(view):
         cells += [f"{row.weights.kept:,} / {row.weights.total:,}"]
@@ -65,7 +65,7 @@ def _line(view: View, layer: LayerView, kinds: list[str], number: int | None) ->
         cells += ["", "", ""]
     else:
         total = sum(layer.macs.total for layer in view.layers if layer.macs is not None)
-        cells += [_bar(macs.kept, macs.total, "macs"), f"{macs.kept:,} / {macs.total:,}", share(macs.total, total)]
+        cells += [_bar(macs.kept, macs.total, "MACs"), f"{macs.kept:,} / {macs.total:,}", share(macs.total, total)]
     if _has_cycles(view):
         cells.append("" if layer.cycles is None else f"{layer.cycles[1]:,} / {layer.cycles[0]:,}")
     name = html_name(row.name or row.weight)
@@ -77,16 +77,16 @@ def _line(view: View, layer: LayerView, kinds: list[str], number: int | None) ->
     return f'<tr{grey}{position}><th scope="row">{name}</th>{tags}</tr>'
 
 
-def _bar(part: int, whole: int, kind: str = "") -> str:
-    width = 100 * part / whole if whole else 0.0
-    filled = f'<i style="width:{width:.2f}%"></i>' if part else ""
-    return f'<span class="bar {kind}" role="img" aria-label="{width:.1f} %">{filled}</span>'
+def _bar(part: int, whole: int, unit: str) -> str:
+    filled = f'<i style="width:{100 * part / whole:.2f}%"></i>' if part else ""
+    label = f"{share(part, whole)} of its {unit} kept"
+    return f'<span class="bar {unit.lower()}" role="img" aria-label="{label}">{filled}</span>'
 
 
 def _assumed_axes(view: View) -> str:
     """A note on weights whose axes are not known for certain."""
     note = " ".join(assumed_axes_lines(view.report.assumed, 1000)).strip()
-    return f'<p class="note">{html_text(note)}.</p>' if note else ""
+    return f'<p class="note">* {html_text(note)}.</p>' if note else ""
 
 
 def _skipped(view: View) -> str:

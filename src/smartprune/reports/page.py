@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 from torch import nn
 
 from .. import text
+from ..artifacts.receipt import AnyReceipt
 from ..artifacts.source import Model, files_of
 from ..core.block import Block
 from ..files import check_no_overwrite, write_atomic
@@ -22,6 +24,7 @@ from .layer_table import layer_table
 from .plot import BOTTOM, LEFT, RIGHT, TOP, WIDTH
 from .runlog import RunLog, finite_number
 from .shell import header, html_page, html_text, pairs_table, tiles
+from .stored import find_receipt
 from .summary import alert, chips, key_figures, kicker, npu_label, verdict
 from .view import Array, LayerView, View, gather
 
@@ -36,13 +39,15 @@ def write_page(
     block: Block | str | Sequence[int | None] | None = None,
     estimate: Estimate | None = None,
     network: nn.Module | None = None,
+    receipt: AnyReceipt | None = None,
 ) -> None:
     """Writes the page of a model, a file or a run folder.
 
-    ``estimate`` holds its cycles on an NPU. ``network`` is the module that a file belongs to.
+    ``estimate`` holds its cycles on an NPU. ``network`` is the module that a file belongs to, ``receipt`` its receipt.
     """
-    check_no_overwrite(path, files_of(model), "report:")
-    write_atomic(path, render(gather(model, block, estimate, network)).encode())
+    beside = receipt if isinstance(receipt, (str, os.PathLike)) else find_receipt(model)
+    check_no_overwrite(path, {**files_of(model), **({} if beside is None else {"the receipt": beside})}, "report:")
+    write_atomic(path, render(gather(model, block, estimate, network, receipt)).encode())
 
 
 def render(view: View) -> str:

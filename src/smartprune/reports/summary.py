@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..artifacts.counts import Requested, removed_blocks
 from ..budgets import budget_label
 from ..hardware.estimate import Estimate
 from ..text import percent
@@ -22,8 +23,8 @@ def verdict(view: View) -> str:
         dense = log.result_number("dense")
         change = "" if dense is None else f" (dense {100 * dense:.2f} %, {_points(pruned - dense)})"
         parts.append(f"{log.measure or 'metric'} {100 * pruned:.2f} %{change}")
-    if receipt is not None and receipt.model_macs is not None:
-        parts.append(f"{share(receipt.model_macs.kept, receipt.model_macs.total)} of the MACs left")
+    if receipt is not None and receipt.model_macs is not None and not view.problems:
+        parts.append(f"{share(receipt.model_macs.kept, receipt.model_macs.total)} of the MACs of the model left")
     if view.sizes is not None and view.sizes[1] * 1.05 < view.sizes[0]:
         parts.append(f"{_times(view.sizes[0] / view.sizes[1], SIZES)} when packed")
     if view.estimate is not None:
@@ -35,34 +36,63 @@ def verdict(view: View) -> str:
 
 def _budget_verdict(view: View) -> str:
     receipt, blocks = view.receipt, view.blocks
-    left = f"{blocks.kept:,} of {blocks.total:,} blocks left"
-    if receipt is None or receipt.requested is None:
-        return f"{share(blocks.removed, blocks.total)} of the blocks are zero ({left})"
     if view.problems:
         return "The weights do not match the receipt"
+    if receipt is None:
+        label, value, note = _zeros_figure(view)
+        return f"{label} {value} ({note})"
+    sparsity = (
+        f"sparsity {share(blocks.removed, blocks.total)} ({blocks.kept:,} of {blocks.total:,} blocks of the pruned layers left)"
+    )
     budget = receipt.requested
-    goal = f"{100 * float(budget.share):g} % of the {budget_label(budget.kind)}"
+    if budget is None:
+        return sparsity[0].upper() + sparsity[1:]
+    goal = requested_share(budget)
     if not receipt.met:
         return (
             f"Budget not met: {goal} should be removed, but {budget.used:,} of {budget.total:,} are left where "
-            f"{budget.limit:,} are allowed"
+            f"{budget.limit:,} are allowed; {sparsity}"
         )
     if budget.kind == "blocks":
-        return f"Pruned exactly as requested: {goal} removed ({left})"
+        return f"Pruned exactly as requested: {sparsity}"
     removed = share(budget.total - budget.used, budget.total)
-    return f"Pruned as requested: at least {goal} to remove, {removed} removed ({left})"
+    return f"Pruned as requested: {removed} of {_budget_whole(budget)} removed, at least {goal} requested; {sparsity}"
+
+
+def _zeros_figure(view: View) -> tuple[str, str, str]:
+    """Label, share and note without a receipt: of all blocks, or of single weights where the order of axes is assumed."""
+    report = view.report
+    if report.assumed:
+        note = f"{report.zeros:,} of {report.params:,} single weights of the model"
+        return "Zero weights", share(report.zeros, report.params), note
+    blocks = report.blocks
+    layers = "the only layer" if len(report.layers) == 1 else f"all {len(report.layers)} layers"
+    return "Zero blocks", share(blocks.removed, blocks.total), f"{blocks.removed:,} of {blocks.total:,} blocks of {layers}"
+
+
+def requested_share(budget: Requested) -> str:
+    """What a budget asks for, such as ``95 % of the blocks``."""
+    return f"{100 * float(budget.share):g} % of {_budget_whole(budget)}"
+
+
+def _budget_whole(budget: Requested) -> str:
+    """What the share of a budget is a share of."""
+    if budget.kind == "blocks":
+        return "the blocks"
+    return f"the {budget_label(budget.kind)} of the {'model' if budget.of == 'model' else 'pruned layers'}"
 
 
 def key_figures(view: View) -> list[tuple[str, str, str]]:
     """Label, value and note of every tile. Figures that are not known are left out."""
-    receipt, log, blocks = view.receipt, view.log, view.blocks
-    figures = [("Blocks removed", share(blocks.removed, blocks.total), _budget_note(view))]
+    receipt, log = view.report.receipt, view.log
+    figures = [_first_figure(view)]
     if log is not None and log.result is not None:
         figures.append(_metric_figure(log))
     if receipt is not None and receipt.model_macs is not None:
-        macs = receipt.model_macs
-        fewer = f", {_times(macs.total / macs.kept, COUNTS)}" if macs.kept else ""
-        figures.append(("MACs left", share(macs.kept, macs.total), f"{macs.kept:,} of {macs.total:,} per sample{fewer}"))
+        macs, pruned = receipt.model_macs, receipt.macs
+        note = f"{macs.kept:,} of {macs.total:,} per sample" + (f", {_times(macs.total / macs.kept, COUNTS)}" if macs.kept else "")
+        note += "" if pruned is None else f"; {share(pruned.kept, pruned.total)} of the MACs of the pruned layers"
+        figures.append(("MACs of the model left", share(macs.kept, macs.total), note))
     if view.sizes is not None:
         plain, packed = view.sizes
         figures.append(("Size, packed", _bytes(packed), f"{_bytes(plain)} plain, {_times(plain / packed, SIZES)}"))
@@ -79,14 +109,19 @@ def key_figures(view: View) -> list[tuple[str, str, str]]:
     return figures
 
 
-def _budget_note(view: View) -> str:
-    blocks, receipt = view.blocks, view.receipt
-    if receipt is None or receipt.requested is None:
-        return f"{blocks.kept:,} of {blocks.total:,} blocks of {view.report.block} are not zero; no receipt found"
-    budget = receipt.requested
-    bound = "exactly" if budget.kind == "blocks" else "at most"
-    goal = f"requested: {100 * float(budget.share):g} % of {budget_label(budget.kind)}"
-    return f"{goal}, keep {bound} {budget.limit:,} of {budget.total:,}; kept {budget.used:,}"
+def _first_figure(view: View) -> tuple[str, str, str]:
+    """The sparsity with its budget. Without a receipt that the weights match, the share of zeros."""
+    receipt = view.report.receipt
+    if receipt is None:
+        label, value, note = _zeros_figure(view)
+        if view.report.assumed:
+            note += "; blocks are not counted here, because the order of some axes is assumed"
+        return label, value, f"{note}; {'the receipt does not match' if view.problems else 'no receipt found'}"
+    note, budget = removed_blocks(receipt.blocks), receipt.requested
+    if budget is not None:
+        bound = "exactly" if budget.kind == "blocks" else "at most"
+        note += f"; requested: {requested_share(budget)}, keep {bound} {budget.limit:,} of {budget.total:,}; kept {budget.used:,}"
+    return "Sparsity", share(receipt.blocks.removed, receipt.blocks.total), note
 
 
 def _metric_figure(log: RunLog) -> tuple[str, str, str]:
@@ -113,11 +148,14 @@ def chips(view: View) -> str:
     if receipt is not None and receipt.requested is not None:
         entries.append(("good", "as requested") if receipt.met else ("bad", "budget not met"))
     if receipt is None:
-        entries.append(("", "no receipt: counted from the weights"))
+        entries.append(("", view.report.note or "no receipt: counted from the weights"))
     elif view.problems:
         entries.append(("bad", "weights do not match the receipt"))
     else:
         entries.append(("good", "weights match the receipt"))
+    if view.report.assumed:
+        count = len(view.report.assumed)
+        entries.append(("", f"the order of axes is assumed in {'1 layer' if count == 1 else f'{count} layers'}"))
     if view.log is not None and view.log.result is None:
         entries.append(("", "the run is not finished"))
     return f'<ul class="chips">{"".join(f"<li class={kind!r}>{html_text(label)}</li>" for kind, label in entries)}</ul>'.replace(

@@ -11,12 +11,14 @@ from torch import Tensor
 from torch.nn.functional import avg_pool2d
 
 from .. import text
-from ..artifacts.counts import Count
-from ..artifacts.source import Cut, Model, Source, assumed_axes_lines, read_source, stored_and_network
+from ..artifacts.counts import Count, Row, sparsity_line
+from ..artifacts.receipt import AnyReceipt, Receipt
+from ..artifacts.source import Cut, Model, Source, assumed_axes_lines, stored_and_network
 from ..core.block import Block
-from ..core.layers import Skipped
+from ..core.layers import Skipped, plain_name
 from ..core.occupancy import nonzero
 from ..errors import SmartpruneError
+from .stored import Stored, read_stored, summarize
 
 WIDTH = 80
 BAR = 14
@@ -25,7 +27,10 @@ SHADES, ASCII_SHADES = "·░▒▓█", ".:+*#"
 
 @dataclass(frozen=True, eq=False)
 class ReportRow:
-    """One weight. ``weights`` counts the numbers in non-zero blocks as kept, ``zeros`` counts every zero."""
+    """One weight. A block is kept if the receipt keeps it; without a receipt that lists the layer, if it is not zero.
+
+    ``weights`` counts the numbers in kept blocks as kept, ``zeros`` counts every zero.
+    """
 
     name: str
     weight: str
@@ -37,6 +42,8 @@ class ReportRow:
     weights: Count
     zeros: int
     occupied: Tensor = field(repr=False)  # bool [n]: the blocks that are not zero
+    kept: Tensor = field(repr=False)  # bool [n]
+    pruned: bool = False  # whether a matching receipt lists it
 
     def to_json(self) -> dict[str, object]:
         return {
@@ -49,12 +56,17 @@ class ReportRow:
             "blocks": self.blocks.to_json(),
             "weights": self.weights.to_json(),
             "zeros": self.zeros,
+            "pruned": self.pruned,
         }
 
 
 @dataclass(frozen=True, eq=False)
 class Report:
-    """The result of :func:`report`. ``str`` is a table 80 columns wide; ``map(layer)`` draws the blocks of a layer."""
+    """The result of :func:`report`. ``str`` is a table 80 columns wide; ``map(layer)`` draws the blocks of a layer.
+
+    ``receipt`` is the receipt that the weights match. ``problems`` lists differences from the receipt of a folder or a packed file,
+    and ``note`` says why a receipt that was found is not used.
+    """
 
     where: str
     block: Block
@@ -63,26 +75,30 @@ class Report:
     params: int  # of the whole model
     zeros: int
     assumed: tuple[str, ...] = ()  # weights whose axes are assumed to be (out, in, ...), without groups
+    receipt: Receipt | None = None
+    problems: tuple[str, ...] = ()
+    note: str = ""
 
     @property
     def pruned(self) -> tuple[ReportRow, ...]:
-        """The layers that have zero blocks."""
-        return tuple(row for row in self.layers if row.blocks.removed)
+        """The layers that the receipt lists; without a receipt, those that have zero blocks."""
+        return tuple(row for row in self.layers if (row.pruned if self.receipt is not None else row.blocks.removed))
 
     @property
     def blocks(self) -> Count:
-        """Blocks of all layers that can be divided into blocks."""
+        """Blocks of all layers that can be divided into blocks, pruned or not."""
         return Count.sum([row.blocks for row in self.layers])
 
     @property
     def weights(self) -> Count:
-        """Weights of these layers. Weights in zero blocks count as removed."""
+        """Weights of these layers. Weights in removed blocks count as removed."""
         return Count.sum([row.weights for row in self.layers])
 
     @property
     def sparsity(self) -> float:
-        """Share of zero blocks, over all layers that can be divided into blocks."""
-        return self.blocks.removed / self.blocks.total
+        """Share of blocks removed, of the blocks of the pruned layers; without a receipt, of all layers."""
+        blocks = self.blocks if self.receipt is None else self.receipt.blocks
+        return blocks.removed / blocks.total
 
     def to_json(self) -> dict[str, object]:
         """Plain data: numbers, strings, lists and dictionaries."""
@@ -91,13 +107,19 @@ class Report:
             "block": str(self.block),
             "blocks": self.blocks.to_json(),
             "weights": self.weights.to_json(),
-            "pruned_blocks": Count.sum([row.blocks for row in self.pruned]).to_json(),
+            "pruned_blocks": None if self.receipt is None else self.receipt.blocks.to_json(),
+            "mask_hash": None if self.receipt is None else self.receipt.mask_hash,
+            "problems": list(self.problems),
+            "note": self.note,
             "params": self.params,
             "zeros": self.zeros,
             "axes_assumed": list(self.assumed),
             "layers": [row.to_json() for row in self.layers],
             "skipped": [{"name": s.name, "kind": s.kind, "shape": list(s.shape), "reason": s.reason} for s in self.skipped],
         }
+
+    def __repr__(self) -> str:
+        return f"<Report of {self.where}: blocks of {self.block}, {len(self.layers)} layers, {headline(self)}>"
 
     def __str__(self) -> str:
         return self.text()
@@ -111,7 +133,8 @@ class Report:
                 text.format_shape(row.shape),
                 f"{row.blocks.kept:,}/{row.blocks.total:,}",
                 text.bar(row.blocks.kept, row.blocks.total, BAR, ascii_only),
-                text.percent(row.blocks.removed, row.blocks.total),
+                row.blocks.percent,
+                "*" if row.weight in self.assumed else "",
             )
             for row in self.layers
         ]
@@ -119,21 +142,17 @@ class Report:
         lines = [
             text.shorten(text.escape(self.where), WIDTH - len(suffix)) + suffix,
             "",
-            *text.table(("layer", "weight", "kept/blocks", "kept", "sparsity"), rows, "<<><>", WIDTH, (0, 1)),
+            headline(self),
+            *notes(self),
+            "",
+            *text.table(("layer", "weight", "kept/blocks", "kept", "sparsity", ""), rows, "<<><><", WIDTH, (0, 1)),
         ]
         if self.skipped:
             skipped = [(s.name, text.format_shape(s.shape), s.reason) for s in self.skipped]
             lines += ["", *text.table(("skipped", "weight", "reason"), skipped, "<<<", WIDTH, (0, 2))]
-        pruned = Count.sum([row.blocks for row in self.pruned])
-        totals = [
-            ("blocks, layers with zero blocks", pruned.total, pruned.removed),
-            ("blocks, all layers above", self.blocks.total, self.blocks.removed),
-            ("weights in zero blocks", self.weights.total, self.weights.removed),
-            ("weights in zero blocks, whole model", self.params, self.weights.removed),
-            ("single zeros, whole model", self.params, self.zeros),
-        ]
-        counts = [(name, f"{total:,}", f"{zero:,}", text.percent(zero, total)) for name, total, zero in totals]
-        lines += ["", *text.table(("", "total", "zero", "share"), counts, "<>>>", WIDTH)]
+        counts = [(name, f"{total:,}", f"{zero:,}", text.percent(zero, total)) for name, total, zero in _totals(self)]
+        header = ("", "total", "zero" if self.receipt is None else "removed", "share")
+        lines += ["", *text.table(header, counts, "<>>>", WIDTH)]
         return "\n".join([*lines, *assumed_axes_lines(self.assumed, WIDTH)])
 
     def map(self, layer: str, ascii_only: bool | None = None) -> str:
@@ -148,7 +167,7 @@ class Report:
         shades = ASCII_SHADES if (text.stdout_is_ascii() if ascii_only is None else ascii_only) else SHADES
         outs, ins = (1, 0) if row.transposed else (0, 1)
         kernel = row.grid[2:]
-        panels = row.occupied.reshape(row.grid).float().movedim((outs, ins), (-2, -1))
+        panels = row.kept.reshape(row.grid).float().movedim((outs, ins), (-2, -1))
         panels = panels.reshape(math.prod(kernel), row.grid[outs], row.grid[ins])
         side = -(-panels.shape[2] // WIDTH)  # of the squares of blocks that share a character
         if side > 1:
@@ -157,7 +176,7 @@ class Report:
         names = [_position(i, kernel) for i in range(len(drawn))]
         lines = textwrap.wrap(
             f"{text.escape(row.name)}: {row.blocks.kept:,} of {row.blocks.total:,} blocks of {self.block} kept; "
-            f"{shades[-1]} kept, {shades[0]} zero",
+            f"{shades[-1]} kept, {shades[0]} {'removed' if row.pruned else 'zero'}",
             WIDTH,
         )
         lines += [f"{side}x{side} blocks per character"] if side > 1 else []
@@ -179,12 +198,18 @@ def report(
     block: Block | str | Sequence[int | None] | None = None,
     *,
     model: Model | None = None,
+    receipt: AnyReceipt | None = None,
 ) -> Report:
     """Counts the zero blocks of every layer of a model, state dict, file or run folder (see :func:`smartprune.verify`).
 
+    The sparsity is that of the receipt: the share of blocks removed, of the blocks of the pruned layers. ``receipt`` is a Receipt,
+    its JSON data or its path, and must match the weights. By default, the receipt inside the file or folder is used, or a
+    ``receipt.json`` next to the file if the weights match it. Without a receipt it is not known which layers were pruned, and the
+    report counts the zero blocks of all layers.
+
     ``block`` defaults to the block of the receipt or of the packed file, else to 16x8. ``model`` is the torch.nn.Module
-    that a state dict or a file belongs to: it says which layers are transposed or grouped. Without it, axes that are not
-    known are assumed to be (out, in, ...), and ``assumed`` lists those weights.
+    that a state dict or a file belongs to: it says which layers are transposed or grouped, as the receipt does for the layers that
+    it lists. Axes that are not known are assumed to be (out, in, ...), and ``assumed`` lists those weights.
 
     >>> import torch
     >>> w = torch.zeros(4, 6)
@@ -198,8 +223,9 @@ def report(
     .##
     ...
     """
-    source = read_source(*stored_and_network(stored, model, "report"))
-    return report_of(source, cut_source(source, block))
+    weights, network = stored_and_network(stored, model, "report")
+    found = read_stored(weights, network, block, receipt)
+    return report_of(found, cut_source(found.source, block))
 
 
 @dataclass(frozen=True)
@@ -223,19 +249,86 @@ def cut_source(source: Source, block: Block | str | Sequence[int | None] | None)
     return Slices(block, cuts, skipped)
 
 
-def report_of(source: Source, slices: Slices) -> Report:
-    """Counts the zero blocks of a source that is divided into blocks."""
-    block, cuts, skipped = slices.block, slices.cuts, slices.skipped
-    assumed = tuple(cut.weight for cut in cuts if cut.assumed)
-    return Report(source.where, block, tuple(_row(cut) for cut in cuts), skipped, source.params, source.zeros, assumed)
+def report_of(stored: Stored, slices: Slices) -> Report:
+    """Counts the zero blocks of weights that are divided into blocks."""
+    source, receipt = stored.source, stored.matching
+    listed = {} if receipt is None else {plain_name(row.weight): row for row in receipt.layers}
+    return Report(
+        where=source.where,
+        block=slices.block,
+        layers=tuple(_row(cut, listed.get(plain_name(cut.weight))) for cut in slices.cuts),
+        skipped=slices.skipped,
+        params=source.params,
+        zeros=source.zeros,
+        assumed=tuple(cut.weight for cut in slices.cuts if cut.assumed),
+        receipt=receipt,
+        problems=stored.problems,
+        note=stored.note,
+    )
 
 
-def _row(cut: Cut) -> ReportRow:
+def headline(report: Report) -> str:
+    """The share of zeros that is known for certain, in one line.
+
+    With a receipt, it is the sparsity. Without one it is the share of all blocks, or of single weights where axes are assumed.
+    """
+    if report.receipt is not None:
+        return sparsity_line(report.receipt.blocks)
+    if report.assumed:
+        share = text.percent(report.zeros, report.params)
+        return f"zeros    {share}: {report.zeros:,} of {report.params:,} single weights of the model are zero"
+    layers = "the only layer" if len(report.layers) == 1 else f"all {len(report.layers)} layers"
+    blocks = report.blocks
+    return f"zeros    {blocks.percent}: {blocks.removed:,} of {blocks.total:,} blocks of {layers} are zero"
+
+
+def notes(report: Report) -> list[str]:
+    """Lines below the headline: what it does not say, and why."""
+    lines = []
+    if report.problems:
+        lines.append(f"the weights do NOT match the receipt: {summarize(report.problems)}")
+    elif report.note:
+        lines.append(report.note)
+    elif report.receipt is None:
+        lines.append("no receipt found, so it is not known which layers were pruned; give it by receipt= or --receipt FILE")
+    if report.assumed:
+        lines.append("layers with * may be counted wrongly, because the order of their axes is assumed (see below)")
+    if report.receipt is not None and (empty := sum(int((row.kept & ~row.occupied).sum()) for row in report.pruned)):
+        lines.append(f"{empty:,} kept blocks hold only zeros")
+    wrapped = [textwrap.wrap(text.escape(line), WIDTH - 9, break_on_hyphens=False) for line in lines]
+    return [f"{'' if i else 'note':<9}{line}" for part in wrapped for i, line in enumerate(part)]
+
+
+def _totals(report: Report) -> list[tuple[str, int, int]]:
+    """Name, total and zero part of every sum; with a receipt, the sums of the receipt come first."""
+    blocks, weights, receipt = report.blocks, report.weights, report.receipt
+    single = ("single zeros, of all stored weights", report.params, report.zeros)
+    if receipt is None:
+        of = "axes assumed" if report.assumed else "all layers above"
+        rows = [
+            (f"zero blocks, {of}", blocks.total, blocks.removed),
+            (f"weights in zero blocks, {of}", weights.total, weights.removed),
+        ]
+        rows += [] if report.assumed else [("weights in zero blocks, of the model", report.params, weights.removed)]
+        return [*rows, single]
+    sums = {
+        "blocks of the pruned layers": receipt.blocks,
+        "blocks of all layers above" + (", some axes assumed" if report.assumed else ""): blocks,
+        "weights of the pruned layers": receipt.weights,
+        "weights of the model": receipt.model_weights,
+        "MACs of the pruned layers": receipt.macs,
+        "MACs of the model": receipt.model_macs,
+    }
+    return [*((name, count.total, count.removed) for name, count in sums.items() if count is not None), single]
+
+
+def _row(cut: Cut, listed: Row | None) -> ReportRow:
     try:
         nonzeros = nonzero(cut.tensor)
     except SmartpruneError as error:
         raise SmartpruneError(f"{cut.weight}: {error}") from None
     bits = cut.grid.sum(nonzeros).bool().cpu()
+    kept = bits if listed is None else listed.mask()
     return ReportRow(
         name=cut.name,
         weight=cut.weight,
@@ -243,10 +336,12 @@ def _row(cut: Cut) -> ReportRow:
         shape=cut.grid.weight_shape,
         grid=cut.grid.shape,
         transposed=cut.transposed,
-        blocks=Count(cut.grid.n, int(bits.sum())),
-        weights=Count(nonzeros.numel(), int(cut.grid.sizes()[bits].sum())),
+        blocks=Count(cut.grid.n, int(kept.sum())),
+        weights=Count(nonzeros.numel(), int(cut.grid.sizes()[kept].sum())),
         zeros=nonzeros.numel() - int(nonzeros.sum()),
         occupied=bits,
+        kept=kept,
+        pruned=listed is not None,
     )
 
 

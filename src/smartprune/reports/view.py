@@ -13,15 +13,16 @@ from torch import Tensor, nn
 
 from ..artifacts.counts import Count, Row
 from ..artifacts.pack import packed_sizes
-from ..artifacts.receipt import Receipt
-from ..artifacts.source import Cut, Model, read_source
-from ..artifacts.verify import verify
+from ..artifacts.receipt import AnyReceipt, Receipt
+from ..artifacts.source import Cut, Model
 from ..core.block import Axis, Block
+from ..core.layers import plain_name
 from ..core.occupancy import comparable, is_finite
 from ..errors import SmartpruneError
 from ..hardware.estimate import Estimate
 from ..run_files import CONFIG
 from .runlog import RunLog, read_run_log, read_scores
+from .stored import read_stored
 from .table import Report, ReportRow, Slices, cut_source, report_of
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -29,7 +30,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 @dataclass(frozen=True, eq=False)
 class LayerView:
-    """One layer. ``kept`` are the blocks of the receipt's mask; without a receipt, the blocks that are not zero."""
+    """One layer. ``kept`` are the blocks that a receipt keeps which the weights match; else, the blocks that are not zero."""
 
     row: ReportRow
     pruned: bool  # whether the receipt lists it
@@ -57,13 +58,17 @@ class View:
     log: RunLog | None
     sizes: tuple[int, int] | None  # bytes of a plain file and of a packed file
     estimate: Estimate | None
-    problems: tuple[str, ...] = ()  # differences between the weights and the receipt
     nonfinite: tuple[str, ...] = ()  # weights that hold NaN or infinity
 
     @property
+    def problems(self) -> tuple[str, ...]:
+        """Differences between the weights and the receipt."""
+        return self.report.problems
+
+    @property
     def blocks(self) -> Count:
-        """The blocks of the layers that the receipt lists; without a receipt, of all layers."""
-        return self.report.blocks if self.receipt is None else self.receipt.blocks
+        """The blocks of the pruned layers; without a receipt that the weights match, of all layers."""
+        return self.report.blocks if self.report.receipt is None else self.report.receipt.blocks
 
     @property
     def scores(self) -> tuple[Array, Array] | None:
@@ -77,25 +82,24 @@ def gather(
     block: Block | str | Sequence[int | None] | None = None,
     estimate: Estimate | None = None,
     network: nn.Module | None = None,
+    receipt: AnyReceipt | None = None,
 ) -> View:
     """Gathers what is known about a model.
 
     ``estimate`` holds its cycles on an NPU. ``network`` is the module that a file belongs to; it says which layers are
-    transposed or grouped.
+    transposed or grouped. ``receipt`` belongs to the weights, as for :func:`smartprune.report`.
     """
-    source = read_source(model, network)
-    slices = cut_source(source, block)
-    report = report_of(source, slices)
-    receipt = source.receipt if source.receipt is not None and source.receipt.block == slices.block else None
+    stored = read_stored(model, network, block, receipt)
+    slices = cut_source(stored.source, block)
+    report, known = report_of(stored, slices), stored.receipt
     folder = Path(model) if isinstance(model, (str, os.PathLike)) and Path(model).is_dir() else None
     log = read_run_log(folder) if folder is not None and (folder / CONFIG).exists() else None
-    scores = None if folder is None or receipt is None else read_scores(folder, receipt.blocks.total)
-    layers = _layer_views(slices, report, receipt, scores, estimate)
-    problems = () if receipt is None else verify(model, model=network).problems
-    sizes = None if problems else _file_sizes(model, slices.block, network)
-    title = folder.resolve().name if folder is not None else Path(source.where).name
+    scores = None if folder is None or known is None else read_scores(folder, known.blocks.total)
+    layers = _layer_views(slices, report, known, scores, estimate)
+    sizes = None if report.problems else _file_sizes(model, slices.block, network, stored.matching)
+    title = folder.resolve().name if folder is not None else Path(stored.source.where).name
     nonfinite = tuple(cut.weight for cut in slices.cuts if not is_finite(cut.tensor))
-    return View(title, report, layers, receipt, log, sizes, estimate, problems, nonfinite)
+    return View(title, report, layers, known, log, sizes, estimate, nonfinite)
 
 
 def _layer_views(
@@ -106,11 +110,13 @@ def _layer_views(
     receipt_rows = _rows_with_scores(receipt, scores)
     cycles = {} if estimate is None else {layer.weight: (layer.dense.latency, layer.pruned.latency) for layer in estimate.layers}
     layers = []
-    for weight in dict.fromkeys([*cycles, *receipt_rows, *cuts]):
+    names = {plain_name(weight): weight for weight in cuts}
+    listed = [names[name] for name in receipt_rows if name in names]
+    for weight in dict.fromkeys([*cycles, *listed, *cuts]):
         if weight not in cuts:
             continue
         cut, row = cuts[weight]
-        receipt_row, layer_scores = receipt_rows.get(weight, (None, None))
+        receipt_row, layer_scores = receipt_rows.get(plain_name(weight), (None, None))
         layers.append(
             LayerView(
                 row=row,
@@ -118,7 +124,7 @@ def _layer_views(
                 macs=None if receipt_row is None else receipt_row.macs,
                 cycles=cycles.get(weight),
                 axes=cut.grid.axes,
-                kept=(row.occupied if receipt_row is None else receipt_row.mask()).numpy(),
+                kept=row.kept.numpy(),
                 norms=_norms(cut),
                 scores=layer_scores,
             )
@@ -130,7 +136,7 @@ def _rows_with_scores(receipt: Receipt | None, scores: Array | None) -> Mapping[
     """The rows of the receipt by weight, each with the scores of its blocks."""
     rows, start = {}, 0
     for row in receipt.layers if receipt is not None else ():
-        rows[row.weight] = (row, None if scores is None else scores[start : start + row.blocks.total])
+        rows[plain_name(row.weight)] = (row, None if scores is None else scores[start : start + row.blocks.total])
         start += row.blocks.total
     return rows
 
@@ -147,9 +153,9 @@ def _norms(cut: Cut) -> Array:
     return cut.grid.sum(weight * weight).sqrt().float().numpy()
 
 
-def _file_sizes(model: Model, block: Block, network: nn.Module | None) -> tuple[int, int] | None:
+def _file_sizes(model: Model, block: Block, network: nn.Module | None, receipt: Receipt | None) -> tuple[int, int] | None:
     """Bytes of the tensors in a plain file and in a packed file; None for weights that cannot be packed."""
     try:
-        return packed_sizes(model, block, network)
+        return packed_sizes(model, block, network, receipt)
     except SmartpruneError:
         return None
