@@ -14,8 +14,10 @@ if TYPE_CHECKING:
     from .hardware.cycles import cycles
     from .hardware.npu import NPU
     from .methods import METHODS, Acdc, Awg, Gradual, Magnitude, Method, Pas, Pdp, Smart
+    from .pruning.bake import bake
+    from .pruning.hold import hold
     from .pruning.plan import Plan, plan
-    from .pruning.pruner import Pruner, attach, bake, find_pruner
+    from .pruning.pruner import Pruner, attach, find_pruner
     from .reports.table import report
     from .runtime import accelerate
     from .topk import hard_topk, soft_topk
@@ -47,6 +49,7 @@ __all__ = [
     "export_onnx",
     "find_pruner",
     "hard_topk",
+    "hold",
     "macs",
     "pack",
     "params",
@@ -70,7 +73,9 @@ _MODULES = {
     "hardware.npu": ["NPU"],
     "methods": ["METHODS", "Acdc", "Awg", "Gradual", "Magnitude", "Method", "Pas", "Pdp", "Smart"],
     "pruning.plan": ["Plan", "plan"],
-    "pruning.pruner": ["Pruner", "attach", "bake", "find_pruner"],
+    "pruning.bake": ["bake"],
+    "pruning.hold": ["hold"],
+    "pruning.pruner": ["Pruner", "attach", "find_pruner"],
     "reports.table": ["report"],
     "runtime": ["accelerate"],
     "topk": ["hard_topk", "soft_topk"],

@@ -9,7 +9,7 @@ from helpers import masked_products, zoo
 from helpers.triton_interpreter import INTERPRETED, loaded_loop_bounds, needs_interpreter, needs_triton, on_gpu, run_interpreted  # noqa: F401 (a fixture)
 from smartprune.errors import SmartpruneError
 from smartprune.pruning import multiply as module
-from smartprune.pruning import multiply_tables, optimizers
+from smartprune.pruning import multiply_tables, zeros
 from smartprune.pruning.multiply import BlockMultiplier
 from smartprune.pruning.telemetry import Telemetry
 
@@ -236,7 +236,7 @@ def search(backend: str, device: str = "cpu") -> tuple[Tensor, list[Tensor]]:
                 for i, weight in enumerate(pruner.blocks.weights):
                     kept = pruner.search.multiplier.grids[i].expand(pruner.search.multiplier.layer_mask(pruner.mask.float(), i))
                     assert not (weight.detach() * (1 - kept)).any()
-                    assert optimizers.holds_zeros(weight)
+                    assert zeros.holds_zeros(weight)
         assert int(pruner.mask.sum()) == pruner.plan.keep
         return pruner.mask, [weight.detach().clone() for weight in pruner.blocks.weights]
 

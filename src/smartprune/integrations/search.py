@@ -15,8 +15,9 @@ from ..artifacts.receipt import Receipt
 from ..errors import SmartpruneError
 from ..methods import Smart
 from ..methods.method import Method
+from ..pruning.bake import bake
 from ..pruning.optimizers import add_param_group, listen_to_groups, parameter_of, step_count, stop_listening_to_groups
-from ..pruning.pruner import Pruner, attach, bake, find_pruner
+from ..pruning.pruner import Pruner, attach, find_pruner
 from .state import Carrier
 
 DEFAULT_SHARE = 0.3  # of the training: records with 0.2 and 0.4 differ by no more than their standard deviation

@@ -12,7 +12,7 @@ from ..core.budget import scope
 from ..core.layers import plain_name
 from ..errors import SmartpruneError
 from ..methods.method import settings
-from . import optimizers
+from . import optimizers, zeros
 from .state import Observations, SearchState
 
 DAMAGED = "pruner.load_state_dict(): the state is damaged; give what pruner.state_dict() returned"
@@ -80,7 +80,7 @@ def load_state_dict(search: SearchState, state: dict[str, Any], adopt_steps: boo
     if search.hard is not None:
         search.harden(search.hard)
     else:
-        optimizers.release_zeros(search.blocks.weights)  # a frozen pruner may go back into its search
+        zeros.release_zeros(search.blocks.weights)  # a frozen pruner may go back into its search
     optimizers.cancel_momentum_resets(search.model.parameters())
     search.pending_resets = list(state["forgets"])
     search.activate()

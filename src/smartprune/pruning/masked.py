@@ -6,11 +6,14 @@ same name, same position in ``parameters()``, ``state_dict()`` and every optimiz
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
+import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from ..core.kinds import LINK, USER_CLASS, is_masked, user_class
 from ..core.layers import Layer
@@ -29,6 +32,7 @@ STILL_MASKED = (
     "the model is still masked, and would be exported with its masks; call smartprune.bake(model) first, or bake and export a copy "
     "(copy.deepcopy)"
 )
+_REGISTER = parametrize.register_parametrization.__code__
 # weak: a user's class, and everything that its functions refer to, can be freed with the last of its modules
 _classes: WeakValueDictionary[tuple[type[nn.Module], tuple[str, ...]], type[nn.Module]] = WeakValueDictionary()
 
@@ -118,11 +122,21 @@ def masked_class(cls: type[nn.Module], attributes: tuple[str, ...]) -> type[nn.M
 
 def _getter(attribute: str) -> Any:
     def get(self: nn.Module) -> Tensor:
+        if not torch.compiler.is_compiling() and sys._getframe(1).f_code is _REGISTER:
+            _refuse_parametrization(self, attribute)
         source, index = self.__dict__[LINK]
         masked: Tensor = source.masked(index[attribute])
         return masked
 
     return get
+
+
+def _refuse_parametrization(self: nn.Module, attribute: str) -> None:
+    """PyTorch would replace the stored parameter by the masked weight. Reading the weight is its first use of the layer."""
+    raise SmartpruneError(
+        f"register_parametrization: a pruner masks the {attribute} of this {type(self).__name__}, so it cannot be parametrized; "
+        "parametrize it before you attach, or after smartprune.bake(model)"
+    )
 
 
 def _refuse_script(self: nn.Module) -> None:

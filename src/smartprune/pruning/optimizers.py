@@ -5,23 +5,22 @@ For all optimizers of this process the registry
 - counts the steps that were really taken,
 - keeps paused parameters, and their momentum, unchanged,
 - resets the momentum of parameters before their next step,
-- keeps removed blocks of frozen and baked models at zero, whatever momentum and weight decay do,
+- keeps removed blocks of frozen, baked and held models at zero, whatever momentum and weight decay do (``zeros.py``),
 - lets a listener place parameters into groups when an optimizer is built. PyTorch has no hook for this, so
-  ``Optimizer.add_param_group`` is replaced while somebody listens. This is the only patch of PyTorch in the package.
+  ``Optimizer.add_param_group`` is replaced while somebody listens. (The only other patch of PyTorch is in ``zeros.py``.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary, finalize, ref
+from weakref import WeakKeyDictionary, WeakSet, finalize
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..core.sharding import is_sharded
-from .multiply import BlockMultiplier
+from . import zeros
 
 _steps = 0
 _last_steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # the number of each optimizer's last step
@@ -41,12 +40,13 @@ def install() -> None:
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     _prepare_parameters(optimizer)
+    zeros.prepare(optimizer)
     return _wrap_closure(optimizer, args, kwargs)
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     _count_step(optimizer)
-    _restore_zeros(optimizer)
+    zeros.restore(optimizer)
 
 
 # -- steps ----------------------------------------------------------------------------------------------------------------
@@ -142,124 +142,6 @@ def _wrap_closure(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str,
         return loss
 
     return ((args[0], prepared, *args[2:]), kwargs) if is_positional else (args, {**kwargs, "closure": prepared})
-
-
-# -- zeros ----------------------------------------------------------------------------------------------------------------
-
-
-class _ZeroMask:
-    """The hard mask of one multiplier, and the weights whose removed blocks stay zero."""
-
-    def __init__(self, multiplier: BlockMultiplier, mask: Tensor) -> None:
-        self.multiplier, self.mask = multiplier, mask
-        self.weights: list[Callable[[], Tensor | None]] = [_no_weight] * len(multiplier.grids)
-
-    def apply(self, layers: Sequence[int], weights: Sequence[Tensor], bypass_autograd: bool = False) -> None:
-        """Zeroes removed blocks. With ``bypass_autograd`` the version counters of the weights do not change: usually the blocks
-        are zero already."""
-        if self.mask.device != weights[0].device:
-            self.mask = self.mask.to(weights[0].device)
-        self.multiplier.multiply_(self.mask, [weight.data for weight in weights] if bypass_autograd else weights, layers)
-
-
-class _Cleanup:
-    """What is zeroed after a step of one optimizer: weights, grouped by mask."""
-
-    def __init__(self, parameters: list[Tensor]) -> None:
-        self.parameters, self.version = parameters, _held_version
-        self.groups: dict[int, tuple[_ZeroMask, list[int], list[Tensor]]] = {}
-        for weight in parameters:
-            mask, layer = _held.get(weight, (None, 0))
-            if mask is not None:
-                _, layers, weights = self.groups.setdefault(id(mask), (mask, [], []))
-                layers.append(layer)
-                weights.append(weight)
-
-    def is_current(self, parameters: list[Tensor]) -> bool:
-        return (
-            self.version == _held_version
-            and len(parameters) == len(self.parameters)
-            and all(a is b for a, b in zip(parameters, self.parameters, strict=True))
-        )
-
-    def equals(self, other: _Cleanup) -> bool:
-        """Whether both zero the same weights with the same masks."""
-        return self._key() == other._key()
-
-    def _key(self) -> list[tuple[int, list[int], list[int]]]:
-        return [(id(mask), layers, [id(weight) for weight in weights]) for mask, layers, weights in self.groups.values()]
-
-
-def _no_weight() -> Tensor | None:
-    return None
-
-
-_held = WeakTensorKeyDictionary()  # weight -> (_ZeroMask, index of the layer)
-_masks: WeakValueDictionary[int, _ZeroMask] = WeakValueDictionary()  # by id of the multiplier, which the mask keeps alive
-_cleanups: WeakKeyDictionary[Optimizer, _Cleanup] = WeakKeyDictionary()
-_held_version = 0  # changes whenever _held does
-
-
-def hold_zeros(weights: Sequence[nn.Parameter], multiplier: BlockMultiplier, mask: Tensor) -> None:
-    """From now on the removed blocks of these weights, which are zero, are zeroed after every step of an optimizer."""
-    install()
-    zero_mask = _masks[id(multiplier)] = _ZeroMask(multiplier, mask)
-    for layer, weight in enumerate(weights):
-        _hold(zero_mask, layer, weight)
-
-
-def _hold(mask: _ZeroMask, layer: int, weight: Tensor) -> None:
-    global _held_version
-    _held_version += 1
-    mask.weights[layer] = ref(weight)
-    _held[weight] = (mask, layer)
-
-
-def release_zeros(weights: Sequence[nn.Parameter]) -> None:
-    """Removed blocks of these weights may train again."""
-    global _held_version
-    _held_version += 1
-    for weight in weights:
-        mask, layer = _held.pop(weight, (None, 0))
-        if mask is not None:
-            mask.weights[layer] = _no_weight
-
-
-def holds_zeros(weight: Tensor) -> bool:
-    return weight in _held
-
-
-def zero_removed_blocks(weights: Sequence[nn.Parameter], multiplier: BlockMultiplier, mask: Tensor) -> None:
-    """Zeroes the removed blocks of every weight now, including weights that were written through ``weight.data`` (as when averages
-    are swapped in for an evaluation), which leaves no trace in their version counters."""
-    zero_mask = _masks.get(id(multiplier))
-    if zero_mask is None:  # a copied or loaded model
-        install()
-        zero_mask = _masks[id(multiplier)] = _ZeroMask(multiplier, mask)
-    for layer, weight in enumerate(weights):
-        if zero_mask.weights[layer]() is not weight:
-            _hold(zero_mask, layer, weight)
-    zero_mask.apply(range(len(weights)), weights, bypass_autograd=not is_sharded(weights[0]))
-
-
-def _restore_zeros(optimizer: Optimizer) -> None:
-    if not _held:
-        return
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    cleanup, is_first = _cleanups.get(optimizer), False
-    if cleanup is None or not cleanup.is_current(parameters):
-        before, cleanup = cleanup, _Cleanup(parameters)
-        is_first = before is None or not cleanup.equals(before)  # else only weights of other models were held or released
-        _cleanups[optimizer] = cleanup
-    for mask, layers, weights in cleanup.groups.values():
-        mask.apply(layers, weights)
-        if not is_first:
-            continue
-        # momentum from before the freeze; from now on the gradients of removed blocks are zero
-        for layer, weight in zip(layers, weights, strict=True):
-            for value in optimizer.state.get(weight, {}).values():
-                if isinstance(value, Tensor) and value.shape == weight.shape:
-                    mask.multiplier.multiply_layer_(mask.multiplier.layer_mask(mask.mask, layer), layer, value)
 
 
 # -- parameter groups -----------------------------------------------------------------------------------------------------

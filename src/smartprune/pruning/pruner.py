@@ -20,6 +20,7 @@ from ..errors import SmartpruneError
 from ..methods.method import Capabilities, Method, settings
 from . import checkpoint, checks, optimizers
 from .consensus import mask_of_first_rank
+from .hold import hold_plain_copy, release_layers
 from .masked import MaskedModules
 from .plan import Plan, plan
 from .receipt import make_receipt
@@ -52,9 +53,9 @@ class Pruner:
             self._add_hooks()
         except BaseException:  # an interrupt, or an error in a method: restore the model
             search.calibrate(False)
-            self._detach()
+            self.detach()
             raise
-        optimizers.release_zeros(search.blocks.weights)  # an earlier bake may hold them
+        release_layers(model, search.blocks.weights, planned.layers)  # an earlier bake may hold them
 
     # -- the user's view --------------------------------------------------------------------------------------------------
 
@@ -156,7 +157,7 @@ class Pruner:
             checks.check_smallest_weight(search)
             return
         search.to_device()
-        self._require_attached("step")
+        self.require_attached("step")
         checks.require_finite(search)
         checks.require_trained(search)
         checks.require_agreement(search)
@@ -191,7 +192,7 @@ class Pruner:
         if self.phase != "search":
             raise SmartpruneError(f"pruner.freeze(): the mask is {self.phase} already")
         search.reshard()
-        self._require_attached("freeze")
+        self.require_attached("freeze")
         checks.require_finite_weights(search, "freeze")
         hard = mask_of_first_rank(search.choose_hard_mask())
         measure = getattr(self.method, "warmth", None)
@@ -231,7 +232,7 @@ class Pruner:
             )
         search.reshard()
         if self.phase == "frozen":  # blocks of a baked model that trained again are reported, not zeroed
-            self._require_attached("receipt")
+            self.require_attached("receipt")
             checks.require_finite_weights(search, "receipt")
             search.zero_removed_blocks()
         pairs = zip(self.plan.layers, self.blocks.weights, strict=True)
@@ -244,7 +245,7 @@ class Pruner:
         """Gives a copy of the model, such as an EMA copy, the mask, temperature and phase of this one.
 
         A copy made by deepcopy after :func:`attach` follows. A plain copy, made before, becomes a masked one; if this pruner is
-        frozen, its removed blocks are zeroed as well.
+        frozen, the removed blocks of the plain copy are zeroed and held at zero instead.
         """
         if not isinstance(other, nn.Module):
             raise SmartpruneError(f"pruner.apply_to(): {type(other).__name__} is not a model; give a copy of the model")
@@ -259,6 +260,7 @@ class Pruner:
             weights = self.plan.blocks(other).weights if pruner is None else pruner.blocks.weights
             self.search.multiplier.multiply_(hard.to(torch.float32), weights)
             if pruner is None:
+                hold_plain_copy(weights, self.search.multiplier, hard)
                 return
         if pruner is None:
             masked = {name for layer in self.plan.layers for name, _ in layer.sites}
@@ -298,7 +300,7 @@ class Pruner:
 
     # -- attaching --------------------------------------------------------------------------------------------------------
 
-    def _require_attached(self, call: str) -> None:
+    def require_attached(self, call: str) -> None:
         self.modules.require_attached(call)
         checks.require_scores(self.search, call)
 
@@ -310,7 +312,7 @@ class Pruner:
         model.register_state_dict_pre_hook(self._before_save)
         model.register_load_state_dict_post_hook(self._after_load)
 
-    def _detach(self) -> None:
+    def detach(self) -> None:
         """Restores the model: modules, parameters and hooks."""
         self.modules.unmask()
         self.search.unregister()
@@ -378,33 +380,6 @@ def attach(
         )
     with torch.inference_mode(False):
         return Pruner(model, method, planned, int(steps), int(seed))
-
-
-def bake(model: nn.Module, hold: bool = True) -> Receipt:
-    """Makes the model plain again, with zeros where blocks were removed, and returns the receipt.
-
-    Parameters stay the same objects. With ``hold``, torch optimizers of this process that continue to train the model keep the
-    zeros. With ``hold=False`` they may train again, and so may the zeros of a copy of the baked model.
-    """
-    if not isinstance(model, nn.Module):
-        raise SmartpruneError(f"bake: model is a {type(model).__name__}; give a torch.nn.Module")
-    pruner = find_pruner(model)
-    if pruner is None:
-        raise SmartpruneError("bake: the model has no pruner; attach one first (a baked model is plain and needs no second bake)")
-    if pruner.phase == "search":
-        raise SmartpruneError(
-            f"bake: the search is at step {pruner.count} of {pruner.steps}; let it finish, or call pruner.freeze() to harden the "
-            "mask now; if this is a copy of a model whose search is over (EMA), call pruner.apply_to(copy) first"
-        )
-    receipt = pruner.receipt()
-    with torch.no_grad():
-        torch._foreach_add_(list(pruner.blocks.weights), 0.0)  # a negative weight times zero is -0.0; files store +0.0
-    pruner._detach()
-    pruner.search.baked = True
-    pruner.live.last = None
-    if not hold:
-        optimizers.release_zeros(pruner.blocks.weights)
-    return receipt
 
 
 def find_pruner(model: nn.Module) -> Pruner | None:

@@ -12,7 +12,7 @@ from ..core.sharding import is_sharded, reshard
 from ..errors import SmartpruneError
 from ..methods.method import Clock, Method, State, capabilities
 from ..topk import hard_topk
-from . import checks, optimizers
+from . import checks, optimizers, zeros
 from .calibration import Calibration
 from .consensus import average_gradient, is_distributed
 from .multiply import BlockMultiplier
@@ -171,12 +171,12 @@ class SearchState:
         """Zeroes the blocks that a hard mask removes, and keeps them at zero."""
         self.hard = mask
         self.multiplier.multiply_(mask.to(torch.float32), self.blocks.weights)
-        optimizers.hold_zeros(self.blocks.weights, self.multiplier, mask)
+        zeros.hold_frozen(self.blocks.weights, self.multiplier, mask)
 
     def zero_removed_blocks(self) -> None:
         """Zeroes the removed blocks of a frozen model again, whatever wrote to them."""
         assert self.hard is not None
-        optimizers.zero_removed_blocks(self.blocks.weights, self.multiplier, self.hard)
+        zeros.zero_removed_blocks(self.blocks.weights, self.multiplier, self.hard)
 
     def reshard(self) -> None:
         """Frees weights that FSDP has gathered, since what is written to them is lost."""

@@ -26,7 +26,7 @@ from ..artifacts.receipt import Receipt
 from ..artifacts.verify import verify
 from ..errors import SmartpruneError
 from ..models.named import is_external
-from ..pruning.pruner import bake
+from ..pruning.bake import bake
 from ..run_files import STAGES
 from ..tasks import Data
 from . import ranks
