@@ -43,7 +43,14 @@ def test_wait_waits_for_the_run_folder(tmp_path: Path, capsys: pytest.CaptureFix
 def test_ctrl_c_exits_with_success(tmp_path: Path) -> None:
     run = write_run_folder(tmp_path / "run", ROWS)
     words = training_jobs.command("watch", str(run), "--every", "0.05")
-    process = subprocess.Popen(words, env=training_jobs.environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        words,
+        env=training_jobs.environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell ignores it in jobs that run in the background
+    )
     assert process.stdout is not None
     assert process.stdout.readline().startswith("search")
     process.send_signal(signal.SIGINT)
