@@ -2,18 +2,20 @@
 # make test    sets everything up and runs the tests
 # make check   formatter, linter, type checker and tests: what a change must pass
 # make wheel    builds an sdist and a wheel, installs the wheel in an empty environment, and runs the demo there
+# make hosts   sets up an environment with timm, transformers and others, and prunes their models (docs/hosts.md)
 # make coverage  line and branch coverage of every package (about twice as long as the tests)
 #
 # JOBS is how many processes run the tests. TORCH picks the PyTorch to install (make demo TORCH='torch==2.11.0'); leave it empty to use the one your Python already has.
 
 PYTHON ?= python3
 VENV   ?= .venv
+HOSTS  ?= .venv-hosts
 TORCH  ?= torch==2.13.0
 JOBS   ?= 2
 BIN    := $(VENV)/bin
 RUN    := OMP_NUM_THREADS=1 $(BIN)/python -m
 
-.PHONY: demo test check lint coverage wheel clean
+.PHONY: demo test check lint hosts coverage wheel clean
 
 demo: $(VENV)/.demo
 	$(BIN)/smartprune train
@@ -27,6 +29,9 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check src tests bench examples records .ci
 	$(BIN)/ruff check src tests bench examples records .ci
 	$(BIN)/mypy
+
+hosts: $(HOSTS)/.ready
+	OMP_NUM_THREADS=1 $(HOSTS)/bin/python -m pytest tests/hosts -n $(JOBS)
 
 coverage: $(VENV)/.dev
 	$(RUN) pytest -n $(JOBS) --dist loadfile --cov --cov-report=json:$(VENV)/coverage.json --cov-report=
@@ -52,5 +57,16 @@ $(VENV)/.dev: $(VENV)/.ready
 	$(BIN)/python -m pip install --disable-pip-version-check -e '.[dev]'
 	touch $@
 
+# The version of PyTorch is a constraint, so that no package replaces it. ultralytics is under the AGPL-3.0: it is installed in this
+# environment only, and smartprune does not depend on it. Its dependencies would add much that building a model does not need.
+$(HOSTS)/.ready: pyproject.toml tests/hosts/requirements.txt
+	$(PYTHON) -m venv $(if $(TORCH),,--system-site-packages) $(HOSTS)
+	$(if $(TORCH),$(HOSTS)/bin/python -m pip install --disable-pip-version-check '$(TORCH)' numpy)
+	$(HOSTS)/bin/python -c "from importlib.metadata import version; print('torch==' + version('torch'))" > $(HOSTS)/torch.txt
+	$(HOSTS)/bin/python -m pip install --disable-pip-version-check -c $(HOSTS)/torch.txt -e . -r tests/hosts/requirements.txt
+	$(HOSTS)/bin/python -m pip install --disable-pip-version-check --no-deps ultralytics==8.4.190
+	$(HOSTS)/bin/python -c "from importlib.metadata import version; print('torch==' + version('torch'))" | diff $(HOSTS)/torch.txt -
+	touch $@
+
 clean:
-	rm -rf $(VENV) build dist
+	rm -rf $(VENV) $(HOSTS) build dist

@@ -12,6 +12,7 @@ from ...budgets import budget_names
 from ...errors import SmartpruneError
 from .comparison import summary
 from .labels import format_setting
+from .outcomes import outcome_lines
 
 OTHER_METRICS = {"macs_left": "MACs left"}  # what a row may hold besides its metric, one number per run
 NOT_YET = "not recorded yet"
@@ -20,6 +21,8 @@ Row = Mapping[str, Any]
 
 def table_lines(rows: Sequence[Row], filters: Mapping[str, str], link: str) -> list[str]:
     """A table and the line below it, as they stand between the markers of a page."""
+    if all(isinstance(row.get("outcome"), str) for row in rows):
+        return outcome_lines(rows, link)
     lines, caption = markdown(rows, filters)
     return [*lines, "", caption + (f" [{link}]({link})" if link else "")]
 
