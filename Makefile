@@ -2,7 +2,7 @@
 # make test    sets everything up and runs the tests
 # make check   formatter, linter, type checker and tests: what a change must pass
 # make wheel    builds an sdist and a wheel, installs the wheel in an empty environment, and runs the demo there
-# make hosts   sets up an environment with timm, transformers and others, and prunes their models (docs/hosts.md)
+# make hosts    sets up an environment with timm, transformers and others, and prunes their models (docs/hosts.md)
 # make coverage  line and branch coverage of every package (about twice as long as the tests)
 #
 # JOBS is how many processes run the tests. TORCH picks the PyTorch to install (make demo TORCH='torch==2.11.0'); leave it empty to use the one your Python already has.
