@@ -93,6 +93,17 @@ class Fields:
             raise self.error(key, f"a list of at most {max_length} integers, none below {low}")
         return tuple(value)
 
+    def texts(self, key: str, max_length: int) -> tuple[str, ...]:
+        """A list of at most ``max_length`` strings of printable characters."""
+        value = self.raw(key)
+        if (
+            not isinstance(value, list)
+            or len(value) > max_length
+            or not all(isinstance(v, str) and is_valid_name(v) for v in value)
+        ):
+            raise self.error(key, f"a list of at most {max_length} strings of printable characters")
+        return tuple(value)
+
     def items(self, key: str, max_length: int) -> list[Fields]:
         """A list of at most ``max_length`` dictionaries."""
         value = self.raw(key)

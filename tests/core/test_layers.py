@@ -81,11 +81,49 @@ def test_attention_is_divided_into_query_key_and_value() -> None:
     assert layers[1].weight == "attention.out_proj.weight"
 
 
-def test_attention_with_separate_weights_is_skipped() -> None:
-    model = nn.ModuleList([nn.MultiheadAttention(8, 2, kdim=4, vdim=6), nn.Linear(8, 2)])
-    want = "attention with separate query, key and value weights"
-    skip_reasons = reasons(model)
-    assert {skip_reasons[f"0.{x}_proj_weight"] for x in "qkv"} == {want}
+def test_attention_with_separate_weights_has_one_layer_for_each() -> None:
+    model = nn.ModuleList([nn.MultiheadAttention(10, 2, kdim=6, vdim=7), nn.Linear(8, 2)])
+    layers, _ = find_layers(model, BLOCK)
+    assert names(layers) == ["0.q_proj_weight", "0.k_proj_weight", "0.v_proj_weight", "0.out_proj"]
+    assert [layer.weight for layer in layers[:3]] == names(layers)[:3]
+    for layer, width in zip(layers, (10, 6, 7, 10), strict=True):
+        assert (layer.kind, layer.transposed) == (user_kind(layer), False)
+        index = reference.block_index((10, width), (4, 4))
+        assert layer.grid.shape == reference.grid_shape((10, width), (4, 4), 1, False)
+        assert layer.grid.sizes().tolist() == reference.block_counts(index)
+
+
+def user_kind(layer: Layer) -> str:
+    return "NonDynamicallyQuantizableLinear" if layer.name.endswith("out_proj") else "MultiheadAttention"
+
+
+def test_conv1d_of_transformers_is_a_linear_layer_with_swapped_axes() -> None:
+    model = nn.Sequential(zoo.Conv1D(18, 10), zoo.Conv1D(2, 18))
+    (layer,), skipped = find_layers(model, Block(4, 3))
+    assert (layer.name, layer.kind, layer.transposed) == ("0", "Conv1D", True)
+    assert layer.grid.weight_shape == (10, 18)  # inputs, outputs
+    assert layer.grid.shape == (4, 5)  # 3 inputs and 4 outputs per block
+    assert layer.grid.sizes().tolist() == reference.block_counts(reference.block_index((10, 18), (4, 3), 1, True))
+    assert reasons(model) == {"1": "last layer, assumed to be the classifier"}
+    assert [s.shape for s in skipped] == [(18, 2)]
+
+
+def test_another_class_called_conv1d_is_not_a_layer() -> None:
+    class Conv1D(nn.Module):
+        def __init__(self, *shape: int) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(shape))
+
+    class Child(nn.Conv1d):
+        pass
+
+    Child.__name__ = "Conv1D"
+    stacked, square = Conv1D(2, 4, 4), Conv1D(4, 4)
+    stacked.nf = 4  # type: ignore[assignment]
+    skip_reasons = reasons(nn.ModuleList([stacked, square, nn.Linear(4, 2)]), include="*")
+    assert set(skip_reasons) == {"0", "1"}
+    (layer,) = find_layers(nn.ModuleList([Child(8, 8, 3)]), BLOCK, include="*")[0]
+    assert not layer.transposed
 
 
 def test_tied_weights_are_one_layer() -> None:

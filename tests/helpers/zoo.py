@@ -129,11 +129,47 @@ def conv3d_net() -> tuple[nn.Module, Tensor]:
     ), torch.randn(2, 1, 8, 8, 8)
 
 
+class Conv1D(nn.Module):
+    """The layer of that name in transformers: linear, with a weight of shape (in, out)."""
+
+    def __init__(self, nf: int, nx: int) -> None:
+        super().__init__()
+        self.nf, self.nx = nf, nx
+        self.weight = nn.Parameter(torch.randn(nx, nf) * 0.2)
+        self.bias = nn.Parameter(torch.zeros(nf))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(*x.shape[:-1], self.nf)
+
+
+class _CrossAttention(nn.Module):
+    """Attention with separate weights for query, key and value, and layers with weights of shape (in, out)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Conv2d(3, 16, 4, stride=4)
+        self.keys, self.values = Conv1D(12, 16), Conv1D(18, 16)
+        self.attention = nn.MultiheadAttention(16, 2, kdim=12, vdim=18, batch_first=True)
+        self.mlp = nn.Sequential(Conv1D(36, 16), nn.GELU(), Conv1D(16, 36))
+        self.head = nn.Linear(16, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x).flatten(2).transpose(1, 2).contiguous()
+        x = x + self.attention(x, self.keys(x), self.values(x), need_weights=False)[0]
+        return self.head((x + self.mlp(x)).mean(1))
+
+
+def cross_attention() -> tuple[nn.Module, Tensor]:
+    return _CrossAttention(), torch.randn(4, 3, 8, 8)
+
+
 def resnet18() -> tuple[nn.Module, Tensor]:
     from smartprune.models import MODELS
 
     return MODELS["resnet18"](num_classes=10), torch.randn(2, 3, 32, 32)
 
 
-SMALL = {f.__name__: f for f in (plain_cnn, mobilenet_block, transformer_block, unet, tied, conv1d_net, conv3d_net)}
+_MODELS = (plain_cnn, mobilenet_block, transformer_block, unet, tied, conv1d_net, conv3d_net, cross_attention)
+ATTENTION_MACS = {"transformer_block": 2 * 4 * 4 * 16, "cross_attention": 2 * 4 * 4 * 16}  # 4 tokens, each with each, twice
+SMALL = {f.__name__: f for f in _MODELS}
 PROMISED = {**SMALL, "resnet18": resnet18}

@@ -17,6 +17,7 @@ from ..core.kinds import is_masked
 from ..core.occupancy import map_hash, occupied, pack_bits
 from ..errors import SmartpruneError
 from ..files import as_path, check_writable, write_atomic
+from .axes import swapped
 from .counts import Count, sparsity_line
 from .onnx_check import (
     Batch,
@@ -252,9 +253,10 @@ class _Export:
         file = parse_onnx(self.data, where)
         remade = tuple(cut.weight for cut in self.cuts if cut.weight in file.others)
         counted = [cut for cut in self.cuts if cut.weight not in (*self.missing, *remade)]
-        blocks, vanished = count_zero_blocks(file, counted, where)
+        tensors = swapped(file.tensors(), [cut.weight for cut in self.cuts if cut.transposed])
+        blocks, vanished = count_zero_blocks(tensors, counted, where)
         if self.receipt is not None and not vanished:
-            verification = verify(file.tensors(), receipt=self.receipt)
+            verification = verify(tensors, receipt=self.receipt)
             if not verification.ok:
                 raise SmartpruneError(f"{where}: the graph does not match the receipt: {verification.problems[0]}")
         exported = Exported(

@@ -160,7 +160,8 @@ def _fits(node: Any, index: int, array: Any, cut: Cut) -> bool:
         node.op_type == "MatMul" or (node.op_type == "Gemm" and not any(a.name == "transB" and a.i for a in node.attribute))
     )
     shape = tuple(cut.tensor.shape)
-    return tuple(array.shape) == (shape[::-1] if transposed else shape)
+    stored_transposed = cut.transposed and len(shape) == 2
+    return tuple(array.shape) == (shape[::-1] if transposed != stored_transposed else shape)
 
 
 def _rename(graph: Any, old: str, new: str) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, cat
 from .. import text
 from ..budgets import budget_label, budget_unit, removal
 from ..core.block import Block
+from ..core.macs import COUNTED
 from ..core.occupancy import map_hash
 from ..errors import SmartpruneError
 from ..fields import Fields, plain_data
@@ -24,11 +25,16 @@ FORMAT = 1
 WIDTH = 80
 MAX_BYTES = 1 << 25
 MAX_LAYERS = 100_000
+MAX_NAMES = 1000
 
 
 @dataclass(frozen=True)
 class Receipt:
-    """What was requested, and what pruning achieved. :func:`smartprune.bake` returns it; :func:`smartprune.verify` checks it."""
+    """What was requested, and what pruning achieved. :func:`smartprune.bake` returns it; :func:`smartprune.verify` checks it.
+
+    ``model_macs`` are those of all convolutions, matrix products, attention and recurrent layers that ran; ``not_counted`` names
+    the operators whose MACs are not known. It is None in older receipts, which count convolutions and linear layers only.
+    """
 
     version: str
     method: str
@@ -40,6 +46,7 @@ class Receipt:
     model_weights: Count
     model_macs: Count | None
     mask_hash: str
+    not_counted: tuple[str, ...] | None = None
 
     @property
     def blocks(self) -> Count:
@@ -78,6 +85,7 @@ class Receipt:
     def to_json(self) -> dict[str, object]:
         """Plain data, as stored in ``receipt.json``."""
         requested = self.requested
+        not_counted = {} if self.not_counted is None else {"not_counted": list(self.not_counted)}
         return {
             "format": FORMAT,
             "smartprune": self.version,
@@ -95,6 +103,7 @@ class Receipt:
                 "model_weights": self.model_weights.to_json(),
                 "model_macs": None if self.model_macs is None else self.model_macs.to_json(),
                 "kept_but_zero": self.kept_but_zero,
+                **not_counted,
             },
             "mask_hash": self.mask_hash,
             "layers": [row.to_json() for row in self.layers],
@@ -158,7 +167,7 @@ class Receipt:
             "weights of the pruned layers": self.weights,
             "weights of the model": self.model_weights,
             "MACs of the pruned layers": self.macs,
-            "MACs of the model": self.model_macs,
+            "MACs of the model" if self.not_counted is not None else "MACs of convolutions and linear layers": self.model_macs,
         }
         rows = [
             (name, f"{count.total:,}", f"{count.kept:,}", f"{count.removed:,}", count.percent)
@@ -184,6 +193,9 @@ class Receipt:
 
     def _note_lines(self) -> list[str]:
         lines = [f"note     {self.kept_but_zero:,} kept blocks hold only zeros"] if self.kept_but_zero else []
+        if self.model_macs is not None and self.not_counted is not None:
+            missing = f"; not counted in {', '.join(self.not_counted)}" if self.not_counted else ""
+            lines += _wrapped("note", f"MACs of the model are counted in {COUNTED}{missing}")
         empty = [row.name for row in self.layers if row.blocks.total and not row.blocks.kept]
         if empty:
             names = ", ".join(empty[:3]) + (f" and {len(empty) - 3} more" if len(empty) > 3 else "")
@@ -237,6 +249,7 @@ def _read(fields: Fields) -> Receipt:
         layers=layers,
         model_weights=Count.read(achieved.nested("model_weights")),
         model_macs=None if model_macs is None else Count.read(model_macs),
+        not_counted=achieved.texts("not_counted", MAX_NAMES) if "not_counted" in achieved.data else None,
         mask_hash=fields.match("mask_hash", "sha256:[0-9a-f]{64}", "'sha256:' and 64 hexadecimal digits"),
     )
     fields.reject_unknown_keys()

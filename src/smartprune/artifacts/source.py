@@ -23,6 +23,7 @@ from ..core.occupancy import nonzero
 from ..errors import SmartpruneError
 from ..files import as_path, check_readable
 from ..run_files import MODEL, RECEIPT
+from .axes import bias_says_inputs_first, inputs_first, inputs_first_in, swap_axes
 from .counts import Row
 from .onnx_read import read_onnx
 from .packfile import is_packed
@@ -111,13 +112,15 @@ class Source:
         known: dict[str, Row | Layout] = {plain_name(name): layout for name, layout in self.layouts.items()}
         if self.receipt is not None:
             known |= {plain_name(row.weight): row for row in self.receipt.layers}
+        learned = self._learned()
+        columns = {key for key in learned if bias_says_inputs_first(key, learned)}
         cuts: list[Cut] = []
         skipped_tensors = [
             Skipped(key.removesuffix(".weight"), "sparse", tuple(tensor.shape), f"{tensor.layout} weights are not dense")
             for key, tensor in self.tensors.items()
             if tensor.layout is not torch.strided
         ]
-        for key, tensor in self._learned().items():
+        for key, tensor in learned.items():
             if tensor.dim() < 2:
                 continue
             name, shape = key.removesuffix(".weight"), tuple(tensor.shape)
@@ -127,11 +130,13 @@ class Source:
                 continue
             unknown = layout is None or layout.shape != shape
             if layout is None or unknown:
-                layout = Layout(name, "matrix" if tensor.dim() == 2 else "kernel", shape)
+                layout = Layout(name, "matrix" if tensor.dim() == 2 else "kernel", shape, transposed=key in columns)
             try:
                 if tensor.numel() == 0:
                     raise SmartpruneError("no weights")
-                ambiguous = tensor.dim() > 2 or key.endswith("in_proj_weight")  # any other matrix belongs to a linear layer
+                # any other matrix belongs to a linear layer, unless the model has layers such as Conv1D
+                square = bool(columns) and len(set(shape)) == 1
+                ambiguous = tensor.dim() > 2 or square or key.endswith("in_proj_weight")
                 assumed = unknown and ambiguous and block != Block(1, 1)
                 cuts.append(Cut(layout.name, key, layout.kind, layout.cut(block), layout.transposed, tensor, assumed))
             except SmartpruneError as error:
@@ -235,6 +240,7 @@ def check_not_masked(names: Iterable[str], where: str) -> None:
 def _with_network(source: Source, network: nn.Module) -> Source:
     """The source with the axes that its network defines."""
     check_not_masked((name for name, _ in _stored(network)), type(network).__name__)
+    source = swap_axes(source, inputs_first_in(network))
     parameters = list(network.named_parameters(remove_duplicate=False))
     stored = {id(weight): tensor for name, weight in parameters if (tensor := source.get(name)) is not None}
     tensors = {name: tensor for name, _ in network.named_buffers() if (tensor := source.get(name)) is not None}
@@ -308,7 +314,9 @@ def _read_safetensors(path: Path) -> Source:
 def _read_onnx(path: Path) -> Source:
     onnx_file = read_onnx(path)
     tensors = _tensors(onnx_file.tensors(), str(path))
-    return Source(str(path), tensors, None, onnx_file.receipt, onnx_file.layouts(), onnx_file.block, complete=True, rounded=True)
+    receipt = onnx_file.receipt
+    source = Source(str(path), tensors, None, receipt, onnx_file.layouts(), onnx_file.block, complete=True, rounded=True)
+    return source if receipt is None else swap_axes(source, inputs_first(receipt.layers))
 
 
 def _read_checkpoint(path: Path) -> Source:

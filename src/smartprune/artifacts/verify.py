@@ -13,6 +13,7 @@ from ..budgets import budget_unit
 from ..core.block import Block
 from ..core.occupancy import is_finite, map_hash, nonzero, occupied
 from ..errors import SmartpruneError
+from .axes import inputs_first, swap_axes
 from .counts import Row, sparsity_line
 from .receipt import AnyReceipt, Receipt, as_receipt
 from .source import Model, Source, assumed_axes_lines, read_source, stored_and_network
@@ -213,6 +214,7 @@ def _unmet(receipt: Receipt) -> str:
 def compare_with_receipt(source: Source, receipt: Receipt, wanted: Block | None = None) -> Verification:
     """Counts the zero blocks of the layers that a receipt lists. ``wanted`` is the block that the caller expects."""
     problems: list[str] = []
+    source = swap_axes(source, inputs_first(receipt.layers))
     if wanted is not None and wanted != receipt.block:
         problems.append(f"block {wanted} was given, and the receipt is about blocks of {receipt.block}")
     problems += _other_axes(source, receipt)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..errors import SmartpruneError
 from .hard import as_fraction
 from .layers import Layer
-from .usage import count_macs, count_uses
+from .usage import measure
 
 Scope = Literal["layers", "model"]
 
@@ -153,14 +153,14 @@ class MacBudget:
     label: ClassVar[str] = "MACs"
 
     def resolve(self, model: nn.Module, layers: Sequence[Layer]) -> ResolvedBudget:
-        uses = count_uses(model, layers, self.example)
-        cost = torch.cat([block_macs(layer, uses[layer.name]) for layer in layers])
+        usage = measure(model, self.example)
+        cost = torch.cat([block_macs(layer, usage.uses(layer)) for layer in layers])
         total = int(cost.sum())
         if total == 0:
             raise SmartpruneError("macs: the example reaches none of the layers to prune; give an input of the model")
         if self.of == "layers":
             return ResolvedBudget.from_share(cost, self.share)
-        whole = count_macs(model, self.example)
+        whole = usage.macs
         fixed = whole - total
         limit = math.floor((1 - self.share) * whole) - fixed
         if limit < 0:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..errors import SmartpruneError
 
+COMPILERS = ("torch._dynamo", "torch.nn.attention.flex_attention")  # modules that may compile what they run
 
 def run_example(model: nn.Module, example: Any, recorder: AbstractContextManager[object]) -> Any:
     """The outputs of the model in eval mode, computed within ``recorder``. Training modes are restored.
@@ -50,4 +51,4 @@ def _writable(value: Any) -> Any:
 
 def _uncompiled() -> AbstractContextManager[object]:
     """Runs compiled models eagerly: compiled, hooks and modes would record a layer twice."""
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+    return torch.compiler.set_stance("force_eager") if any(name in sys.modules for name in COMPILERS) else nullcontext()

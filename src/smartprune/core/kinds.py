@@ -7,7 +7,9 @@ from torch import nn
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-LAYER_TYPES = (*CONVOLUTIONS, *TRANSPOSED, nn.Linear)  # their blocks lie in `weight`; nn.MultiheadAttention has other attributes
+LAYER_TYPES = (*CONVOLUTIONS, *TRANSPOSED, nn.Linear)  # their blocks lie in `weight`; so do those of a Conv1D (is_conv1d)
+# the weights of nn.MultiheadAttention, and how many parts each has that no block crosses; the last three are those of kdim and vdim
+ATTENTION_PARTS = {"in_proj_weight": 3, "q_proj_weight": 1, "k_proj_weight": 1, "v_proj_weight": 1}
 TRANSPOSED_FUNCTIONS = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
 LAYER_FUNCTIONS = (F.linear, F.conv1d, F.conv2d, F.conv3d, *TRANSPOSED_FUNCTIONS)
 
@@ -24,3 +26,33 @@ def user_class(module: nn.Module) -> type[nn.Module]:
     """The class of a module before it was masked."""
     cls: type[nn.Module] = getattr(type(module), USER_CLASS, type(module))
     return cls
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether it is built like the ``Conv1D`` of transformers: a linear layer whose weight is (in, out), with ``nf`` outputs."""
+    if not any(cls.__name__ == "Conv1D" for cls in type(module).__mro__) or isinstance(module, LAYER_TYPES):
+        return False
+    weight = module._parameters.get("weight")
+    return weight is not None and weight.dim() == 2 and getattr(module, "nf", None) == weight.shape[1]
+
+
+def is_layer(module: nn.Module) -> bool:
+    """Whether its attribute ``weight`` can be divided into blocks."""
+    return isinstance(module, LAYER_TYPES) or is_conv1d(module)
+
+
+def is_convolution(module: nn.Module) -> bool:
+    """Whether it is a convolution, transposed or not."""
+    return isinstance(module, (*CONVOLUTIONS, *TRANSPOSED))
+
+
+def stores_inputs_first(module: nn.Module) -> bool:
+    """Whether its weight is (in, out, ...): that of a transposed convolution or of a Conv1D."""
+    return isinstance(module, TRANSPOSED) or is_conv1d(module)
+
+
+def weight_parts(module: nn.Module, attribute: str) -> int | None:
+    """Segments of the first axis of a weight that no block crosses: groups, or query, key and value. None if it has no blocks."""
+    if isinstance(module, nn.MultiheadAttention):
+        return ATTENTION_PARTS.get(attribute)
+    return int(getattr(module, "groups", 1)) if attribute == "weight" and is_layer(module) else None

@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 
 from ..errors import SmartpruneError
 from .block import Block, Grid
-from .kinds import CONVOLUTIONS, LAYER_TYPES, TRANSPOSED, user_class
+from .kinds import CONVOLUTIONS, is_layer, stores_inputs_first, user_class, weight_parts
 from .transforms import zeros_survive
 
 Pattern = str | type[nn.Module]
@@ -45,8 +45,7 @@ class Layer:
     @property
     def weight(self) -> str:
         """The name of the weight in ``named_parameters()`` and ``state_dict()``."""
-        module, attribute = self.sites[0]
-        return f"{module}.{attribute}" if module else attribute
+        return weight_name(*self.sites[0])
 
     @property
     def params(self) -> int:
@@ -76,7 +75,11 @@ class Candidate:
     def name(self) -> str:
         if self.attribute == "weight":
             return self.module_name or "weight"
-        return f"{self.module_name}.{self.attribute}" if self.module_name else self.attribute
+        return weight_name(self.module_name, self.attribute)
+
+    @property
+    def weight_name(self) -> str:
+        return weight_name(self.module_name, self.attribute)
 
     @property
     def kind(self) -> str:
@@ -89,9 +92,7 @@ class Candidate:
     @property
     def supported(self) -> bool:
         """Whether it is the weight of a layer that can be divided into blocks."""
-        if self.in_attention:
-            return self.attribute == "in_proj_weight"
-        return self.attribute == "weight" and isinstance(self.module, LAYER_TYPES)
+        return weight_parts(self.module, self.attribute) is not None
 
     @property
     def lazy(self) -> bool:
@@ -99,12 +100,12 @@ class Candidate:
 
     @property
     def transposed(self) -> bool:
-        return isinstance(self.module, TRANSPOSED)
+        return stores_inputs_first(self.module)
 
     @property
     def parts(self) -> int:
         """Segments of the first stored axis that no block crosses: groups, or query, key and value."""
-        return 3 if self.in_attention else int(getattr(self.module, "groups", 1))
+        return weight_parts(self.module, self.attribute) or 1
 
     def matches(self, patterns: Sequence[Pattern]) -> bool:
         for pattern in patterns:
@@ -222,9 +223,7 @@ def _unsupported(candidate: Candidate) -> str | None:
         return "scripted module: prune the model before scripting it"
     if isinstance(candidate.module, parametrize.ParametrizationList):
         return "already parametrized: remove the parametrization first"
-    if candidate.in_attention and not candidate.supported:
-        return "attention with separate query, key and value weights"
-    if isinstance(candidate.module, LAYER_TYPES) and not candidate.supported:
+    if is_layer(candidate.module) and not candidate.supported:
         return f"{candidate.attribute} is not the layer's weight (the weight may be computed from it)"
     if not candidate.supported:
         return f"{candidate.kind} is neither a convolution nor a linear layer"
@@ -244,6 +243,11 @@ def _tie_mismatch(users: Sequence[Candidate]) -> str | None:
         if not other.supported or (other.parts, other.transposed) != (first.parts, first.transposed):
             return f"tied to {other.name} ({other.kind}), which reads its axes differently"
     return None
+
+
+def weight_name(module_name: str, attribute: str) -> str:
+    """The name of a weight in ``named_parameters()`` and ``state_dict()``."""
+    return f"{module_name}.{attribute}" if module_name else attribute
 
 
 def plain_name(name: str) -> str:

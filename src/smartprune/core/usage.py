@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.nn.functional as F
@@ -14,8 +15,9 @@ from torch.utils.hooks import RemovableHandle
 
 from ..errors import SmartpruneError
 from .example import run_example
-from .kinds import LAYER_FUNCTIONS, LAYER_TYPES, TRANSPOSED, TRANSPOSED_FUNCTIONS, is_masked
-from .layers import Layer
+from .kinds import ATTENTION_PARTS, LAYER_FUNCTIONS, TRANSPOSED, TRANSPOSED_FUNCTIONS, is_convolution, is_layer, is_masked
+from .layers import Layer, weight_name
+from .macs import MacCounter
 from .sharding import is_sharded
 
 ATTENTION_INPUTS = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "out_proj": "query"}  # projection: its input
@@ -34,140 +36,220 @@ class Call:
     writes: int
 
 
-Calls = dict[str, list[tuple[Call, ...]]]  # module name -> its calls; a tuple has one entry per part of the weight
+Calls = dict[str, list[tuple[Call, ...]]]  # name of a weight -> its calls; a tuple has one entry per part of the weight
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What one run of an example did.
+
+    ``calls`` are the calls of every weight, by its name. A tuple has one entry per part of the weight: the in-projection of
+    attention has three, query, key and value. ``macs`` are those of the whole model for one sample. ``not_counted`` names the
+    operators that ran and whose MACs are not known.
+    """
+
+    calls: Mapping[str, Sequence[tuple[Call, ...]]] = field(repr=False)
+    batch: int
+    macs: int
+    not_counted: tuple[str, ...] = ()
+
+    def layer_calls(self, layer: Layer) -> list[tuple[Call, ...]]:
+        """Every use of the layer's weight for one sample, in order."""
+        return [
+            tuple(Call(*(_per_sample(n, self.batch) for n in (part.uses, part.reads, part.writes))) for part in call)
+            for site in layer.sites
+            for call in self.calls.get(weight_name(*site), ())
+        ]
+
+    def uses(self, layer: Layer) -> tuple[int, ...]:
+        """How often each element of the layer's weight is used for one sample, as one number per part.
+
+        An element is used once per output position in a convolution, once per input position in a transposed convolution, and
+        once per row in a linear layer.
+        """
+        counts = [0] * (layer.grid.axes[0].parts if layer.sites[0][1] in ATTENTION_PARTS else 1)
+        for site in layer.sites:
+            for i, count in enumerate(_uses_per_sample(self.calls.get(weight_name(*site), ()), self.batch)):
+                counts[i] += count
+        return tuple(counts)
+
+
+def measure(model: nn.Module, example: Any) -> Usage:
+    """Runs ``example`` once in eval mode."""
+    if example is None:
+        raise SmartpruneError("an example input is needed to count MACs or cycles; give example=one input of the model")
+    counter = MacCounter()
+    recorder = _Recorder(model, counter)
+    try:
+        run_example(model, example, _both(recorder, counter))
+    finally:
+        recorder.remove_hooks()
+    calls, batch = recorder.all_calls(), recorder.batch_size(example)
+    macs = -(-counter.macs // batch)  # of everything that is not a call of a weight
+    for name, entries in calls.items():
+        macs += _macs(recorder.sizes[name], _uses_per_sample(entries, batch))
+    return Usage(calls, batch, macs, tuple(sorted(counter.not_counted)))
 
 
 def count_macs(model: nn.Module, example: Any) -> int:
-    """MACs of all convolutions and linear layers for one sample of ``example``."""
-    total = 0
-    uses = _uses(model, example)
-    for name, module in model.named_modules():
-        if name in uses and isinstance(module, LAYER_TYPES):
-            stored = module._parameters.get("weight")  # None in a parametrized layer
-            weight = module.weight if stored is None else stored
-            total += uses[name][0] * weight.numel()
-        elif name in uses and isinstance(module, nn.MultiheadAttention):
-            query, key, value = uses[name]
-            width = module.embed_dim
-            total += width * (query * width + key * (module.kdim or width) + value * (module.vdim or width))
-            total += query * width * width
-    return total
+    """MACs of the model for one sample of ``example``: convolutions, matrix products, attention and recurrent layers."""
+    return measure(model, example).macs
 
 
 def count_uses(model: nn.Module, layers: Sequence[Layer], example: Any) -> dict[str, tuple[int, ...]]:
-    """How often each element of a layer's weight is used for one sample, as one number per part of the weight.
-
-    The in-projection of attention has three parts: query, key and value. An element is used once per output position
-    in a convolution, once per input position in a transposed convolution, and once per row in a linear layer.
-    """
-    uses = _uses(model, example)
-    out: dict[str, tuple[int, ...]] = {}
-    for layer in layers:
-        counts = [0] * (3 if layer.sites[0][1] == "in_proj_weight" else 1)
-        for module_name, _ in layer.sites:
-            used = uses.get(module_name)
-            if used is None and module_name.endswith("out_proj"):  # attention uses this weight without calling the layer
-                used = uses.get(module_name.rpartition(".")[0], (0,))[:1]
-            for i, count in enumerate(used or ()):
-                counts[i] += count
-        out[layer.name] = tuple(counts)
-    return out
+    """How often each element of a layer's weight is used for one sample, as in :meth:`Usage.uses`, by layer name."""
+    usage = measure(model, example)
+    return {layer.name: usage.uses(layer) for layer in layers}
 
 
 def find_calls(model: nn.Module, layers: Sequence[Layer], example: Any) -> Calls:
-    """Every use of each layer's weight, in order, by layer name. A tuple has one entry per part, as in :func:`count_uses`."""
-    calls, batch = _record_calls(model, example)
-    out: Calls = {}
-    for layer in layers:
-        layer_calls: list[tuple[Call, ...]] = []
-        for module_name, _ in layer.sites:
-            if module_name not in calls and module_name.endswith("out_proj"):  # as in count_uses
-                layer_calls += [call[:1] for call in calls.get(module_name.rpartition(".")[0], ())]
-            else:
-                layer_calls += calls.get(module_name, ())
-        out[layer.name] = [
-            tuple(Call(*(_per_sample(n, batch) for n in (part.uses, part.reads, part.writes))) for part in call)
-            for call in layer_calls
-        ]
-    return out
+    """Every use of each layer's weight for one sample, in order, by layer name."""
+    usage = measure(model, example)
+    return {layer.name: usage.layer_calls(layer) for layer in layers}
 
 
-def _uses(model: nn.Module, example: Any) -> dict[str, tuple[int, ...]]:
-    """How often each module used its weight for one sample, summed over all calls."""
-    calls, batch = _record_calls(model, example)
-    sums = {name: [sum(part.uses for part in parts) for parts in zip(*entries, strict=True)] for name, entries in calls.items()}
-    return {name: tuple(_per_sample(count, batch) for count in counts) for name, counts in sums.items()}
+def _uses_per_sample(entries: Sequence[tuple[Call, ...]], batch: int) -> tuple[int, ...]:
+    """How often each part of a weight is used for one sample, over all calls."""
+    return tuple(_per_sample(sum(part.uses for part in parts), batch) for parts in zip(*entries, strict=True))
 
 
-def _record_calls(model: nn.Module, example: Any) -> tuple[Calls, int]:
-    """All calls of all layers while ``example`` runs once in eval mode, and the batch size."""
-    if example is None:
-        raise SmartpruneError("an example input is needed to count MACs or cycles; give example=one input of the model")
-    recorder = _Recorder(model)
-    try:
-        run_example(model, example, recorder)
-    finally:
-        recorder.remove_hooks()
-    return recorder.all_calls(), 1 if recorder.unbatched else _batch_size(example)
+def _macs(elements: int, uses: Sequence[int]) -> int:
+    """MACs of a weight whose parts have equal numbers of elements."""
+    return sum(elements // len(uses) * count for count in uses)
+
+
+@contextmanager
+def _both(recorder: _Recorder, counter: MacCounter) -> Iterator[None]:
+    with recorder, counter:
+        yield
 
 
 class _Recorder(TorchFunctionMode):
     """Records the calls of layers, with hooks, and uses of weights outside of their layer, as a function mode.
 
-    An example of the latter is ``F.linear(x, layer.weight)`` in the forward method of another module.
+    An example of the latter is ``F.linear(x, layer.weight)`` in the forward method of another module. ``counter`` counts every
+    operation; what it counts for a recorded call is taken off again, so that it is left with everything else.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, counter: MacCounter) -> None:
         super().__init__()
+        self.counter = counter
         self.calls: Calls = {}  # from hooks
         self.outside: Calls = {}  # from the mode
+        self.sizes: dict[str, int] = {}  # elements of the weights
         self.unbatched = False  # whether a convolution ran on an input without batch axis
-        self.names: dict[int, str] = {}  # names of layers, by the id of their weight
+        self.time_first: tuple[int, ...] = ()  # (time, batch) of an input that attention or a recurrent layer reads in that order
+        self.names: dict[int, str] = {}  # names of the weights of layers, by their id
         self.running: set[int] = set()  # ids of the weights whose layer is being called
+        self.started: list[int] = []  # MACs when the calls of modules began that have not ended
         self.masked: list[nn.Module] = []  # layers whose `weight` attribute is a masked copy
         self.hooks: list[RemovableHandle] = []
+        masked = any(is_masked(module) for module in model.modules())
         for name, module in model.named_modules():
+            if masked and module._forward_pre_hooks:
+                self._ignore_pre_hooks(module)
             if isinstance(module, nn.MultiheadAttention):
                 self._hook_attention(name, module)
-            elif isinstance(module, LAYER_TYPES):
+            elif isinstance(module, nn.RNNBase):
+                self.hooks.append(module.register_forward_pre_hook(self._note_axes, with_kwargs=True))
+            elif is_layer(module):
                 self._hook_layer(name, module)
 
     def all_calls(self) -> Calls:
         names = {**self.calls, **self.outside}
         return {name: [*self.calls.get(name, ()), *self.outside.get(name, ())] for name in names}
 
+    def batch_size(self, example: Any) -> int:
+        """The number of samples: the first axis of the example, or the second if a layer of the model reads the first as time."""
+        tensor = _first_tensor(example)
+        if self.unbatched or tensor is None:
+            return 1
+        return max(1, tensor.shape[1 if self.time_first and tuple(tensor.shape[:2]) == self.time_first else 0])
+
     def remove_hooks(self) -> None:
         for hook in self.hooks:
             hook.remove()
 
+    def _ignore_pre_hooks(self, module: nn.Module) -> None:
+        """Masks are made in hooks before a forward pass. They are not part of the model."""
+
+        def note(m: nn.Module, args: Any) -> None:
+            self.started.append(self.counter.macs)
+
+        def restore(m: nn.Module, args: Any) -> None:
+            self.counter.macs = self.started.pop()
+
+        self.hooks.append(module.register_forward_pre_hook(note, prepend=True))
+        self.hooks.append(module.register_forward_pre_hook(restore))
+
     def _hook_attention(self, name: str, module: nn.MultiheadAttention) -> None:
+        def enter(m: nn.Module, args: Any, kwargs: Any) -> None:
+            self._note_axes(m, args, kwargs)
+            self.started.append(self.counter.macs)
+
         def record(m: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
             inputs = [kwargs.get(key, args[i] if i < len(args) else None) for i, key in enumerate(("query", "key", "value"))]
             rows = [tensor.numel() // tensor.shape[-1] for tensor in inputs]
-            self.calls.setdefault(name, []).append(tuple(Call(n, n, n) for n in rows))
+            query, key, value = (Call(n, n, n) for n in rows)
+            width = module.embed_dim
+            uses: dict[str, tuple[tuple[Call, ...], int]] = {"out_proj.weight": ((query,), width * width)}
+            if module._qkv_same_embed_dim:
+                uses["in_proj_weight"] = ((query, key, value), 3 * width * width)
+            else:
+                widths = {"q": width, "k": module.kdim or width, "v": module.vdim or width}
+                uses |= {
+                    f"{x}_proj_weight": ((call,), width * widths[x]) for x, call in zip("qkv", (query, key, value), strict=True)
+                }
+            start = self.started.pop()
+            for attribute, (parts, size) in uses.items():
+                self._add(self.calls, weight_name(name, attribute), parts, size)
+                self._take_off(start, _macs(size, [part.uses for part in parts]))
 
+        self.hooks.append(module.register_forward_pre_hook(enter, with_kwargs=True))
         self.hooks.append(module.register_forward_hook(record, with_kwargs=True))
 
     def _hook_layer(self, name: str, module: nn.Module) -> None:
         def enter(m: nn.Module, args: Any) -> None:
             self.running.add(id(m._parameters.get("weight")))
+            self.started.append(self.counter.macs)
 
         def record(m: nn.Module, args: Any, kwargs: Any, out: Tensor) -> None:
-            x = args[0] if args else kwargs["input"]
-            axis = -1 if isinstance(m, nn.Linear) else out.dim() - len(m.kernel_size) - 1  # type: ignore[arg-type]
+            start, now = self.started.pop(), self.counter.macs
+            stored = m._parameters.get("weight")
+            size = (m.weight if stored is None else stored).numel()  # type: ignore[operator]  # None if parametrized
+            self.counter.macs = now  # a parametrization was just computed again
+            x = args[0] if args else next(iter(kwargs.values()))
+            axis = out.dim() - len(m.kernel_size) - 1 if is_convolution(m) else -1  # type: ignore[arg-type]
             self.unbatched |= axis == 0
-            self.calls.setdefault(name, []).append((_call(x, out, axis, isinstance(m, TRANSPOSED)),))
-            self.running.discard(id(m._parameters.get("weight")))
+            call = _call(x, out, axis, isinstance(m, TRANSPOSED))
+            self._add(self.calls, weight_name(name, "weight"), (call,), size)
+            self._take_off(start, size * call.uses)
+            self.running.discard(id(stored))
 
         if (stored := module._parameters.get("weight")) is not None:
-            self.names.setdefault(id(stored), name)
+            self.names.setdefault(id(stored), weight_name(name, "weight"))
             if is_masked(module) and not is_sharded(stored):
                 self.masked.append(module)
         self.hooks.append(module.register_forward_pre_hook(enter))
         self.hooks.append(module.register_forward_hook(record, with_kwargs=True))
 
+    def _add(self, calls: Calls, name: str, parts: tuple[Call, ...], size: int) -> None:
+        calls.setdefault(name, []).append(parts)
+        self.sizes[name] = size
+
+    def _take_off(self, start: int, macs: int) -> None:
+        """Takes the MACs of a recorded call off those counted since ``start``. A layer may compute more than its weight says."""
+        self.counter.macs = max(start, self.counter.macs - macs)
+
+    def _note_axes(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Remembers the axes of an input whose first axis is time."""
+        x = args[0] if args else next(iter(kwargs.values()), None)
+        if isinstance(x, Tensor) and x.dim() == 3 and not module.batch_first:
+            self.time_first = tuple(x.shape[:2])
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        start = self.counter.macs
         out = func(*args, **kwargs)
         if func in LAYER_FUNCTIONS:
             x, weight = (args[i] if i < len(args) else kwargs[key] for i, key in enumerate(("input", "weight")))
@@ -175,16 +257,20 @@ class _Recorder(TorchFunctionMode):
             name = self.names.get(stored)
             if name is not None and stored not in self.running:
                 axis = -1 if func is F.linear else out.dim() - weight.dim() + 1
-                self.outside.setdefault(name, []).append((_call(x, out, axis, func in TRANSPOSED_FUNCTIONS),))
+                call = _call(x, out, axis, func in TRANSPOSED_FUNCTIONS)
+                self._add(self.outside, name, (call,), weight.numel())
+                self._take_off(start, weight.numel() * call.uses)
         elif func is F.multi_head_attention_forward:
             arguments = inspect.signature(func).bind(*args, **kwargs).arguments
             # weights of linear layers, as in the attention pooling of CLIP; those of nn.MultiheadAttention are not in names
             if self._stored_id(arguments.get("q_proj_weight")) in self.names:
                 for projection, source in ATTENTION_INPUTS.items():
-                    name = self.names.get(self._stored_id(arguments.get(f"{projection}_weight")))
+                    weight = arguments.get(f"{projection}_weight")
+                    name = self.names.get(self._stored_id(weight))
                     count = arguments[source].numel() // arguments[source].shape[-1]
-                    if name is not None:
-                        self.outside.setdefault(name, []).append((Call(count, count, count),))
+                    if weight is not None and name is not None:
+                        self._add(self.outside, name, (Call(count, count, count),), weight.numel())
+                        self._take_off(start, weight.numel() * count)
         return out
 
     def _stored_id(self, weight: Any) -> int:
@@ -203,7 +289,6 @@ def _per_sample(count: int, batch: int) -> int:
     return count // batch if count % batch == 0 else count
 
 
-def _batch_size(example: Any) -> int:
+def _first_tensor(example: Any) -> Tensor | None:
     values = list(example.values()) if isinstance(example, Mapping) else [example] if isinstance(example, Tensor) else example
-    first = next((value for value in values if isinstance(value, Tensor) and value.dim() > 0), None)
-    return 1 if first is None else max(1, first.shape[0])
+    return next((value for value in values if isinstance(value, Tensor) and value.dim() > 0), None)

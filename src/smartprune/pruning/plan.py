@@ -18,7 +18,7 @@ from ..core.block import Block
 from ..core.budget import Budget, ExactCost, ResolvedBudget, as_share, block_macs, describe, min_keep
 from ..core.budget import blocks as blocks_budget
 from ..core.layers import Layer, Patterns, Skipped, find_layers
-from ..core.usage import count_macs, count_uses
+from ..core.usage import measure
 from ..core.vector import Blocks
 from ..errors import SmartpruneError
 from ..fields import MAX_TEXT, is_valid_name
@@ -41,6 +41,7 @@ class Plan:
     model_params: int
     uses: Mapping[str, tuple[int, ...]] | None = field(repr=False)  # layer name -> how often each element is used
     model_macs: int | None
+    not_counted: tuple[str, ...] | None = None  # operators that ran and whose MACs are not known; None without an example
 
     @property
     def n(self) -> int:
@@ -221,6 +222,7 @@ def plan(
     resolved = None if budget is None else _resolve(budget, model, layers, least)
     budget, budget_example = _without_example(budget)
     example = budget_example if example is None else example
+    usage = None if example is None else measure(model, example)
     return Plan(
         block=block,
         layers=layers,
@@ -230,8 +232,9 @@ def plan(
         floor=None if floor is None else as_share(floor, "floor"),
         min_keep=least,
         model_params=count_params(model),
-        uses=None if example is None else count_uses(model, layers, example),
-        model_macs=None if example is None else count_macs(model, example),
+        uses=None if usage is None else {layer.name: usage.uses(layer) for layer in layers},
+        model_macs=None if usage is None else usage.macs,
+        not_counted=None if usage is None else usage.not_counted,
     )
 
 

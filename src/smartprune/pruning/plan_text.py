@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from .. import text
 from ..budgets import removal
 from ..core.budget import scope
+from ..core.macs import COUNTED
 
 if TYPE_CHECKING:
     from .plan import Plan
@@ -47,6 +48,9 @@ def _totals(plan: Plan) -> list[str]:
     ]
     if plan.macs is not None and plan.model_macs is not None:
         lines.append(f"MACs     {plan.macs:,} of {plan.model_macs:,} in the model, for one sample")
+        lines.append(f"         counted in {COUNTED}")
+    if plan.not_counted:
+        lines.append(f"         not counted in {', '.join(plan.not_counted)}")
     if plan.min_keep is not None and plan.floor is not None:
         lines.append(
             f"floor    every layer keeps at least {100 * float(plan.floor):g}% of its blocks: {int(plan.min_keep.sum()):,} in all"
@@ -79,6 +83,7 @@ def plan_json(plan: Plan) -> dict[str, object]:
         "model_params": plan.model_params,
         "macs": plan.macs,
         "model_macs": plan.model_macs,
+        "not_counted": None if plan.not_counted is None else list(plan.not_counted),
         "padding": float(plan.padding),
         "layers": [
             {

@@ -55,6 +55,7 @@ def make_receipt(
         model_weights=Count(plan.model_params, plan.model_params - removed_weights),
         model_macs=None if plan.model_macs is None else Count(plan.model_macs, plan.model_macs - removed_macs),
         mask_hash=map_hash(plan.block, maps),
+        not_counted=plan.not_counted,
     )
 
 
