@@ -93,6 +93,28 @@ def test_exported_outputs_and_zeros_match_the_model(name: str, exported: Any) ->
     assert "every zero block of the model is zero in the file" in str(export)
 
 
+def test_layers_that_store_inputs_first_are_checked_against_receipt_and_model(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 12), zoo.Conv1D(12, 12), nn.ReLU(), zoo.Conv1D(8, 12), nn.Linear(8, 4))
+    plan = sp.plan(model, (4, 3), include="*")
+    mask = torch.arange(plan.n) % 3 != 0
+    with torch.no_grad():
+        for layer in plan.layers:
+            model.get_parameter(layer.weight).mul_(layer.grid.expand(mask[layer.start : layer.stop].float()))
+    receipt = make_receipt(plan, dict(model.named_parameters()), mask, "magnitude")
+    x = torch.randn(2, 6)
+    export = sp.export_onnx(model, tmp_path / "plain.onnx", x, (4, 3))
+    sp.export_onnx(model, tmp_path / "pruned.onnx", x, receipt=receipt)
+    assert export.blocks == receipt.blocks
+    for path in (tmp_path / "plain.onnx", tmp_path / "pruned.onnx"):
+        assert sp.verify(path, receipt=receipt).mask_hash == receipt.mask_hash
+        with_model = sp.verify(path, (4, 3), model=model)
+        assert (with_model.ok, with_model.zero) == (True, receipt.blocks.removed)
+    assert sp.verify(tmp_path / "pruned.onnx").mask_hash == receipt.mask_hash
+    without_model = sp.verify(tmp_path / "plain.onnx", (4, 3))  # as (out, in), so blocks of 4 outputs and 3 inputs all the same
+    assert (without_model.zero, without_model.assumed) == (receipt.blocks.removed, ())
+
+
 def test_exported_file_has_no_local_paths(exported: Any) -> None:
     for _, _, _, path in exported.values():
         data = path.read_bytes()

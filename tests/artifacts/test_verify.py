@@ -407,6 +407,27 @@ def test_axes_are_assumed_only_if_they_are_unknown(tmp_path: Path) -> None:
     assert verify({"a.in_proj_weight": torch.zeros(24, 8)}, (16, 8)).assumed == ("a.in_proj_weight",)  # three stacked matrices
 
 
+def test_a_bias_says_which_axis_of_a_matrix_holds_the_outputs(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"up": zoo.Conv1D(10, 6), "proj": zoo.Conv1D(6, 6), "linear": nn.Linear(6, 10)})
+    with torch.no_grad():
+        for name in ("up", "proj"):
+            model[name].weight[:4, :3] = 0  # 4 inputs and 3 outputs
+        model["linear"].weight[:3, :4] = 0
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    from_model, from_file = verify(model, (3, 4)), verify(tmp_path / "model.pt", (3, 4))
+    assert [(layer.name, layer.blocks, layer.zero) for layer in from_model.layers] == [
+        ("up", 2 * 4, 1),
+        ("proj", 2 * 2, 1),
+        ("linear", 4 * 2, 1),
+    ]
+    assert from_file.layers[0] == from_model.layers[0]
+    assert from_file.layers[2] == from_model.layers[2]
+    assert from_file.assumed == ("proj.weight",)  # the bias of a square matrix says nothing
+    assert verify(tmp_path / "model.pt", (3, 4), model=model).layers == from_model.layers
+    linear = {"fc.weight": torch.zeros(8, 8), "fc.bias": torch.zeros(8)}
+    assert verify(linear, (4, 4)).assumed == ()  # no other layer of the file stores inputs first
+
+
 def test_reports_name_assumed_axes() -> None:
     model, block = ambiguous_model()
     without_model, with_model = report(model.state_dict(), block), report(model.state_dict(), block, model=model)

@@ -14,6 +14,7 @@ from ..errors import SmartpruneError
 
 COMPILERS = ("torch._dynamo", "torch.nn.attention.flex_attention")  # modules that may compile what they run
 
+
 def run_example(model: nn.Module, example: Any, recorder: AbstractContextManager[object]) -> Any:
     """The outputs of the model in eval mode, computed within ``recorder``. Training modes are restored.
 
