@@ -1,8 +1,9 @@
-# make demo    sets everything up and runs the main job on embedded data
-# make test    sets everything up and runs the tests
-# make check   formatter, linter, type checker and tests: what a change must pass
+# make demo     sets everything up and runs the main job on embedded data
+# make test     sets everything up and runs the tests
+# make check    formatter, linter, type checker and tests: what a change must pass
 # make wheel    builds an sdist and a wheel, installs the wheel in an empty environment, and runs the demo there
 # make hosts    sets up an environment with timm, transformers and others, and prunes their models (docs/hosts.md)
+# make docs     builds the documentation site into build/site
 # make coverage  line and branch coverage of every package (about twice as long as the tests)
 #
 # JOBS is how many processes run the tests. TORCH picks the PyTorch to install (make demo TORCH='torch==2.11.0'); leave it empty to use the one your Python already has.
@@ -15,7 +16,7 @@ JOBS   ?= 2
 BIN    := $(VENV)/bin
 RUN    := OMP_NUM_THREADS=1 $(BIN)/python -m
 
-.PHONY: demo test check lint hosts coverage wheel clean
+.PHONY: demo test check lint hosts docs coverage wheel clean
 
 demo: $(VENV)/.demo
 	$(BIN)/smartprune train
@@ -26,8 +27,8 @@ test: $(VENV)/.ready
 check: lint test
 
 lint: $(VENV)/.dev
-	$(BIN)/ruff format --check src tests bench examples records .ci
-	$(BIN)/ruff check src tests bench examples records .ci
+	$(BIN)/ruff format --check src tests bench examples records .ci docs/*.py
+	$(BIN)/ruff check src tests bench examples records .ci docs/*.py
 	$(BIN)/mypy
 
 hosts: $(HOSTS)/.ready
@@ -36,6 +37,9 @@ hosts: $(HOSTS)/.ready
 coverage: $(VENV)/.dev
 	$(RUN) pytest -n $(JOBS) --dist loadfile --cov --cov-report=json:$(VENV)/coverage.json --cov-report=
 	$(BIN)/python .ci/coverage.py $(VENV)/coverage.json
+
+docs: $(VENV)/docs/.ready
+	NO_MKDOCS_2_WARNING=1 $(VENV)/docs/bin/mkdocs build --quiet
 
 wheel: $(VENV)/.dev
 	rm -rf dist $(VENV)/wheel
@@ -66,6 +70,11 @@ $(HOSTS)/.ready: pyproject.toml tests/hosts/requirements.txt
 	$(HOSTS)/bin/python -m pip install --disable-pip-version-check -c $(HOSTS)/torch.txt -e . -r tests/hosts/requirements.txt
 	$(HOSTS)/bin/python -m pip install --disable-pip-version-check --no-deps ultralytics==8.4.190
 	$(HOSTS)/bin/python -c "from importlib.metadata import version; print('torch==' + version('torch'))" | diff $(HOSTS)/torch.txt -
+	touch $@
+
+$(VENV)/docs/.ready: docs/requirements.txt
+	$(PYTHON) -m venv $(VENV)/docs
+	$(VENV)/docs/bin/python -m pip install --disable-pip-version-check -r docs/requirements.txt
 	touch $@
 
 clean:

@@ -1,14 +1,16 @@
-"""Takes the screenshots of the documentation: python docs/pictures.py [RUN]
+"""Makes the pictures of the documentation, a screenshot and the badges: python docs/pictures.py [RUN]
 
 RUN is the folder of a finished run; without it, the demo is trained first. Needs Chromium.
 """
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
+import tomllib
 from pathlib import Path
 
 DOCS = Path(__file__).parent
@@ -29,7 +31,29 @@ def screenshot(page: Path, picture: Path, width: int = WIDTH, height: int = HEIG
         )
 
 
+def badges() -> str:
+    """Facts of pyproject.toml as an SVG picture, which needs no server."""
+    project = tomllib.loads((DOCS.parent / "pyproject.toml").read_text())["project"]
+    pythons = [item.rsplit(" ", 1)[1] for item in project["classifiers"] if re.search(r"Python :: 3\.\d+$", item)]
+    torch = next(item for item in project["dependencies"] if item.startswith("torch"))
+    facts = {"python": ", ".join(pythons), "pytorch": torch.removeprefix("torch>=") + " or later", "licence": project["license"]}
+    parts, x = [], 0.0
+    for name, value in facts.items():
+        left, right = 7.0 * len(name) + 14, 7.0 * len(value) + 14
+        parts += [
+            f'<rect x="{x:g}" width="{left:g}" height="22" fill="#454f54"/>',
+            f'<rect x="{x + left:g}" width="{right:g}" height="22" fill="#0b6e69"/>',
+            f'<text x="{x + left / 2:g}" y="15">{name}</text>',
+            f'<text x="{x + left + right / 2:g}" y="15">{value}</text>',
+        ]
+        x += left + right + 8
+    style = 'font-family="Verdana,DejaVu Sans,sans-serif" font-size="12" text-anchor="middle" fill="#fff"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{x - 8:g}" height="22" {style}>'
+    return "\n".join([head, *parts, "</svg>", ""])
+
+
 def main(run: Path | None) -> None:
+    (DOCS / "badges.svg").write_text(badges())
     with tempfile.TemporaryDirectory() as folder:
         if run is None:
             run = Path(folder) / "demo"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,21 @@ def test_the_core_needs_three_packages() -> None:
 def test_no_build_step_installs_torch() -> None:
     """An isolated build environment would download the CUDA build."""
     assert PROJECT["build-system"]["requires"] == ["hatchling>=1.25"]
+
+
+def test_the_badges_state_what_the_project_file_states() -> None:
+    pictures = runpy.run_path(str(ROOT / "docs" / "pictures.py"))
+    assert (ROOT / "docs" / "badges.svg").read_text() == pictures["badges"]()
+    assert "3.11, 3.12" in pictures["badges"]()
+
+
+def test_links_of_the_description_of_the_package_are_absolute() -> None:
+    pytest.importorskip("hatchling")
+    absolute_links = runpy.run_path(str(ROOT / ".ci" / "readme.py"))["absolute_links"]
+    text = absolute_links((ROOT / "README.md").read_text(), "https://example.org/p")
+    assert not re.findall(r"\]\((?!https?:)[^)]*", text)
+    assert "![The report page of a pruned network](https://example.org/p/raw/main/docs/report.png)" in text
+    assert "(https://example.org/p/blob/main/docs/tutorial.md)" in text
 
 
 def test_types_are_published() -> None:
