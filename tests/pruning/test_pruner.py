@@ -100,3 +100,10 @@ def test_a_restored_forward_pass_is_what_the_step_measures() -> None:
     pruner.freeze(force=True)
     model(x)
     assert pruner.take_forward() is None  # only the mask of a search is measured
+
+
+@pytest.mark.parametrize("name", sorted(sp.METHODS))
+def test_a_method_may_be_given_by_name(name: str) -> None:
+    model, _ = zoo.plain_cnn()
+    pruner = sp.attach(model, name, block=(4, 4), sparsity=0.5, steps=1000)
+    assert pruner.method == sp.METHODS[name]()

@@ -14,6 +14,7 @@ from .. import text
 from ..core.sharding import full_tensor, is_sharded
 from ..core.vector import Blocks
 from ..errors import SmartpruneError
+from ..methods import METHODS
 from ..methods.method import Method
 from ..topk import check_device
 from . import optimizers
@@ -27,12 +28,12 @@ PATIENCE = 10  # steps of other optimizers that the optimizer of the scores may 
 # -- attach, and the model -----------------------------------------------------------------------------------------------
 
 
-def require_arguments(model: nn.Module, method: Method, steps: int, seed: int) -> None:
+def require_arguments(model: nn.Module, method: Method | str, steps: int, seed: int) -> None:
     """The arguments of attach must have the right types."""
-    if isinstance(method, str) or not hasattr(method, "rank"):
+    if not hasattr(method, "rank"):
         raise SmartpruneError(
-            f"attach: method={method!r} is not a method; give its settings, such as smartprune.Smart() (all by name: "
-            "smartprune.METHODS)"
+            f"attach: method={method!r} is not a method; give its settings, such as smartprune.Smart(), or a name: "
+            f"{', '.join(METHODS)}"
         )
     if isinstance(method, type):
         raise SmartpruneError(f"attach: method is the class {method.__name__}; give its settings, at least {method.__name__}()")

@@ -17,6 +17,7 @@ from ..core.layers import Patterns
 from ..core.sharding import full_tensor, reshard
 from ..core.vector import Blocks
 from ..errors import SmartpruneError
+from ..methods import METHODS
 from ..methods.method import Capabilities, Method, settings
 from . import checkpoint, checks, optimizers
 from .consensus import mask_of_first_rank
@@ -347,7 +348,7 @@ def _owner(hook: Any) -> int:
 
 def attach(
     model: nn.Module,
-    method: Method,
+    method: Method | str,
     block: Block | str | Sequence[int | None] = (16, 8),
     sparsity: float | None = None,
     budget: Budget | None = None,
@@ -362,10 +363,13 @@ def attach(
     """Masks the weights of a model in place and returns the pruner that controls the masks.
 
     ``steps`` is the length of the search in optimizer steps. The model keeps its parameters, their names and their order; the
-    scores are one more parameter, the last one. ``seed`` is for methods that draw random numbers. The other arguments are those of
-    :func:`plan`.
+    scores are one more parameter, the last one. ``method`` is a method with its settings, or the name of one with default settings,
+    such as ``"smart"``. ``seed`` is for methods that draw random numbers. The other arguments are those of :func:`plan`.
     """
+    if isinstance(method, str) and method in METHODS:
+        method = METHODS[method]()
     checks.require_arguments(model, method, steps, seed)
+    assert not isinstance(method, str)
     if find_pruner(model) is not None:
         raise SmartpruneError("attach: the model already has a pruner; bake it first, or start from a fresh model")
     if sparsity is None and budget is None:
