@@ -61,6 +61,18 @@ def percent(part: int, whole: int) -> str:
     return f"{min(max(100 * part / whole, 0.01), 99.99):.2f}%"
 
 
+def csv_cell(value: object) -> object:
+    """A value for a CSV file. Characters that do not print become escape sequences, and a text that a spreadsheet would run as a
+    formula gets a leading apostrophe. Numbers stay numbers.
+
+    >>> csv_cell("=1+1"), csv_cell("-x"), csv_cell(-0.5), csv_cell("smart")
+    ("'=1+1", "'-x", -0.5, 'smart')
+    """
+    if not isinstance(value, str):
+        return value
+    return ("'" if value.startswith(("=", "+", "-", "@")) else "") + escape(value)
+
+
 def bar(part: int, whole: int, width: int, ascii_only: bool) -> str:
     """A bar that shows ``part`` of ``whole``. It is empty or full only if ``part`` is 0 or ``whole``.
 

@@ -62,7 +62,7 @@ def run_bench(args: argparse.Namespace) -> int:
         out = args.out or (folder / run_files.BENCH if folder.is_dir() else None)
         protected = {"the file of --weights": args.weights, **files_of_run(folder, but=run_files.BENCH)}
         check_outputs({"--out": out, "--plot": args.plot}, protected)
-        model, block, example, inputs = _find_model(args, folder)
+        model, block, example, inputs, receipt = _find_model(args, folder)
         if args.block is not None:
             Block.of(args.block)
         if args.input:  # replaces the inputs of the task
@@ -87,6 +87,7 @@ def run_bench(args: argparse.Namespace) -> int:
             calibration=inputs,
             only=args.engines,
             tell=print_message,
+            receipt=None if args.weights else receipt,
         )
     return _write_result(args, result, folder, out)
 
@@ -103,8 +104,8 @@ def _check_options(args: argparse.Namespace) -> None:
         raise SmartpruneError(f"--plot {args.plot} must end in .svg or .png")
 
 
-def _find_model(args: argparse.Namespace, folder: Path) -> tuple[nn.Module, str, Any, list[Tensor]]:
-    """The model, its block size, an example input or None, and training inputs for calibration, which only a run has."""
+def _find_model(args: argparse.Namespace, folder: Path) -> tuple[nn.Module, str, Any, list[Tensor], Any]:
+    """The model, its block size, an example input or None, and the training inputs for calibration and the receipt of a run."""
     if folder.is_file():
         raise SmartpruneError(
             f"{folder} is a file; give the name of its network, and the file as --weights {shlex.quote(args.model)} "
@@ -112,10 +113,10 @@ def _find_model(args: argparse.Namespace, folder: Path) -> tuple[nn.Module, str,
         )
     if not folder.is_dir():
         model, block, example = find_model(args.model)
-        return model, block, example, []
+        return model, block, example, [], None
     model, example, receipt, task, config = load_run(folder)
     block = str(receipt.block) if receipt is not None else config.block
-    return model, block, example, [arguments[0] for arguments in training_inputs(task, model, config)]
+    return model, block, example, [arguments[0] for arguments in training_inputs(task, model, config)], receipt
 
 
 def _write_result(args: argparse.Namespace, result: Bench, folder: Path, out: Path | str | None) -> int:

@@ -45,7 +45,11 @@ class LayerTiming:
 
 @dataclass(frozen=True)
 class Bench:
-    """What :func:`~smartprune.experiments.bench.run.bench` measured."""
+    """What :func:`~smartprune.experiments.bench.run.bench` measured.
+
+    ``sparsity`` is the share of blocks removed of the pruned layers, which a receipt lists, or the share of zero blocks of all
+    layers; ``sparsity_of`` says which.
+    """
 
     model: str
     block: str
@@ -55,6 +59,7 @@ class Bench:
     layers: tuple[LayerTiming, ...]
     left_out: Mapping[str, str]
     versions: Mapping[str, str]
+    sparsity_of: str = "all layers"
 
     @property
     def batches(self) -> list[int]:
@@ -74,7 +79,7 @@ class Bench:
         return data
 
     def __str__(self) -> str:
-        lines = [f"{self.model}: {100 * self.sparsity:.2f} % of {self.block} blocks are zero; {self.threads} CPU threads"]
+        lines = [f"{self.model}: {self._zeros(2)}; {self.threads} CPU threads"]
         for batch in self.batches:
             lines += ["", f"batch {batch}", *self._engine_table(batch)]
         if self.layers:
@@ -85,6 +90,12 @@ class Bench:
             lines += textwrap.wrap(reasons, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
         lines += [f"failed: {t.engine}, batch {t.batch}: {t.failed}" for t in self.timings if t.failed is not None]
         return "\n".join(lines)
+
+    def _zeros(self, digits: int) -> str:
+        share = f"{100 * self.sparsity:.{digits}f} %"
+        if self.sparsity_of == "all layers":
+            return f"{share} of the {self.block} blocks of all layers are zero"
+        return f"sparsity {share} (of the {self.block} blocks of the {self.sparsity_of})"
 
     def _engine_table(self, batch: int) -> list[str]:
         rows = []
@@ -119,7 +130,7 @@ class Bench:
         left = 24 + max((text_width(t.engine, 12) for t in timings), default=0)
         height = 44 + sum(34 + 22 * sum(t.batch == batch for t in timings) for batch in self.batches)
         drawing = Drawing(CHART_WIDTH, height, f"{self.model}: milliseconds per call, by engine")
-        title = f"{self.model}, {100 * self.sparsity:.1f} % of {self.block} blocks zero: ms per call"
+        title = f"{self.model}, {self._zeros(2)}: ms per call"
         drawing.text("ink", 16, 24, title, bold=True, size=13)
         y = 44.0
         for batch in self.batches:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ...artifacts.onnx_export import export_onnx
+from ...artifacts.receipt import Receipt
 from ...artifacts.verify import Verification, verify
 from ...core.block import Block
 from ...errors import SmartpruneError
@@ -45,10 +46,15 @@ def bench(
     calibration: Sequence[Tensor] = (),
     only: Sequence[str] = (),
     tell: Callable[[str], None] = lambda message: None,
+    receipt: Receipt | None = None,
 ) -> Bench:
     """Times a pruned model in every engine that is installed, or in those of ``only``. ``example`` is one sample with a batch
-    axis. int8 engines take the range of their activations from ``calibration``."""
+    axis. int8 engines take the range of their activations from ``calibration``. ``receipt`` is that of the model; it gives the
+    sparsity."""
     verified = verify(model, block)
+    receipt = receipt if receipt is not None and str(receipt.block) == str(Block.of(block)) else None
+    if receipt is not None and not (checked := verify(model, receipt=receipt)).ok:
+        raise SmartpruneError(f"bench: the model does not match its receipt: {checked.problems[0]}")
     engines, left_out = _select_engines(only)
     timings: list[Timing] = []
     layer_timings: list[LayerTiming] = []
@@ -63,8 +69,18 @@ def bench(
                 timings += time_in_turns(group, batch, rounds, seconds, tell)
                 if layers and batch == batches[0]:
                     layer_timings = _layer_timings(group, batch, verified)
-    sparsity = verified.zero / verified.blocks if verified.blocks else 0.0
-    return Bench(name, block, threads, sparsity, tuple(timings), tuple(layer_timings), left_out, package_versions())
+    zeros = verified.zero / verified.blocks if verified.blocks else 0.0
+    return Bench(
+        model=name,
+        block=block,
+        threads=threads,
+        sparsity=zeros if receipt is None else receipt.sparsity,
+        timings=tuple(timings),
+        layers=tuple(layer_timings),
+        left_out=left_out,
+        versions=package_versions(),
+        sparsity_of="all layers" if receipt is None else "pruned layers",
+    )
 
 
 def _select_engines(only: Sequence[str]) -> tuple[list[str], dict[str, str]]:

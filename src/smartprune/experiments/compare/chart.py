@@ -10,6 +10,7 @@ from pathlib import Path
 from ...errors import SmartpruneError
 from ...files import write_atomic
 from ...reports.draw import ticks
+from ...text import escape as printable
 from ...text import shorten
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#7a5195", "#b8860b", "#56b4e9", "#555555")
@@ -148,7 +149,7 @@ def _line(x1: float, y1: float, x2: float, y2: float, style: str) -> str:
 
 
 def _text(x: float, y: float, content: str, style: str = "") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" {style}>{escape(content)}</text>'.replace(" >", ">")
+    return f'<text x="{x:.1f}" y="{y:.1f}" {style}>{escape(printable(content))}</text>'.replace(" >", ">")
 
 
 def _save_png(charts: Sequence[Chart], path: Path) -> None:

@@ -46,8 +46,14 @@ class Row:
 
     @property
     def macs_left(self) -> list[float]:
-        """The share of MACs left in every run; empty unless all runs know it."""
+        """The share of the MACs of the pruned layers that is left in every run; empty unless all runs know it."""
         shares = [run.macs_left for run in self.runs if run.macs_left is not None]
+        return shares if len(shares) == len(self.runs) else []
+
+    @property
+    def blocks_removed(self) -> list[float]:
+        """The sparsity that every run reached, as in its receipt; empty unless all runs have a receipt."""
+        shares = [run.blocks_removed for run in self.runs if run.blocks_removed is not None]
         return shares if len(shares) == len(self.runs) else []
 
     def to_json(self) -> dict[str, Any]:
@@ -69,6 +75,7 @@ class Row:
             "dense": {**summary(self.dense)},
             "difference": self.difference,
             "seconds": [run.seconds for run in self.runs],
+            **({"blocks_removed": self.blocks_removed} if self.blocks_removed else {}),
             **({"macs_left": self.macs_left} if self.macs_left else {}),
         }
 
@@ -129,7 +136,7 @@ def compare(paths: Sequence[str | Path]) -> Comparison:
         except SmartpruneError as error:
             left_out.append((folder, str(error)))
             continue
-        except (TypeError, ValueError, KeyError, AttributeError) as error:
+        except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
             left_out.append((folder, f"its configuration is damaged ({type(error).__name__}: {error})"))
             continue
         if key in seen:

@@ -14,7 +14,7 @@ from .comparison import summary
 from .labels import format_setting
 from .outcomes import outcome_lines
 
-OTHER_METRICS = {"macs_left": "MACs left"}  # what a row may hold besides its metric, one number per run
+OTHER_METRICS = {"macs_left": "MACs of the pruned layers left"}  # what a row may hold besides its metric, one number per run
 NOT_YET = "not recorded yet"
 Row = Mapping[str, Any]
 
@@ -31,14 +31,14 @@ def markdown(rows: Sequence[Row], filters: Mapping[str, str] | None = None) -> t
     """A table with a row per method, and a caption with what all of its numbers have in common.
 
     The columns are the fields that differ: sparsity, model, data, protocol. ``filters`` keeps the rows whose fields match a
-    glob; ``show=macs_left`` in it shows the MACs left in place of the metric.
+    glob; ``show=macs_left`` in it shows the MACs of the pruned layers that are left, in place of the metric.
     """
     rows = _select_rows(rows, dict(filters or {}))
     fields = ("model", "data", "block", *budget_names(), "protocol", "metric")
     varying = [name for name in fields if len({json.dumps(row.get(name)) for row in rows}) > 1]
     columns = list(dict.fromkeys(tuple(row.get(name) for name in varying) for row in rows))
     if varying == ["sparsity"]:
-        columns.sort(key=lambda column: (column[0] is None, column[0] or 0))
+        columns.sort(key=lambda column: (column[0] is None, isinstance(column[0], str), column[0] or 0))  # numbers, texts, none
     counts = {row["n"] for row in rows}
     dense = _dense_cells(rows)
     header = ["method", *(["dense"] if dense else []), *(_column_title(varying, column) for column in columns)]
@@ -56,7 +56,12 @@ def markdown(rows: Sequence[Row], filters: Mapping[str, str] | None = None) -> t
 
 def is_number(value: object) -> bool:
     """Whether a value is a finite number."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer of 400 digits
+        return False
 
 
 def _select_rows(rows: Sequence[Row], filters: dict[str, str]) -> list[Row]:

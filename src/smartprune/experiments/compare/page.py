@@ -12,7 +12,10 @@ from .comparison import Comparison, Row
 from .labels import format_setting
 from .runs import Group
 
-HEADINGS = ("Method", "Removed", "Metric, %", "Deviation", "n", "Dense, %", "Difference, points", "MACs left, %")
+HEADINGS = (
+    "Method", "Requested to remove", "Sparsity (blocks of the pruned layers), %", "Metric, %", "Deviation", "n", "Dense, %",
+    "Difference, points", "MACs of the pruned layers left, %",
+)  # fmt: skip
 MINUS = "\u2212"
 
 
@@ -56,6 +59,7 @@ def _section(group: Group, rows: Sequence[Row]) -> str:
     for row in rows:
         cells = [
             _removed(row),
+            f"{100 * statistics.fmean(row.blocks_removed):.2f}" if row.blocks_removed else "",
             f"{100 * statistics.fmean(row.values):.2f}",
             f"{100 * statistics.stdev(row.values):.2f}" if len(row.values) > 1 else "",
             f"{len(row.values)}",

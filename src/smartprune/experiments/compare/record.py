@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ...budgets import budget_names
 from ...errors import SmartpruneError
 from ...files import parse_json, read_limited, write_atomic
 from .comparison import Comparison
@@ -20,6 +21,7 @@ from .markdown import is_number, table_lines
 
 RESULT, CONFIG, README = "result.json", "config.json", "README.md"
 REQUIRED = ("model", "data", "method", "block", "sparsity", "protocol", "metric", "values", "mean", "std", "n")
+TEXTS = ("model", "data", "method", "block", "protocol", "metric")
 MAX_FILE_BYTES = 64 << 20
 
 
@@ -33,13 +35,25 @@ def check_rows(data: object, where: str) -> list[dict[str, Any]]:
         missing = [name for name in REQUIRED if not isinstance(row, dict) or name not in row]
         if missing:
             raise SmartpruneError(f"{place}: lacks {', '.join(missing)}")
+        _check_types(row, place)
         _check_statistics(row, place)
         if isinstance(row.get("dense"), dict):
             _check_statistics(row["dense"], f"{place}: dense")
     return rows
 
 
+def _check_types(row: Mapping[str, Any], place: str) -> None:
+    for name in TEXTS:
+        if not isinstance(row[name], str):
+            raise SmartpruneError(f"{place}: {name} is {row[name]!r}; it must be a string")
+    for name in budget_names():
+        if not (row.get(name) is None or isinstance(row[name], str) or is_number(row[name])):
+            raise SmartpruneError(f"{place}: {name} is {row[name]!r}; it must be a number, a string or null")
+
+
 def _check_statistics(row: Mapping[str, Any], place: str) -> None:
+    if missing := [name for name in ("values", "mean", "std", "n") if name not in row]:
+        raise SmartpruneError(f"{place}: lacks {', '.join(missing)}")
     values = row["values"]
     if not isinstance(values, list) or not values or not all(map(is_number, values)):
         raise SmartpruneError(f"{place}: values is {values!r}; it must be a list of numbers")

@@ -24,8 +24,11 @@ Group = tuple[str, str, str, str, str]  # task, model, block, protocol, metric
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """The settings of a run, the metric on the test split before and after pruning, and the share of the MACs of its pruned
-    layers that is left (None without a receipt)."""
+    """The settings of a run, and the metric on the test split before and after pruning.
+
+    ``blocks_removed`` is the sparsity in the receipt, and ``macs_left`` the share of the MACs of the pruned layers that is left;
+    both are None without a receipt.
+    """
 
     folder: Path
     config: dict[str, Any]
@@ -35,6 +38,7 @@ class FinishedRun:
     seconds: float
     versions: dict[str, str]
     macs_left: float | None = None
+    blocks_removed: float | None = None
 
     @property
     def data(self) -> str:
@@ -112,18 +116,19 @@ def read_run(folder: Path) -> FinishedRun:
         dense=result.number("dense"),
         seconds=result.number("seconds"),
         versions={name: versions.text(name) for name in versions.data},
-        macs_left=_macs_left(folder / RECEIPT),
+        macs_left=None if (macs := _achieved(folder / RECEIPT, "macs")) is None else macs[1] / macs[0],
+        blocks_removed=None if (blocks := _achieved(folder / RECEIPT, "blocks")) is None else (blocks[0] - blocks[1]) / blocks[0],
     )
 
 
-def _macs_left(path: Path) -> float | None:
-    """The share of the MACs of the pruned layers that is left; None without a receipt that counts MACs."""
+def _achieved(path: Path, name: str) -> tuple[int, int] | None:
+    """The blocks or the MACs of the pruned layers: how many, and how many are kept. None without a receipt that counts them."""
     if not path.exists():
         return None
     try:
         receipt = Fields(parse_json(read_limited(path, MAX_RECEIPT_BYTES), RECEIPT), RECEIPT)
-        macs = receipt.nested("achieved").nested("macs")
-        total = macs.integer("total", 1)
-        return macs.integer("kept", 0, total) / total
+        count = receipt.nested("achieved").nested(name)
+        total = count.integer("total", 1)
+        return total, count.integer("kept", 0, total)
     except SmartpruneError:
         return None

@@ -27,7 +27,7 @@ def comparison_text(comparison: Comparison, ascii_only: bool) -> str:
     """A table per group: the dense metric, and for every budget the metric, the difference to dense, and n."""
     lines: list[str] = []
     for (data, model, block, protocol_line, metric), rows in comparison.groups().items():
-        lines += ["", f"{data}, {model}, blocks of {block}: {metric} in %, test split, after the last epoch"]
+        lines += ["", f"{data}, {model}, blocks of {block}: {metric} in %, test split, after the last epoch, by requested budget"]
         lines += textwrap.wrap(protocol_line, WIDTH)
         shares = sorted({row.share for row in rows}, key=lambda share: (share[0] != "sparsity", share))
         for first in range(0, len(shares), METRIC_COLUMNS):
@@ -36,7 +36,7 @@ def comparison_text(comparison: Comparison, ascii_only: bool) -> str:
     if comparison.left_out:
         lines += ["", "left out"]
         lines += [f"  {folder}: {reason}" for folder, reason in comparison.left_out]
-    return "\n".join(lines[1:])
+    return "\n".join(map(text.escape, lines[1:]))  # settings of a foreign run may hold any characters
 
 
 def _metric_table(rows: Sequence[Row], shares: Sequence[tuple[str, float]], ascii_only: bool) -> list[str]:
@@ -62,7 +62,7 @@ def _metric_table(rows: Sequence[Row], shares: Sequence[tuple[str, float]], asci
 
 
 def _macs_tables(rows: Sequence[Row], shares: Sequence[tuple[str, float]], ascii_only: bool) -> list[str]:
-    """The MACs left. The same number of blocks can leave more MACs in one method than in another."""
+    """The MACs of the pruned layers that are left. The same number of blocks can leave more MACs in one method than in another."""
     shares = [share for share in shares if budget_unit(share[0]) != "MACs"]
     macs_left = {(row.method, row.share): row.macs_left for row in rows if row.macs_left}
     tables: list[str] = []
@@ -73,14 +73,15 @@ def _macs_tables(rows: Sequence[Row], shares: Sequence[tuple[str, float]], ascii
             [m, *(mean_and_std(macs_left[m, s], ascii_only) if (m, s) in macs_left else "-" for s in columns)] for m in methods
         ]
         if lines:
-            header = ["MACs left, %", *map(_share_title, columns)]
-            tables += ["", *text.table(header, lines, "<" + ">" * len(columns), WIDTH)]
+            header = ["method", *map(_share_title, columns)]
+            table = text.table(header, lines, "<" + ">" * len(columns), WIDTH)
+            tables += ["", "MACs of the pruned layers left, in %", *table]
     return tables
 
 
 def _share_title(share: tuple[str, float]) -> str:
     kind, number = share
-    return format_setting(number) if kind == "sparsity" else f"{kind} {format_setting(number)}"
+    return f"{kind} {format_setting(number)}"
 
 
 def mean_and_std(values: Sequence[float], ascii_only: bool = False) -> str:
@@ -96,7 +97,7 @@ def mean_and_std(values: Sequence[float], ascii_only: bool = False) -> str:
 
 
 def comparison_csv(comparison: Comparison) -> str:
-    """One line per run."""
+    """One line per run. ``blocks_removed`` and ``macs_left`` are shares of the blocks and the MACs of the pruned layers."""
     lines = []
     budgets = ["sparsity", "macs", "cycles", *(run.share[0] for run in comparison.runs)]
     for run in comparison.runs:
@@ -116,6 +117,7 @@ def comparison_csv(comparison: Comparison) -> str:
                 "pruned": run.pruned,
                 "dense": run.dense,
                 "difference": run.pruned - run.dense,
+                "blocks_removed": run.blocks_removed,
                 "macs_left": run.macs_left,
                 "seconds": run.seconds,
                 "device": run.versions.get("device", ""),
@@ -126,5 +128,5 @@ def comparison_csv(comparison: Comparison) -> str:
     out = io.StringIO()
     writer = csv.DictWriter(out, lines[0], lineterminator="\n")
     writer.writeheader()
-    writer.writerows(lines)
+    writer.writerows({name: text.csv_cell(value) for name, value in line.items()} for line in lines)
     return out.getvalue()
