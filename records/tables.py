@@ -7,8 +7,8 @@ python records/tables.py add FILE.json --name NAME --note TEXT [--command TEXT]
                                          JSON with rows), with a note on what it does not show
 
 A table stands between <!-- table: NAME --> and <!-- /table -->. After the name, key=glob selects rows:
-<!-- table: topk-cpu metric=ratio method=*warm* -->. With show=macs_left the table shows the MACs left in place of the metric. A
-table whose record does not exist reads "not recorded yet".
+<!-- table: topk-cpu metric=ratio method=*warm* -->. With show=macs_left the table shows the MACs of the pruned layers that
+are left, in place of the metric. A table whose record does not exist reads "not recorded yet".
 <!-- table: paper-table2 --> compares the records with the paper's Table 2.
 """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 from pathlib import Path
 
 import pytest
@@ -81,7 +82,9 @@ def test_macs_left_fit_the_width_at_many_sparsities(tmp_path: Path) -> None:
 def test_texts_of_a_csv_file_are_no_formulas(tmp_path: Path) -> None:
     """A spreadsheet runs cells that start with =, +, - or @. Negative numbers stay numbers."""
     for start in "=+-@":
-        write_run(tmp_path, 0.5, dense=0.9, model=f"{start}1+1", settings={"start": f"{start}x"}, npu="\x1b[2J=a")
+        path = write_run(tmp_path, 0.5, dense=0.9, seed=ord(start)) / "config.json"
+        changes = {"model": f"{start}1+1", "settings": {"start": f"{start}x"}, "augment": "\x1b[2J\ud800", "floor": f"{start}1"}
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     comparison = compare([tmp_path])
     lines = list(csv.DictReader(comparison.csv().splitlines()))
     assert sorted(line["model"] for line in lines) == ["'+1+1", "'-1+1", "'=1+1", "'@1+1"]
