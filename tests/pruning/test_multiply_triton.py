@@ -390,3 +390,37 @@ def test_gpu_whole_search() -> None:
     assert torch.equal(mask, other)
     for a, b in zip(weights, others, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+@needs_interpreter
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("seen", [False, True])
+def test_a_freed_weight_is_an_error(seen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BACKEND", "triton")
+    multiplier = masked_products.multiplier((16, 8), SMALL)
+    weights = masked_products.weights_of(multiplier)
+    mask = masked_products.mask_of(multiplier)
+    if seen:
+        multiplier.multiply(mask, weights)
+        multiplier.multiply_(mask, weights)
+    weights[1].untyped_storage().resize_(0)
+    for multiply in (multiplier.multiply, multiplier.multiply_):
+        with pytest.raises(SmartpruneError, match=r"a pruned weight: a tensor of shape .* has only 0 bytes of memory left"):
+            multiply(mask, weights)
+
+
+@needs_interpreter
+@pytest.mark.usefixtures("small_tiles")
+def test_gradients_of_zeros_may_have_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BACKEND", "triton")
+    multiplier = masked_products.multiplier((16, 8), SMALL)
+    weights = masked_products.weights_of(multiplier)
+    mask = masked_products.mask_of(multiplier).requires_grad_()
+    products = multiplier.multiply(mask, [weight.requires_grad_() for weight in weights])
+    grads = [torch.ones_like(products[0]), *[torch._efficientzerotensor(tuple(product.shape)) for product in products[1:]]]
+    made = torch.autograd.grad(products, [mask, *weights], grads)
+    expected = torch.autograd.grad(
+        multiplier.multiply(mask, weights), [mask, *weights], [grads[0], *map(torch.zeros_like, products[1:])]
+    )
+    for a, b in zip(made, expected, strict=True):
+        same(a, b)

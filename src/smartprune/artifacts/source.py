@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from .. import text
 from ..core.block import Block, Grid, Layout
 from ..core.layers import Skipped, candidates, find_layers, plain_name
+from ..core.memory import check_memory
 from ..core.occupancy import nonzero
 from ..errors import SmartpruneError
 from ..files import as_path, check_readable
@@ -213,10 +214,14 @@ def copy_of(model: nn.Module, where: str) -> nn.Module:
     while isinstance(model, SPREAD) or "_orig_mod" in model._modules:
         model = model.get_submodule("module" if isinstance(model, SPREAD) else "_orig_mod")
     try:
+        for x in (*model.parameters(), *model.buffers()):
+            check_memory(x, where)
         attributes = (value for module in model.modules() for value in vars(module).values())
         # deepcopy cannot copy tensors that are not leaves
         copies = {id(x): x.detach().clone() for x in attributes if isinstance(x, Tensor) and not x.is_leaf}
         return copy.deepcopy(model, copies).cpu().eval().requires_grad_(False)
+    except SmartpruneError:
+        raise
     except Exception as error:  # scripted, exported, lazy and meta models, and modules that forbid copies
         raise SmartpruneError(
             f"{where}: the model cannot be copied ({type(error).__name__}: {_first_line(error)}); give an ordinary "

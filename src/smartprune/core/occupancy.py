@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..errors import SmartpruneError
 from .block import Block, Grid
+from .memory import check_memory
 
 
 def nonzero(weight: Tensor) -> Tensor:
@@ -22,6 +23,7 @@ def nonzero(weight: Tensor) -> Tensor:
         raise SmartpruneError("the weight is on the meta device and has no values; load the model first")
     if weight.layout is not torch.strided:  # a dense copy may not fit into memory
         raise SmartpruneError(f"{weight.layout} weights are not dense")
+    check_memory(weight, "the weight")
     return comparable(weight) != 0
 
 

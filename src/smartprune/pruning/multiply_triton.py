@@ -15,6 +15,7 @@ import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from torch import Tensor
 
+from ..core.memory import address_of, check_memory
 from ..errors import SmartpruneError
 from .multiply_kernels import NOTHING, backward_kernel, forward_kernel, measure_kernel
 from .multiply_tables import Place, Work
@@ -92,7 +93,7 @@ class Run:
     def dense(self, j: int, grad: Tensor) -> Tensor:
         """The gradient of the run's layer j, with the memory layout of its weight."""
         same = grad.stride() == self.strides[j] or grad.permute(self.orders[j]).is_contiguous()
-        if same and grad.dtype == self.outer:
+        if same and grad.dtype == self.outer and grad.data_ptr():  # a gradient of zeros may have no memory
             return grad
         out = torch.empty_strided(self.shapes[j], self.strides[j], dtype=self.outer, device=grad.device)
         return out.copy_(grad)
@@ -119,6 +120,7 @@ def _runs(
     places = []
     for j, (i, weight) in enumerate(zip(layers, weights, strict=True)):
         outer = (dtypes[j] if dtypes is not None else None) or weight.dtype
+        check_memory(weight, "a pruned weight")
         order = multiplier.rows(i, weight).order
         if weight.dtype not in DTYPES or outer not in DTYPES or weight.device != weights[0].device:
             return None
@@ -136,7 +138,7 @@ def _runs(
 
 def multiply_(run_list: Sequence[Run], mask: Tensor, weights: Sequence[Tensor]) -> None:
     """``weight *= mask`` in place."""
-    pointers = [weight.data_ptr() for weight in weights]
+    pointers = _pointers(weights)
     with _device_of(mask):
         for run in run_list:
             run.forward(pointers, mask, None)
@@ -159,7 +161,7 @@ class Fused(torch.autograd.Function):
         weights = tensors[:count]
         ctx.mask, ctx.runs, ctx.first, ctx.straight_through, ctx.is_zeroed = mask, run_list, first, straight_through, is_zeroed
         ctx.weights, ctx.idle = weights, tensors[count:]
-        ctx.pointers = [weight.data_ptr() for weight in weights]
+        ctx.pointers = _pointers(weights)
         ctx.seen = [(weight._version, pointer) for weight, pointer in zip(weights, ctx.pointers, strict=True)]
         out: list[Any] = [None] * count
         with _device_of(mask):
@@ -207,6 +209,14 @@ class Fused(torch.autograd.Function):
                 for i in wanted:
                     out[i] = source[i]
         return (sums, None, None, None, None, None, *out, *(torch.zeros_like(tensor) for tensor in ctx.idle))
+
+
+def _pointers(weights: Sequence[Tensor]) -> list[int]:
+    """The addresses of the weights. Raises if the memory of one was freed, because the kernels would read other memory."""
+    pointers = [weight.data_ptr() for weight in weights]
+    if 0 in pointers:
+        address_of(weights[pointers.index(0)], "a pruned weight")
+    return pointers
 
 
 def _device_of(tensor: Tensor) -> Any:

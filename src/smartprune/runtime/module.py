@@ -17,6 +17,7 @@ from torch.nn.utils import prune
 from torch.utils._pytree import TreeSpec
 
 from ..artifacts.source import copy_of
+from ..core.memory import NoMemoryError, address_of
 from ..errors import SmartpruneError
 from .check import ResultMismatch, compare, random_like
 from .cpu import build
@@ -108,6 +109,8 @@ class Accelerated(Opaque):
             values: list[Any] = []
             try:
                 key = call_key((args, kwargs) if kwargs else args, values)
+                if key not in self._plans:
+                    check_memory(values)
             except UnsupportedInput as error:
                 return self._run_unsupported(error, args, kwargs)
             with self._pool_lock, self._lock:  # in this order: the model may contain another one with the same pool
@@ -306,6 +309,16 @@ class Accelerated(Opaque):
         if self.options.dtype == "int8":
             raise SmartpruneError(f"accelerated model: an input is {error}, which int8 does not support; use float32")
         return self._make_replaced()(*args, **kwargs)
+
+
+def check_memory(values: Sequence[Any]) -> None:
+    """Raises :class:`UnsupportedInput` for tensors whose numbers are not in their memory, and an error for freed memory."""
+    for value in values:
+        if isinstance(value, Tensor):
+            try:
+                address_of(value, "accelerated model")
+            except NoMemoryError:
+                raise UnsupportedInput(f"a {type(value).__name__} without memory of its own") from None
 
 
 def clone_tensors(values: Sequence[Any]) -> list[Any]:

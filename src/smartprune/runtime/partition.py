@@ -95,7 +95,13 @@ class Plan:
 
     def run(self, values: Sequence[Any]) -> Any:
         if self._only_program is not None:
-            return self._only_program.run(self._pool, values)[0]
+            try:
+                return self._only_program.run(self._pool, values)[0]
+            except InputMismatch:  # torch runs the nodes
+                return self._run_parts(values)
+        return self._run_parts(values)
+
+    def _run_parts(self, values: Sequence[Any]) -> Any:
         env: dict[fx.Node, Any] = dict(zip(self._placeholders, values, strict=True))
         for part in self.parts:
             if isinstance(part, Program):

@@ -12,6 +12,7 @@ import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from torch import Tensor
 
+from ..core.memory import address_of
 from .cpu import TOLERANCES
 from .device_errors import check_device, device_flag
 from .triton_kernels import backward_kernel, forward_kernel
@@ -48,6 +49,8 @@ class _Plan:
     def launch(self, vectors: tuple[Tensor, ...], loose: tuple[Tensor, ...], bits: tuple[int, ...]) -> None:
         """Launches the kernel, compiled for vectors at multiples of 16 bytes, as allocations are, and for loose at any address."""
         pointers = [tensor.data_ptr() for tensor in vectors]
+        if 0 in pointers:
+            address_of(vectors[pointers.index(0)], "soft_topk")
         odd = 0
         for pointer in pointers:
             odd |= pointer

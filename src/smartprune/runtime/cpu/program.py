@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
+from ...core.memory import NoMemoryError, address_of
 from ..lower.steps import Shape, Step
 from . import abi, quantize
 from .arena import Arena, Value, dimensions
@@ -17,10 +18,11 @@ from .build import Library
 from .emit import Emitter, Packed
 
 CPU = torch.device("cpu")
+WHERE = "accelerated model"  # in errors
 
 
 class InputMismatch(Exception):  # noqa: N818 - control flow: the caller then runs the nodes in torch
-    """A program was called with a tensor of another shape, dtype or device than it was compiled for."""
+    """A program was called with a tensor of another kind, shape, dtype or device than it was compiled for."""
 
 
 class Program:
@@ -70,28 +72,43 @@ class Program:
     def run(self, pool: int, tensors: Sequence[Tensor], seconds: Any = None) -> list[Tensor]:
         """Computes the outputs from float32 tensors on the CPU with arbitrary strides.
 
-        Raises :class:`InputMismatch` for any other tensor, because the kernels do not check what they read. The time of every
-        operation is written to ``seconds``, an array of float64.
+        Raises :class:`InputMismatch` for any other tensor, because the kernels do not check what they read, and an error for a
+        tensor whose memory was freed. The time of every operation is written to ``seconds``, an array of float64.
         """
+        try:
+            _views, outputs = self._set_externals(tensors)  # views must exist until the call returns
+        except NoMemoryError:
+            raise InputMismatch from None
+        self._function(pool, *self._arguments, None if seconds is None else seconds.ctypes.data)
+        return outputs
+
+    def _set_externals(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Stores the addresses of inputs and new outputs for the kernels. Returns the views of inputs that it made, and the
+        outputs."""
         external = self._external
-        views = []  # must exist until the call returns
+        views = []
         for (number, shape, rows), tensor in zip(self._sources, tensors, strict=True):
             if not _matches(tensor, shape):
                 raise InputMismatch
+            if rows or tensor.is_neg():
+                address_of(tensor, WHERE)  # torch may copy it below
             if tensor.is_neg():  # its memory holds the negated numbers
                 tensor = tensor.resolve_neg()
                 views.append(tensor)
             if rows:
                 tensor = _as_map(tensor)
                 views.append(tensor)
-            _set_external(external[number], tensor)
+            _set_external(external[number], tensor, address_of(tensor, WHERE))
         outputs = []
         for number, size, rows in self._targets:
             tensor = torch.empty(size, dtype=torch.float32, device=CPU)  # whatever the default dtype and device are
             outputs.append(tensor)
-            _set_external(external[number], _as_map(tensor) if rows else tensor)
-        self._function(pool, *self._arguments, None if seconds is None else seconds.ctypes.data)
-        return outputs
+            if type(tensor) is not Tensor or not tensor.data_ptr():  # a mode of torch replaces new tensors
+                raise InputMismatch
+            if rows:
+                tensor = _as_map(tensor)
+            _set_external(external[number], tensor, tensor.data_ptr())
+        return views, outputs
 
 
 def _matches(tensor: Any, shape: Shape) -> bool:
@@ -110,6 +127,6 @@ def _as_map(tensor: Tensor) -> Tensor:
     return tensor.reshape(1, -1, tensor.shape[-1]).transpose(1, 2).unsqueeze(2)
 
 
-def _set_external(external: abi.External, tensor: Tensor) -> None:
-    external.data = tensor.data_ptr()
+def _set_external(external: abi.External, tensor: Tensor, address: int) -> None:
+    external.data = address
     external.image, external.channel, external.row, external.column = (*tensor.stride(), 0, 0)[:4]

@@ -1,0 +1,63 @@
+"""Addresses of tensors, and tensors that have none."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import smartprune as sp
+from helpers.odd_tensors import FREED, WITHOUT_MEMORY, WithoutClass
+from smartprune.core.block import Block
+from smartprune.core.memory import NoMemoryError, address_of
+from smartprune.core.occupancy import occupied
+
+
+def test_the_address_of_an_ordinary_tensor() -> None:
+    x = torch.randn(2, 4, 6)
+    views = [
+        x,
+        nn.Parameter(x),
+        x[1],
+        x.transpose(0, 2),
+        x[:, ::2, 1:],
+        x.as_subclass(WithoutClass),
+        torch.randn(1, 3).expand(5, 3),
+    ]
+    for view in views:
+        assert address_of(view, "test") == view.data_ptr() != 0
+    with torch.inference_mode():
+        assert address_of(torch.ones(3), "test") != 0
+    assert address_of(torch.empty(0, 3), "test") == 0
+
+
+@pytest.mark.parametrize("kind", WITHOUT_MEMORY)
+def test_tensors_without_memory_have_no_address(kind: str) -> None:
+    with pytest.raises(NoMemoryError, match=r"test: a \w+ of shape \(2, 3\) has no memory"):
+        address_of(WITHOUT_MEMORY[kind](torch.randn(2, 3)), "test")
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # of torch.func.jvp
+@pytest.mark.parametrize("transform", [torch.vmap, torch.func.functionalize, lambda f: lambda x: torch.func.jvp(f, (x,), (x,))])
+def test_tensors_inside_a_function_transform_have_no_address(transform: object) -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        with pytest.raises(NoMemoryError):
+            address_of(x, "test")
+        return x * 2
+
+    transform(function)(torch.randn(2, 3))  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("kind", FREED)
+def test_freed_memory_is_an_error(kind: str) -> None:
+    x = FREED[kind](torch.randn(4, 6))
+    with pytest.raises(sp.SmartpruneError, match=r"test: a tensor of shape \(4, 6\) has only .* bytes of memory left") as error:
+        address_of(x, "test")
+    assert not isinstance(error.value, NoMemoryError)
+    with pytest.raises(sp.SmartpruneError, match="the weight: a tensor of shape"):
+        occupied(Block(2, 2).grid((4, 6)), x)
+
+
+def test_sparse_tensors_have_no_address() -> None:
+    with pytest.raises(NoMemoryError):
+        address_of(torch.eye(3).to_sparse(), "test")
