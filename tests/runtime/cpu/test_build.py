@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
 import subprocess
 import sys
@@ -15,7 +17,7 @@ from torch import nn
 
 import smartprune as sp
 from helpers.pruned_models import assert_equal_to_rounding
-from smartprune.runtime.cpu import build
+from smartprune.runtime.cpu import build, store
 
 SOURCE = Path(sp.__file__).parents[1]
 PROBE = [build.Unit("probe.c", ("-DPROBES=PROBE(portable, 1)",))]
@@ -27,27 +29,110 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pat
     """The folder of an empty cache."""
     folder = tmp_path / "cache"
     monkeypatch.setenv("SMARTPRUNE_CACHE", str(folder))
-    build.cache_folder.cache_clear()
+    store.cache_folder.cache_clear()
     build.supported_sets.cache_clear()
     yield folder
-    build.cache_folder.cache_clear()
+    store.cache_folder.cache_clear()
     build.supported_sets.cache_clear()
 
 
-def test_compiles_once_and_rebuilds_a_damaged_library(empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def use_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SMARTPRUNE_CACHE", str(folder))
+    store.cache_folder.cache_clear()
+
+
+def replace(path: Path, content: bytes) -> None:
+    """Writes a new file under the name of one that this process may have loaded."""
+    path.unlink()
+    path.write_bytes(content)
+
+
+def script(path: Path, *lines: str) -> Path:
+    """A shell script that takes the place of a compiler."""
+    path.write_text("\n".join(("#!/bin/sh", *lines, "")))
+    path.chmod(0o755)
+    return path
+
+
+def test_compiles_once(empty_cache: Path) -> None:
     assert build.open_library("probe", PROBE).sp_has_portable() == 1
     (library,) = empty_cache.glob("*.so")
     before = library.stat().st_mtime_ns
     build.open_library("probe", PROBE)
     assert library.stat().st_mtime_ns == before
     assert oct(empty_cache.stat().st_mode & 0o777) == "0o700"
-    other = tmp_path / "other"  # a path that the loader has not seen yet
-    other.mkdir(mode=0o700)
-    (other / library.name).write_bytes(b"\x7fELF")
-    monkeypatch.setenv("SMARTPRUNE_CACHE", str(other))
-    build.cache_folder.cache_clear()
-    assert build.open_library("probe", PROBE).sp_has_portable() == 1
-    assert (other / library.name).stat().st_size == library.stat().st_size
+    assert sorted(path.suffix for path in empty_cache.iterdir()) == [".o", ".so"]
+
+
+@pytest.mark.parametrize("suffix", [".so", ".o"])
+def test_a_damaged_file_is_rebuilt(empty_cache: Path, suffix: str) -> None:
+    """Loading a truncated library ends the process with SIGBUS, and linking a truncated object fails."""
+    build.open_library("probe", PROBE)
+    code = f"""
+import os, pathlib
+from smartprune.runtime.cpu import build
+for left in (0, 4, 4096, -1):
+    (damaged,) = pathlib.Path({str(empty_cache)!r}).glob("*{suffix}")
+    intact = damaged.read_bytes()
+    for path in pathlib.Path({str(empty_cache)!r}).glob("*.so"):
+        path.unlink()
+    damaged.unlink(missing_ok=True)  # a new file, because this process may have loaded the old one
+    damaged.write_bytes(intact[:left])
+    print({COMPILE_PROBE}.sp_has_portable(), damaged.read_bytes() == intact)
+"""
+    env = os.environ | {"PYTHONPATH": str(SOURCE), "SMARTPRUNE_CACHE": str(empty_cache)}
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], env=env, capture_output=True, text=True, check=False)
+    assert done.stdout == "1 True\n" * 4, done.stderr
+    assert not list(empty_cache.glob("build-*"))
+
+
+def test_a_changed_byte_is_damage(empty_cache: Path) -> None:
+    build.open_library("probe", PROBE)
+    (library,) = empty_cache.glob("*.so")
+    content = bytearray(library.read_bytes())
+    content[len(content) // 2] ^= 1
+    replace(library, content)
+    assert store.find(empty_cache, "runtime-probe-*", ".so") == []
+    assert not library.exists()
+
+
+@pytest.mark.parametrize("kind", ["other user", "group can write", "everybody can write", "link", "pipe", "folder"])
+def test_files_that_others_could_have_written_are_not_loaded(
+    empty_cache: Path, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build.open_library("probe", PROBE)
+    (library,) = empty_cache.glob("*.so")
+    assert store.find(empty_cache, "*", ".so") == [library]
+    content = library.read_bytes()
+    if kind == "other user":
+        if os.getuid() == 0:
+            os.chown(library, 12345, -1)
+        else:
+            monkeypatch.setattr(store.os, "getuid", lambda: 12345)
+    elif kind == "group can write":
+        library.chmod(0o664)
+    elif kind == "everybody can write":
+        library.chmod(0o646)
+    else:
+        library.unlink()
+        if kind == "link":
+            (tmp_path / "target").write_bytes(content)
+            library.symlink_to(tmp_path / "target")
+        elif kind == "pipe":
+            os.mkfifo(library)
+        else:
+            library.mkdir()
+    assert store.find(empty_cache, "*", ".so") == []
+    assert library.exists()  # it may be somebody's
+
+
+def test_files_have_safe_permissions_whatever_the_umask_is(empty_cache: Path) -> None:
+    before = os.umask(0)
+    try:
+        build.open_library("probe", PROBE)
+    finally:
+        os.umask(before)
+    assert {oct(path.stat().st_mode & 0o777) for path in empty_cache.iterdir()} == {"0o644"}
 
 
 def test_headers_belong_to_the_key_of_a_unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,20 +140,123 @@ def test_headers_belong_to_the_key_of_a_unit(tmp_path: Path, monkeypatch: pytest
     sources.mkdir()
     (sources / "probe.c").write_text("PROBES")
     monkeypatch.setattr(build, "SOURCES", sources)
-    before = PROBE[0].key(build.compiler())
+    before = PROBE[0].key
     (sources / "new.h").write_text("")
-    assert PROBE[0].key(build.compiler()) != before
+    assert PROBE[0].key != before
+
+
+def test_a_warm_cache_needs_no_compiler(empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build.open_library("probe", PROBE)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for setting in ("", "no-such-compiler -O2", "unbalanced 'quote"):
+        monkeypatch.setenv("CC", setting)
+        assert build.open_library("probe", PROBE).sp_has_portable() == 1
+    with pytest.raises(sp.SmartpruneError, match=r"a C compiler is needed once|is not a command"):
+        build.open_library("probe", [build.Unit("probe.c", ("-DPROBES=PROBE(portable, 2)",))])
+
+
+def test_a_new_version_of_the_compiler_builds_again(empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = script(tmp_path / "my-cc", 'exec cc "$@"')
+    monkeypatch.setenv("CC", str(path))
+    build.open_library("probe", PROBE)
+    (library,) = empty_cache.glob("*.so")
+    script(path, "# version 2", 'exec cc "$@"')
+    build.open_library("probe", PROBE)
+    assert len(list(empty_cache.glob("*.so"))) == 2
+    assert library.exists()
+
+
+def test_the_compiler_may_have_arguments(empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in CC="ccache gcc -O2"."""
+    wrapper = script(tmp_path / "wrapper", f'echo "$1 $2 $3" >> {tmp_path}/log', 'exec "$@"')
+    monkeypatch.setenv("CC", f"'{wrapper}' cc -O2 '-DUNUSED=a b'")
+    assert build.open_library("probe", PROBE).sp_has_portable() == 1
+    assert (tmp_path / "log").read_text() == "cc -O2 -DUNUSED=a b\n" * 2
+    with_arguments = {path.name for path in empty_cache.glob("*.so")}
+    monkeypatch.setenv("CC", f"'{wrapper}' cc -O1")
+    build.open_library("probe", PROBE)
+    assert {path.name for path in empty_cache.glob("*.so")} > with_arguments  # other arguments, another library
 
 
 def test_unwritable_cache_falls_back_to_a_temporary_folder(
     empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv("SMARTPRUNE_CACHE", str(tmp_path / "file" / "below"))
-    build.cache_folder.cache_clear()
-    folder = build.cache_folder()
-    assert os.access(folder, os.W_OK)
+    use_cache(tmp_path / "file" / "below", monkeypatch)
+    assert os.access(store.cache_folder(), os.W_OK)
     assert build.open_library("probe", PROBE).sp_has_portable() == 1
+
+
+def test_a_read_only_cache_is_read(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build.open_library("probe", PROBE)
+    access = os.access  # root may write everywhere
+    monkeypatch.setattr(store.os, "access", lambda path, mode: path != empty_cache and access(path, mode))
+    store.cache_folder.cache_clear()
+    assert store.cache_folder() == store.private_folder()
+    loaded = build.open_library("probe", PROBE)
+    assert Path(loaded._name).parent == empty_cache
+    other = build.open_library("probe", [build.Unit("probe.c", ("-DPROBES=PROBE(portable, 3)",))])
+    assert Path(other._name).parent == store.private_folder()
+
+
+FULL = "No space left on device"
+
+
+@pytest.mark.parametrize("disk", ["full for the compiler", "full for fsync", "read-only", "without programs"])
+def test_a_disk_that_cannot_hold_the_cache_falls_back_to_a_temporary_folder(
+    empty_cache: Path, tmp_path: Path, disk: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if disk == "full for the compiler":  # it leaves part of its output
+        lines = 'case "$*" in', f'*{empty_cache}/*) echo x > "${{TMPDIR}}/a.o"; echo "cc: error: {FULL}" >&2; exit 1;;', "esac"
+        monkeypatch.setenv("CC", str(script(tmp_path / "full-cc", *lines, 'exec cc "$@"')))
+    elif disk == "full for fsync":
+        fsync = store.os.fsync
+
+        def failing(handle: int) -> None:
+            if str(empty_cache) in os.readlink(f"/proc/self/fd/{handle}"):
+                raise OSError(errno.ENOSPC, FULL)
+            fsync(handle)
+
+        monkeypatch.setattr(store.os, "fsync", failing)
+    elif disk == "read-only":
+        mkdtemp = store.tempfile.mkdtemp
+
+        def refused(prefix: str, dir: Path | None = None) -> str:
+            if dir == empty_cache:
+                raise OSError(errno.EROFS, "Read-only file system")
+            return mkdtemp(prefix=prefix, dir=dir)
+
+        monkeypatch.setattr(store.tempfile, "mkdtemp", refused)
+    else:
+        load = build.ctypes.CDLL
+
+        def not_loaded(path: str) -> ctypes.CDLL:
+            if path.startswith(str(empty_cache)):
+                raise OSError("failed to map segment from shared object")
+            return load(path)
+
+        monkeypatch.setattr(build.ctypes, "CDLL", not_loaded)
+    loaded = build.open_library("probe", PROBE)
+    assert loaded.sp_has_portable() == 1
+    assert Path(loaded._name).parent == store.private_folder()
+    assert not list(empty_cache.glob("build-*"))
+
+
+def test_full_disks_everywhere_are_an_error(empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", str(script(tmp_path / "full-cc", f'echo "cc: error: {FULL}" >&2', "exit 1")))
+    with pytest.raises(sp.SmartpruneError, match=rf"could not be stored and loaded \(cc: error: {FULL}\).*set SMARTPRUNE_CACHE"):
+        build.open_library("probe", PROBE)
+
+
+def test_unfinished_builds_of_killed_processes_are_removed(empty_cache: Path) -> None:
+    empty_cache.mkdir(mode=0o700)
+    for name, age in (("build-old", 2 * store.ABANDONED), ("build-new", 0.0)):
+        (empty_cache / name).mkdir()
+        (empty_cache / name / "part.o").write_text("")
+        now = (empty_cache / name).stat().st_mtime
+        os.utime(empty_cache / name, (now - age, now - age))
+    build.open_library("probe", PROBE)
+    assert [path.name for path in empty_cache.glob("build-*")] == ["build-new"]
 
 
 def output_without_a_cache(code: str, tmp_path: Path) -> str:
@@ -84,7 +272,7 @@ def output_without_a_cache(code: str, tmp_path: Path) -> str:
 
 def test_temporary_cache_is_removed_when_its_process_ends(tmp_path: Path) -> None:
     code = (
-        "import os; from smartprune.runtime.cpu import build; folder = build.cache_folder(); print(folder, flush=True)\n"
+        "import os; from smartprune.runtime.cpu import store; folder = store.cache_folder(); print(folder, flush=True)\n"
         "if os.fork() == 0: raise SystemExit\n"
         "os.wait(); assert folder.is_dir()"
     )
@@ -97,11 +285,11 @@ def test_temporary_cache_is_removed_when_its_process_ends(tmp_path: Path) -> Non
 def test_temporary_cache_exists_until_child_processes_end(tmp_path: Path, first: str) -> None:
     """A process waits for its children before it removes the folder. A folder that a child creates is removed too."""
     code = (
-        "import atexit, multiprocessing; from smartprune.runtime.cpu import build\n"
+        "import atexit, multiprocessing; from smartprune.runtime.cpu import store\n"
         "context = multiprocessing.get_context('fork'); ends = context.Event(); atexit.register(ends.set)\n"
         "def child():\n"
-        "    ends.wait(60); folder = build.cache_folder(); print(folder, folder.is_dir(), flush=True)\n"
-        f"if {first == 'parent'}: build.cache_folder()\n"
+        "    ends.wait(60); folder = store.cache_folder(); print(folder, folder.is_dir(), flush=True)\n"
+        f"if {first == 'parent'}: store.cache_folder()\n"
         "context.Process(target=child).start()\n"
     )
     folder, exists = output_without_a_cache(code, tmp_path).split()
@@ -112,7 +300,7 @@ def test_temporary_cache_exists_until_child_processes_end(tmp_path: Path, first:
 def test_cache_that_other_users_can_write_is_not_used(empty_cache: Path) -> None:
     empty_cache.mkdir()
     empty_cache.chmod(0o777)
-    assert build.cache_folder() != empty_cache
+    assert store.cache_folder() != empty_cache
 
 
 def test_processes_can_compile_at_the_same_time(empty_cache: Path) -> None:
@@ -128,7 +316,7 @@ def test_threads_can_compile_at_the_same_time(empty_cache: Path) -> None:
     build._load.cache_clear()
     with ThreadPoolExecutor(4) as pool:
         assert len(set(pool.map(lambda _: id(build.load(isa="portable")), range(4)))) == 1
-    assert not list(empty_cache.glob("*.part"))
+    assert not list(empty_cache.glob("build-*"))
 
 
 def test_missing_compiler_is_an_error_and_the_reference_backend_works(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import hashlib
 import os
+import platform
+import shlex
 import shutil
-import stat
 import subprocess
 import sys
-import tempfile
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from multiprocessing.util import Finalize
 from pathlib import Path
 
 from ...errors import SmartpruneError
-from . import abi
+from . import abi, store
 from .instruction_sets import INSTRUCTION_SETS, InstructionSet, of_this_architecture
 
 SOURCES = Path(__file__).parent / "csrc"
@@ -30,7 +31,8 @@ FLAGS = (
     "-fno-trapping-math",
     "-Wno-psabi",
 )
-OUTPUT = "{output}"  # placeholder for the file that a command writes
+REFERENCE = 'pass backend="reference" to run slowly in torch'
+UNWRITABLE = tuple(os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EROFS))
 _BUILDING = threading.Lock()  # threads of one process would write the same files
 
 
@@ -46,8 +48,7 @@ def load(int8: bool = False, isa: str | None = None) -> Library:
     """The library for this machine. ``isa`` or $SMARTPRUNE_ISA selects another instruction set that the machine has."""
     if sys.byteorder != "little" or os.name != "posix":
         raise SmartpruneError(
-            f"accelerate: the kernels support little-endian Linux and macOS, and this is {sys.platform}; "
-            'pass backend="reference" to run slowly in torch'
+            f"accelerate: the kernels support little-endian Linux and macOS, and this is {sys.platform}; {REFERENCE}"
         )
     name = isa or os.environ.get("SMARTPRUNE_ISA") or None
     with _BUILDING:
@@ -89,22 +90,37 @@ def _load(isa: InstructionSet, int8: bool) -> Library:
     return Library(isa, code)
 
 
-def compiler() -> str:
-    """The C compiler: the one that $CC names, or the first of cc, gcc and clang."""
-    setting = os.environ.get("CC", "").split()
-    for name in setting[:1] or ("cc", "gcc", "clang"):
+class _UnwritableError(OSError):
+    """The disk of a folder is full or read-only."""
+
+
+def compiler() -> tuple[str, ...]:
+    """The command of the C compiler: that in $CC, which may have arguments, or the first of cc, gcc and clang."""
+    setting = os.environ.get("CC", "")
+    try:
+        words = shlex.split(setting)
+    except ValueError as error:
+        raise SmartpruneError(
+            f"accelerate: CC={setting!r} is not a command ({error}); set CC to gcc or clang, or {REFERENCE}"
+        ) from None
+    for name in words[:1] or ("cc", "gcc", "clang"):
         if path := shutil.which(name):
-            return path
-    reason = f"CC={setting[0]} is not a program" if setting else "none of cc, gcc and clang is installed"
+            return path, *words[1:]
+    reason = f"CC={words[0]} is not a program" if words else "none of cc, gcc and clang is installed"
     raise SmartpruneError(
         f"accelerate: a C compiler is needed once to build the kernels for this machine, and {reason}; install gcc or clang "
-        'or set CC, or pass backend="reference" to run slowly in torch'
+        f"or set CC, or {REFERENCE}"
     )
 
 
-@cache
-def _compiler_version(path: str) -> str:
-    return subprocess.run([path, "--version"], capture_output=True, check=False).stdout.decode(errors="replace")
+def compiler_key(command: Sequence[str]) -> str:
+    """A hash of the command and of the programs that it names, so that a new version of the compiler builds the kernels again."""
+    parts = list(command)
+    for word in command:
+        if path := shutil.which(word):
+            status = os.stat(path)
+            parts.append(f"{os.path.realpath(path)} {status.st_size} {status.st_mtime_ns}")
+    return _hash(parts)[:8]
 
 
 @dataclass(frozen=True)
@@ -114,79 +130,108 @@ class Unit:
     source: str
     flags: tuple[str, ...]
 
-    def key(self, compiler: str) -> str:
-        """A hash of the source, the headers, the compiler and the flags."""
+    @property
+    def key(self) -> str:
+        """A hash of the source, the headers, the flags and the kind of machine."""
         files = [SOURCES / self.source, *sorted(SOURCES.glob("*.h"))]
-        parts = [compiler, _compiler_version(compiler), repr((FLAGS, self.flags)), *(file.read_text() for file in files)]
-        return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
+        return _hash([sys.platform, platform.machine(), repr((FLAGS, self.flags)), *(file.read_text() for file in files)])
 
 
-def open_library(name: str, units: list[Unit]) -> ctypes.CDLL:
-    """Loads the library that consists of these units. Compiles what the cache does not have."""
-    path = compiler()
-    keys = [unit.key(path) for unit in units]
-    folder = cache_folder()
-    target = folder / f"runtime-{name}-{hashlib.sha256(''.join(keys).encode()).hexdigest()[:20]}.so"
-    if target.exists():
-        try:
-            return ctypes.CDLL(str(target))
-        except OSError:  # truncated by a full disk, or from another system: rebuilt below
-            pass
-    objects = [folder / f"{unit.source}-{key}.o" for unit, key in zip(units, keys, strict=True)]
-    compile_missing([[path, *FLAGS, *unit.flags, "-c", str(SOURCES / unit.source), "-o", OUTPUT] for unit in units], objects)
-    _run_commands([([path, "-shared", "-o", OUTPUT, *map(str, objects), "-lm", "-lpthread"], target)])
-    return ctypes.CDLL(str(target))
+def _hash(parts: Sequence[str]) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
 
 
-def compile_missing(commands: list[list[str]], targets: list[Path]) -> None:
-    """Runs the commands whose target does not exist."""
-    pairs = zip(commands, targets, strict=True)
-    _run_commands([(command, target) for command, target in pairs if not target.exists()])
+def open_library(name: str, units: Sequence[Unit]) -> ctypes.CDLL:
+    """Loads the library that consists of these units, from the cache if it is there. Otherwise it is built.
 
-
-def _run_commands(commands: list[tuple[list[str], Path]]) -> None:
-    """Runs commands in parallel. A target gets its name only when it is complete, so several processes may do this at once."""
-    jobs = []
-    for command, target in commands:
-        part = target.with_name(f"{target.name}.{os.getpid()}.part")
-        words = [str(part) if word == OUTPUT else word for word in command]
-        jobs.append((words, part, target, subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)))
-    failures: list[tuple[list[str], str]] = []
-    for words, part, target, job in jobs:
-        errors = job.communicate()[1].decode(errors="replace")
-        if job.returncode == 0:
-            os.replace(part, target)
-        else:
-            part.unlink(missing_ok=True)
-            failures.append((words, errors))
-    if failures:
-        words, errors = failures[0]
-        lines = errors.strip().splitlines() or ["no message"]
-        message = next((line for line in lines if "error" in line), lines[0])
-        raise SmartpruneError(
-            f"accelerate: the C compiler failed ({message}); the command was: {' '.join(words)}; set CC to gcc 9 or clang 11 "
-            'or newer, or pass backend="reference" to run slowly in torch'
-        )
-
-
-@cache
-def cache_folder() -> Path:
-    """The folder of compiled kernels: $SMARTPRUNE_CACHE, else ~/.cache/smartprune.
-
-    Its files are executed. If it is not writable, or other users could write to it, a private temporary folder is used.
+    A library in the cache does not need a compiler. If there is one, only libraries that it built are used.
     """
-    setting = os.environ.get("SMARTPRUNE_CACHE")
+    stem = f"runtime-{name}-{_hash([unit.key for unit in units])}"
     try:
-        folder = Path(setting) if setting else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "smartprune"
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        status = folder.stat()
-        is_private = status.st_uid == os.getuid() and not status.st_mode & (stat.S_IWOTH | stat.S_IWGRP)
-        if is_private and os.access(folder, os.W_OK | os.X_OK):
-            return folder
-    except (OSError, RuntimeError):  # RuntimeError: there is no home folder
-        pass
-    private = Path(tempfile.mkdtemp(prefix="smartprune-cache-"))
-    # Only processes forked from this one use the folder, and this process waits for them before finalizers run. atexit does
-    # not run in processes that multiprocessing started.
-    Finalize(None, shutil.rmtree, (private, True), exitpriority=-100)
-    return private
+        command = compiler()
+    except SmartpruneError:
+        code = _load_kept(f"{stem}-*")
+        if code is None:
+            raise
+        return code
+    built_by = compiler_key(command)
+    code = _load_kept(f"{stem}-{built_by}")
+    if code is not None:
+        return code
+    failures: list[str] = []
+    for folder in (store.cache_folder, store.private_folder):
+        try:
+            return ctypes.CDLL(str(_build(folder(), f"{stem}-{built_by}", units, command, built_by)))
+        except OSError as error:  # the disk is full or read-only, or does not allow programs
+            if (failure := str(error)) not in failures:
+                failures.append(failure)
+    raise SmartpruneError(
+        f"accelerate: the compiled kernels could not be stored and loaded ({'; '.join(failures)}); they need a folder with a few "
+        f"megabytes of space from which programs may run; set SMARTPRUNE_CACHE or TMPDIR to one, or {REFERENCE}"
+    )
+
+
+def _load_kept(stem: str) -> ctypes.CDLL | None:
+    """The newest library with this stem in the cache that loads here."""
+    for folder in store.readable_folders():
+        for path in store.find(folder, stem, ".so"):
+            try:
+                return ctypes.CDLL(str(path))
+            except OSError:  # from another system that shares the folder
+                continue
+    return None
+
+
+def _build(folder: Path, stem: str, units: Sequence[Unit], command: Sequence[str], built_by: str) -> Path:
+    """Compiles the units that the folder lacks, and links all of them to a library. Raises OSError if the disk is full."""
+    names = [f"{unit.source}-{unit.key}-{built_by}" for unit in units]
+    kept = {name: files[0] for name in names if (files := store.find(folder, name, ".o"))}
+    with store.workspace(folder) as work:
+        missing = {name: unit for name, unit in zip(names, units, strict=True) if name not in kept}
+        parts = {name: work / f"{name}.o" for name in missing}
+        run_commands(
+            work,
+            [
+                [*command, *FLAGS, *unit.flags, "-c", str(SOURCES / unit.source), "-o", str(parts[name])]
+                for name, unit in missing.items()
+            ],
+        )
+        kept |= {name: store.keep(part, folder, name, ".o") for name, part in parts.items()}
+        library = work / "library.so"
+        run_commands(work, [[*command, "-shared", "-o", str(library), *(str(kept[name]) for name in names), "-lm", "-lpthread"]])
+        return store.keep(library, folder, stem, ".so")
+
+
+def run_commands(folder: Path, commands: Sequence[Sequence[str]]) -> None:
+    """Runs commands in parallel. Their temporary files go to ``folder``."""
+    settings = os.environ | {"TMPDIR": str(folder), "LC_ALL": "C"}  # errors of the disk are recognized by their English text
+    jobs: list[tuple[Sequence[str], subprocess.Popen[bytes]]] = []
+    failures: list[tuple[Sequence[str], str]] = []
+    try:
+        for words in commands:
+            try:
+                job = subprocess.Popen(words, env=settings, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+            except OSError as error:  # not a program of this machine
+                failures.append((words, f"error: {error}"))
+                break
+            jobs.append((words, job))
+        for words, job in jobs:
+            errors = job.communicate()[1].decode(errors="replace")
+            if job.returncode:
+                failures.append((words, errors))
+    finally:
+        for _, job in jobs:
+            if job.poll() is None:
+                job.kill()
+                job.wait()
+    if not failures:
+        return
+    words, errors = failures[0]
+    lines = errors.strip().splitlines() or ["no message"]
+    message = next((line for line in lines if "error" in line), lines[0])
+    if any(text in errors for text in UNWRITABLE):
+        raise _UnwritableError(message)
+    raise SmartpruneError(
+        f"accelerate: the C compiler failed ({message}); the command was: {shlex.join(words)}; set CC to gcc 9 or clang 11 "
+        f"or newer, or {REFERENCE}"
+    )
