@@ -6,6 +6,7 @@ import copy
 import os
 import pickle
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -94,15 +95,17 @@ def test_models_that_share_threads_take_turns() -> None:
             assert_equal_to_rounding(ours, expected[number % 2])
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_forked_process_runs_without_threads(model: nn.Module) -> None:
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs fork and /proc")
+def test_a_forked_process_starts_its_own_threads(model: nn.Module) -> None:
     fast = sp.accelerate(model, threads=3)
     x = torch.randn(4, 3, 32, 32)
     expected = fast(x)
     child = os.fork()
     if child == 0:  # exceptions must not leave this branch
         try:
-            os._exit(0 if torch.equal(fast(x), expected) else 3)
+            before = len(os.listdir("/proc/self/task"))
+            is_equal = torch.equal(fast(x), expected)
+            os._exit(0 if is_equal and (before, len(os.listdir("/proc/self/task"))) == (1, 3) else 3)
         finally:
             os._exit(4)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

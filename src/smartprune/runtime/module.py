@@ -7,7 +7,6 @@ import inspect
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +21,7 @@ from ..errors import SmartpruneError
 from .check import ResultMismatch, compare, random_like
 from .cpu import build
 from .cpu.pool import shared_pool
+from .forks import ForkLock
 from .partition import Plan
 from .trace.inputs import UnsupportedInput, call_key, graph_key, map_leaves
 from .trace.tracer import Opaque, Recorder, describe, trace, version
@@ -77,13 +77,9 @@ class Accelerated(Opaque):
         self._names = [p.name for p in signature_of(model) if p.kind is p.POSITIONAL_OR_KEYWORD]
         self._plans: OrderedDict[Any, Plan | Fallback] = OrderedDict()
         self._graphs: OrderedDict[Any, TracedGraph] = OrderedDict()
-        self._lock = threading.Lock()
-        self._library: build.Library | None = None
-        self._pool = 0
-        self._pool_lock: AbstractContextManager[bool] = threading.RLock()
-        if not options.reference:
-            self._library = build.load(options.dtype == "int8")
-            self._pool, self._pool_lock = shared_pool(self._library, options.threads)
+        self._own = ForkLock(threading.Lock)
+        self._library = None if options.reference else build.load(options.dtype == "int8")
+        self._pool = shared_pool(self._library, options.threads)
         super().train(False)
 
     def train(self, mode: bool = True) -> Accelerated:
@@ -113,7 +109,7 @@ class Accelerated(Opaque):
                     check_memory(values)
             except UnsupportedInput as error:
                 return self._run_unsupported(error, args, kwargs)
-            with self._pool_lock, self._lock:  # in this order: the model may contain another one with the same pool
+            with self._pool.lock.lock, self._own.lock:  # in this order: the model may contain another one with the same pool
                 plan = self._plans.get(key)
                 is_first = plan is None
                 if plan is None:
@@ -222,7 +218,7 @@ class Accelerated(Opaque):
         """A plan whose first results agree with the model's own, for these inputs and for random ones: an example of zeros
         would hide many errors."""
         graph = self._graph(call, fixed)
-        plan = Plan(graph, clone_tensors(values), self.options, self._library, self._pool, self._ranges_of(graph))
+        plan = Plan(graph, clone_tensors(values), self.options, self._library, self._pool.address, self._ranges_of(graph))
         compare(plan.recorded, expected, TOLERANCE)
         plan.recorded = None
         try:
@@ -274,7 +270,7 @@ class Accelerated(Opaque):
         return self._replaced[0] if self._replaced else None
 
     def _make_replaced(self) -> nn.Module:
-        with self._lock:
+        with self._own.lock:
             if not self._replaced:
                 from .fallback import replace_layers  # imports this module
 

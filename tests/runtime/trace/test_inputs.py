@@ -206,8 +206,8 @@ def test_a_program_rejects_other_tensors() -> None:
     program = plan.programs[0]
     for other in (x.double(), x.to(torch.uint8), x > 0, x[:1], x.T, x[None], x.to("meta"), x.to_sparse(), None, 3):
         with pytest.raises(InputMismatch):
-            program.run(fast._pool, [other])
-    assert_equal_to_rounding(program.run(fast._pool, [x])[0], fast(x))
+            program.run(fast._pool.address, [other])
+    assert_equal_to_rounding(program.run(fast._pool.address, [x])[0], fast(x))
 
 
 def test_negated_memory_and_other_default_dtypes() -> None:

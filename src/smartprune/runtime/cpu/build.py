@@ -11,13 +11,13 @@ import shlex
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from ...errors import SmartpruneError
+from ..forks import ForkLock
 from . import abi, store
 from .instruction_sets import INSTRUCTION_SETS, InstructionSet, of_this_architecture
 
@@ -33,7 +33,7 @@ FLAGS = (
 )
 REFERENCE = 'pass backend="reference" to run slowly in torch'
 UNWRITABLE = tuple(os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EROFS))
-_BUILDING = threading.Lock()  # threads of one process would write the same files
+_BUILDING = ForkLock()  # threads of one process would write the same files
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def load(int8: bool = False, isa: str | None = None) -> Library:
             f"accelerate: the kernels support little-endian Linux and macOS, and this is {sys.platform}; {REFERENCE}"
         )
     name = isa or os.environ.get("SMARTPRUNE_ISA") or None
-    with _BUILDING:
+    with _BUILDING.lock:
         supported = supported_sets()
         if name is None:
             name = next(reversed(supported))

@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
-import os
-import threading
-from contextlib import AbstractContextManager
+from dataclasses import dataclass
 
 from ...errors import SmartpruneError
+from ..forks import ForkLock
 from .build import Library
 
-_POOLS: dict[tuple[str, int, int], tuple[int, AbstractContextManager[bool]]] = {}
+
+@dataclass(frozen=True)
+class Pool:
+    """The address of a pool of threads, and the lock that its user holds. A forked process starts threads of its own."""
+
+    address: int
+    lock: ForkLock
 
 
-def shared_pool(library: Library, threads: int) -> tuple[int, AbstractContextManager[bool]]:
-    """A pool of this many threads, and the lock that its user holds.
+_POOLS: dict[tuple[str, int], Pool] = {}
 
-    Ten models share one pool instead of starting ten; a forked process starts its own. A pool of one thread needs no common lock.
+
+def shared_pool(library: Library | None, threads: int) -> Pool:
+    """A pool of this many threads. Ten models share one instead of starting ten. A pool of one thread needs no common lock.
+
+    Without a library it is empty.
     """
-    key = (library.code._name, threads, os.getpid())
+    if library is None:
+        return Pool(0, ForkLock())
+    key = library.code._name, threads
     if key not in _POOLS:
-        handle = library.code.sp_pool_new(threads)
-        if not handle:
+        address = library.code.sp_pool_new(threads)
+        if not address:
             raise SmartpruneError(f"accelerate: there is not enough memory for a pool of {threads} threads; use fewer threads")
-        _POOLS[key] = handle, threading.RLock()
-    return _POOLS[key] if threads > 1 else (_POOLS[key][0], threading.RLock())
+        _POOLS[key] = Pool(address, ForkLock())
+    return _POOLS[key] if threads > 1 else Pool(_POOLS[key].address, ForkLock())

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import TreeSpec, tree_flatten
 
+from ..forks import ForkLock
 from ..lower.steps import Shape
 from .inplace import Aliases
 from .inputs import map_leaves
 
-_TRACING = threading.RLock()  # torch.fx patches torch.nn.Module while it traces, so only one thread may trace
+_TRACING = ForkLock()  # torch.fx patches torch.nn.Module while it traces, so only one thread may trace
 SCALARS = (int, float, bool, str, type(None))
 
 
@@ -93,7 +94,7 @@ def trace(model: nn.Module, call: tuple[Any, Any] | None = None, fixed: bool = F
     """
     if type(model).__module__.startswith("torch.nn.") and not any(True for _ in model.children()):
         model = nn.Sequential(model)  # so that a single layer becomes one node
-    with _TRACING:
+    with _TRACING.lock:
         tracer = Tracer(call, fixed)
         traced = fx.GraphModule(model, tracer.trace(model))
     order = {node: i for i, node in enumerate(traced.graph.nodes)}

@@ -23,7 +23,7 @@
 #endif
 
 typedef struct {
-  int threads; /* started threads, without the caller */
+  int wanted, threads; /* wanted and started threads, without the caller */
   pid_t process;
   pthread_t *handles;
   _Atomic uint64_t state; /* number of the operation << 32 | open << 31 | working threads */
@@ -88,17 +88,27 @@ static void share(Pool *pool, const Op *op, const External *external) {
   }
 }
 
+/* Starts the threads of this process. A forked process has none of its parent's threads, which may have held the lock or
+   been at work, so everything starts anew. */
+static int start(Pool *pool) {
+  pool->threads = 0;
+  pool->process = getpid();
+  atomic_store(&pool->state, 0);
+  atomic_store(&pool->sleepers, 0);
+  if (pthread_mutex_init(&pool->lock, 0) || pthread_cond_init(&pool->wake, 0)) return 0;
+  while (pool->threads < pool->wanted) {
+    if (pthread_create(&pool->handles[pool->threads], 0, worker, pool)) break; /* fewer threads only run slower */
+    pool->threads++;
+  }
+  return 1;
+}
+
 Pool *sp_pool_new(int threads) {
   Pool *pool = calloc(1, sizeof *pool);
   if (!pool) return 0;
+  pool->wanted = threads - 1;
   pool->handles = calloc((size_t)(threads > 1 ? threads : 1), sizeof *pool->handles);
-  pool->process = getpid();
-  if (!pool->handles || pthread_mutex_init(&pool->lock, 0) || pthread_cond_init(&pool->wake, 0)) return 0;
-  for (int i = 0; i < threads - 1; i++) {
-    if (pthread_create(&pool->handles[i], 0, worker, pool)) break; /* fewer threads only run slower */
-    pool->threads++;
-  }
-  return pool;
+  return pool->handles && start(pool) ? pool : 0;
 }
 
 static double clock_now(void) {
@@ -110,7 +120,8 @@ static double clock_now(void) {
 /* Runs the program once. `light[i]` says that operation i is too small for several threads. Unless `seconds` is null, the
    time of every operation is written to it. */
 void sp_run(Pool *pool, const Op *ops, int count, const uint8_t *light, const External *external, double *seconds) {
-  const int single = pool->threads == 0 || pool->process != getpid();
+  if (pool->process != getpid()) start(pool);
+  const int single = pool->threads == 0;
   double before = seconds ? clock_now() : 0.0;
   for (int i = 0; i < count; i++) {
     if (single || light[i] || ops[i].items < 2)
