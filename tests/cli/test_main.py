@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 
 import smartprune
 from helpers.training_jobs import SMALL_FLAGS, environment, run_cli
-from smartprune.cli import COMMANDS
+from smartprune.cli import COMMANDS, settings
 
 pytestmark = pytest.mark.usefixtures("in_work_folder")
 
@@ -105,6 +106,10 @@ def test_wrong_arguments_exit_with_2(arguments: list[str], message: str, capsys:
     assert captured.out == ""
     assert message in captured.err
     assert "Traceback" not in captured.err
+    *error, hint = captured.err.splitlines()
+    assert ": error: " in error[0]
+    assert "usage:" not in captured.err
+    assert hint.endswith(" --help lists all options")
 
 
 @pytest.mark.parametrize(
@@ -174,3 +179,20 @@ def test_os_errors_of_libraries_are_not_reported_as_output_errors() -> None:
     assert process.returncode == 1
     assert process.stdout == "a result\n"
     assert process.stderr.endswith("OSError: cannot write mode F as PNG\n")
+
+
+def test_train_prints_a_line_before_it_loads_torch(tmp_path: Path) -> None:
+    """Checked by making torch fail to load: the line is there already."""
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch was loaded')\n")
+    env = {**environment(), "PYTHONPATH": f"{tmp_path}{os.pathsep}{Path(smartprune.__file__).parents[1]}"}
+    process = subprocess.run([sys.executable, "-m", "smartprune", "train"], env=env, capture_output=True, text=True, check=False)
+    assert process.stderr.splitlines() == ["smartprune train: loading PyTorch", "torch was loaded"]
+
+
+def test_help_of_train_groups_the_flags_and_shows_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_cli("train", "--help") == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for heading in settings.GROUPS.values():
+        assert f" {heading}: --" in text
+    assert "--method NAME pruning method (default: smart)" in text
+    assert "--lr X learning rate of the dense stage (default: the recipe of the task)" in text

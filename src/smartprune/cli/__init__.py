@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from .. import __version__
 from ..errors import SmartpruneError
 from .bench import add_bench
-from .common import Subparsers
+from .common import Parser, Subparsers
 from .compare import add_compare
 from .evaluate import add_eval
 from .export import add_export
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str] | None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="smartprune",
         description="Block pruning with exact budgets: removes exactly as many blocks of weights as requested,\n"
         "and records and verifies the result.",

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from ..errors import SmartpruneError
 from ..files import check_no_overwrite, check_writable
@@ -17,6 +17,13 @@ from ..run_files import BENCH, CHECKPOINT, CONFIG, DENSE, METRICS, MODEL, RECEIP
 Subparsers = Any  # argparse does not export the type
 Target = str | Path | None
 RUN_FILES = (CONFIG, METRICS, CHECKPOINT, RESULT, DENSE, MODEL, RECEIPT, SCORES, BENCH)
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line and a hint, instead of the whole usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n{self.prog} --help lists all options\n")
 
 
 def add_command(subparsers: Subparsers, name: str, summary: str, example: str) -> argparse.ArgumentParser:
@@ -35,7 +42,7 @@ def add_command(subparsers: Subparsers, name: str, summary: str, example: str) -
 
 @contextmanager
 def argument_errors(args: argparse.Namespace) -> Iterator[None]:
-    """A context in which errors are reported as wrong arguments: with the usage and exit code 2."""
+    """A context in which errors are reported as wrong arguments, with exit code 2."""
     try:
         yield
     except SmartpruneError as error:

@@ -4,26 +4,47 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable
+from dataclasses import MISSING, Field
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from ..errors import SmartpruneError
 from ..training.config import BUDGET_SETTINGS, Config, flags
 
+GROUPS = {  # the first setting of every group of flags -> its heading; settings are in the order of Config
+    "model": "what to prune",
+    "sparsity": "budget",
+    "include": "layers",
+    "dense": "stages and learning rates",
+    "ema": "averaging, distillation and augmentation",
+    "seed": "device and reproducibility",
+    "tensorboard": "output",
+}
+
 
 def add_flags(parser: argparse.ArgumentParser, without: tuple[str, ...] = ()) -> None:
     """Adds a flag for every setting of a run, with the name and type of the setting."""
     hints = get_type_hints(Config)
+    group: argparse._ActionsContainer = parser
     for field in flags():
+        if field.name in GROUPS:
+            group = parser.add_argument_group(GROUPS[field.name])
         if field.name in without:
             continue
         flag, hint = "--" + field.name.replace("_", "-"), hints[field.name]
         if get_origin(hint) is tuple:
-            parser.add_argument(flag, action="append", metavar="GLOB", help=field.metadata["help"])
+            group.add_argument(flag, action="append", metavar="GLOB", help=field.metadata["help"])
         else:
             kind = next(arg for arg in (get_args(hint) or (hint,)) if arg is not type(None))
             metavar = {int: "N", float: "X", str: "NAME"}[kind]
-            parser.add_argument(flag, type=kind, metavar=metavar, help=field.metadata["help"])
+            group.add_argument(flag, type=kind, metavar=metavar, help=field.metadata["help"] + _default(field))
+
+
+def _default(field: Field[Any]) -> str:
+    """What the help says about the default of a setting."""
+    if field.default is MISSING:
+        return " (default: the recipe of the task)"
+    return "" if field.default is None else f" (default: {field.default})"
 
 
 def requested_settings(args: argparse.Namespace) -> dict[str, Any]:

@@ -42,6 +42,7 @@ def add_sweep(subparsers: Subparsers) -> None:
         "are resumed. Runs share dense models, which are trained once per seed, or once for all seeds (dense_seed).\n"
         "Exit code 1: a run failed, or runs are missing because the sweep was stopped or --minutes ran out.",
     )
+    parser.usage = "%(prog)s --out DIR [options]"
     parser.add_argument("--task", help="task to train on (default: digits)")
     parser.add_argument("--methods", metavar="LIST", help="methods, such as smart,gradual (default: that of --config, or smart)")
     parser.add_argument(

@@ -6,6 +6,7 @@ import argparse
 import io
 import json
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -38,6 +39,7 @@ def add_train(subparsers: Subparsers) -> None:
         "  smartprune train --config runs/mine/config.json           repeats a run\n\n"
         "Ctrl-C and SIGTERM finish the step, write a checkpoint and exit with code 1. A second signal stops at once.",
     )
+    parser.usage = "%(prog)s [TASK] [options]"
     parser.add_argument("task", nargs="?", help="task to train on (default: digits)")
     parser.add_argument("--out", metavar="DIR", help="run folder (default: runs/TASK-METHOD-BLOCK-SPARSITY-sSEED)")
     parser.add_argument("--resume", action="store_true", help="continue the run in --out from its last checkpoint")
@@ -51,6 +53,8 @@ def add_train(subparsers: Subparsers) -> None:
 
 
 def run_train(args: argparse.Namespace) -> int:
+    if "torch" not in sys.modules and os.environ.get("RANK", "0") == "0":
+        print_message("smartprune train: loading PyTorch")  # which takes seconds
     with argument_errors(args):
         settings = requested_settings(args)
     if args.resume or _restarted_by_torchrun(args):

@@ -91,7 +91,7 @@ class Progress:
             parts.append(f"loss {tick.loss:.4f}")
         if tick.metric is not None:
             parts.append(f"{tick.measure} {100 * tick.metric:.1f} %")
-        if tick.tau is not None:
+        if tick.tau:  # 0 once the mask is hard
             parts.append(f"tau {tick.tau:.1e}")
         if tick.undecided is not None:
             parts.append(f"undecided {tick.undecided}")
