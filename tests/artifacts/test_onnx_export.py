@@ -282,7 +282,7 @@ def test_several_inputs_and_outputs_and_a_fixed_batch(tmp_path: Path) -> None:
     export = sp.export_onnx(model, tmp_path / "m.onnx", inputs, (8, 8), dynamic_batch=False)
     assert (export.blocks.removed, export.blocks.total) == (2, 2 * 3 + 3 * 1)
     graph = onnx.load(tmp_path / "m.onnx").graph
-    assert [entry.name for entry in graph.input] == ["input", "input2"]
+    assert [entry.name for entry in graph.input] == ["x", "kind"]
     assert [entry.name for entry in graph.output] == ["output", "output2"]
     result = sp.verify(tmp_path / "m.onnx")
     assert result.block == Block(8, 8)  # stored in the file
@@ -313,10 +313,106 @@ def test_unused_weights_are_named(tmp_path: Path) -> None:
     export = sp.export_onnx(model, tmp_path / "m.onnx", torch.randn(2, 3, 8, 8), receipt=receipt)
     assert export.missing == ("auxiliary.weight",)
     assert "1 weight (auxiliary.weight) is used by no node and not in the file" in str(export)
+    assert "the receipt in the file also lists 1 weight (auxiliary.weight) that no node uses" in str(export)
     result = sp.verify(tmp_path / "m.onnx")
-    assert result.ok  # the receipt lists more weights, so it is not in the file
-    assert result.receipt is None
+    assert result.ok
+    assert result.receipt is not None
+    assert (result.absent, result.mask_hash) == (("auxiliary.weight",), None)
+    assert "1 weight of the receipt is not in the graph, because no node uses it: auxiliary.weight" in str(result)
     assert [layer.name for layer in result.layers] == ["body", "head"]
+    other = sp.export_onnx(model, tmp_path / "other.onnx", torch.randn(2, 3, 8, 8), (4, 4))
+    assert other.missing == ("auxiliary.weight",)
+    assert not sp.verify(tmp_path / "other.onnx", receipt=receipt).ok  # this file does not say what it leaves out
+
+
+class Words(nn.Module):
+    """Takes keyword arguments, like the models of transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.inner, self.outer = nn.Embedding(10, 16), nn.Linear(16, 24), nn.Linear(24, 8)
+
+    def forward(
+        self,
+        ids: Tensor | None = None,
+        mask: Tensor | None = None,
+        scale: float = 1.0,
+        mode: str = "sum",
+        embedded: Tensor | None = None,
+    ) -> Tensor:
+        y = self.table(ids) if embedded is None else embedded
+        y = self.outer(torch.relu(self.inner(y * scale)))
+        y = y if mask is None else y * mask[..., None]
+        return y.sum(1) if mode == "sum" else y.mean(1)
+
+
+def test_an_example_may_hold_keyword_arguments(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Words()
+    with torch.no_grad():
+        model.inner.weight[:8] = 0
+    ids, mask = torch.randint(0, 10, (2, 5)), torch.ones(2, 5)
+    example = {"mask": mask, "scale": 3.0, "ids": ids, "mode": "mean", "embedded": None}
+    export = sp.export_onnx(model, tmp_path / "m.onnx", example, (8, 8))
+    assert (export.blocks.removed, export.blocks.total) == (2, 3 * 2 + 3)
+    session = runtime.InferenceSession((tmp_path / "m.onnx").read_bytes(), providers=["CPUExecutionProvider"])
+    assert [(entry.name, entry.shape[1:]) for entry in session.get_inputs()] == [("mask", [5]), ("ids", [5])]
+    more = torch.randint(0, 10, (3, 5))
+    (output,) = session.run(None, {"ids": more.numpy(), "mask": np.ones((3, 5), np.float32)})
+    with torch.no_grad():
+        expected = model(more, torch.ones(3, 5), scale=3.0, mode="mean")
+    assert np.allclose(output, expected.numpy(), atol=1e-5)
+    floats = {"embedded": torch.randn(4, 5, 16), "mask": torch.ones(4, 5)}
+    int8 = sp.export_onnx(model, tmp_path / "int8.onnx", floats, (8, 8), int8=True, calibration=[dict(reversed(floats.items()))])
+    assert int8.int8_error is not None
+    with pytest.raises(sp.SmartpruneError, match="calibration= holds the inputs ids, and the example has embedded, mask"):
+        sp.export_onnx(model, tmp_path / "b.onnx", floats, (8, 8), int8=True, calibration=[{"ids": ids}])
+    with pytest.raises(sp.SmartpruneError, match="in the example 'scale' is a list; a dictionary holds the keyword arguments"):
+        sp.export_onnx(model, tmp_path / "b.onnx", {"ids": ids, "scale": [3.0]}, (8, 8))
+
+
+def test_inputs_of_a_variadic_model_are_numbered(tmp_path: Path) -> None:
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, *images: Tensor) -> Tensor:
+            return self.inner(images[0] + images[1] * self.weight)  # type: ignore[no-any-return]
+
+    class OfWeight(Sum):
+        def forward(self, weight: Tensor, other: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(weight, other)
+
+    inputs = (torch.randn(2, 4), torch.randn(2, 4))
+    for model, names in ((Sum(), ["images_0", "images_1"]), (OfWeight(), ["weight_input", "other"])):
+        sp.export_onnx(model, tmp_path / "m.onnx", inputs, (2, 2))
+        assert [entry.name for entry in onnx.load(tmp_path / "m.onnx").graph.input] == names
+
+
+def test_layers_of_constants_are_named_and_the_receipt_is_kept(tmp_path: Path) -> None:
+    class PositionBias(nn.Module):
+        """The exporter computes the bias once, because it does not depend on the input."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("positions", torch.randn(5, 8))
+            self.bias, self.inner = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x) + self.bias(self.positions)  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    model = PositionBias()
+    sp.attach(model, sp.Magnitude(), block=(4, 4), sparsity=0.5, steps=1, include="*").step()
+    receipt = sp.bake(model)
+    export = sp.export_onnx(model, tmp_path / "m.onnx", torch.randn(2, 5, 8), receipt=receipt)
+    assert export.missing == export.unlisted == ("bias.weight",)
+    result = sp.verify(tmp_path / "m.onnx")
+    assert (result.ok, result.absent) == (True, ("bias.weight",))
+    assert result.receipt == receipt
+    assert sp.report(tmp_path / "m.onnx").receipt == receipt
 
 
 class Standardized(nn.Conv2d):
@@ -918,7 +1014,7 @@ def test_export_command_does_not_overwrite_its_inputs(tmp_path: Path, capsys: py
     assert [path.name for path in tmp_path.iterdir()] == ["m.mask.json"]
 
 
-def test_a_receipt_left_out_of_the_file_is_reported(tmp_path: Path) -> None:
+def test_weights_of_the_receipt_that_no_node_uses_are_reported(tmp_path: Path) -> None:
     class Auxiliary(nn.Module):
         """Has a second head that is used only in training."""
 
@@ -935,9 +1031,10 @@ def test_a_receipt_left_out_of_the_file_is_reported(tmp_path: Path) -> None:
     receipt = sp.bake(model)
     export = sp.export_onnx(model.eval(), tmp_path / "model.onnx", torch.randn(1, 8, 6, 6), receipt=receipt)
     assert export.unlisted == ("head.weight",)
-    assert "the receipt is not in the file, because it lists 1 weight (head.weight) that no node uses" in str(export)
     assert export.to_json()["unlisted"] == ["head.weight"]
-    assert sp.verify(tmp_path / "model.onnx").receipt is None
+    verification = sp.verify(tmp_path / "model.onnx")
+    assert verification.receipt is not None
+    assert verification.to_json()["absent"] == ["head.weight"]
 
 
 def test_int8_keeps_grouped_transposed_convolutions_in_float(tmp_path: Path) -> None:

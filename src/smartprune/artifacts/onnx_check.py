@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -14,69 +14,13 @@ from ..core.occupancy import occupied
 from ..errors import SmartpruneError
 from .counts import Count
 from .onnx_graph import outputs_of, session_of
+from .onnx_inputs import Batch
 from .source import Cut
-
-Batch = tuple[Tensor, ...]
 
 # Largest difference of the outputs, relative to the largest output: float32 rounding, depending on the order of operations, and
 # the same in half precision. Wrong graphs differ far more.
 FLOAT_TOLERANCE, HALF_TOLERANCE = 1e-4, 1e-2
 MAX_INT8_ERROR = 0.5  # root mean square error of int8 outputs, relative to the float ones
-
-
-def as_batch(example: Tensor | Sequence[Tensor]) -> Batch:
-    batch = (example,) if isinstance(example, Tensor) else tuple(example)
-    if not batch or any(not isinstance(x, Tensor) or x.dim() < 1 or x.shape[0] < 1 for x in batch):
-        raise SmartpruneError("export_onnx: an example is a tensor with a batch axis, or a tuple of such tensors")
-    return tuple(x.detach().cpu() for x in batch)
-
-
-def calibration_batches(calibration: Iterable[Tensor | Sequence[Tensor]], example: Batch) -> list[Batch]:
-    """The batches on which activations are measured, checked here because messages of onnxruntime say little."""
-    batches = [as_batch(batch) for batch in calibration]
-    if not batches:
-        raise SmartpruneError("export_onnx: calibration= holds no batches")
-    for batch in batches:
-        samples, expected = _describe_samples(batch), _describe_samples(example)
-        if samples != expected:
-            raise SmartpruneError(
-                f"export_onnx: calibration= holds samples of {samples}, and the example's are {expected}; "
-                "give inputs like the example"
-            )
-        if not all(bool(x.isfinite().all()) for x in batch):
-            raise SmartpruneError("export_onnx: calibration= holds NaN or infinity, so ranges are unknown; give finite inputs")
-    return batches
-
-
-def _describe_samples(batch: Batch) -> str:
-    return ", ".join(f"{text.format_shape(x.shape[1:])} {str(x.dtype).removeprefix('torch.')}" for x in batch)
-
-
-def random_batches(example: Batch, dynamic_batch: bool) -> Iterator[Batch]:
-    """Other inputs: noise for floats, samples in random order for integers, and other batch sizes if these are dynamic."""
-    generator = torch.Generator().manual_seed(0)
-    size = example[0].shape[0]
-    for count in (1, 3, 5) if dynamic_batch else (size, size):
-        batch = []
-        for x in example:
-            samples = x[torch.randint(0, x.shape[0], (count,), generator=generator, device="cpu")]
-            noise = torch.randn(samples.shape, generator=generator, device="cpu").to(x.dtype)
-            batch.append(noise if x.is_floating_point() else samples)
-        yield tuple(batch)
-
-
-def run_model(model: nn.Module, batch: Batch) -> list[Tensor]:
-    """The tensors among the outputs of a model."""
-    try:
-        with torch.no_grad():
-            outputs = model(*batch)
-    except Exception as error:  # the code of the model can raise anything
-        shapes = ", ".join(text.format_shape(x.shape) for x in batch)
-        raise SmartpruneError(
-            f"export_onnx: the model failed on inputs of {shapes} with {type(error).__name__}: {error}; "
-            "if it only supports one batch size, give dynamic_batch=False"
-        ) from error
-    return [leaf for leaf in torch.utils._pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
 
 
 @contextmanager
@@ -110,7 +54,7 @@ def compare_outputs(
             if bool(finite.any()):
                 difference = max(difference, float((a.double() - b.double())[finite].abs().max()))
                 scale = max(scale, float(b.double()[finite].abs().max()))
-    half = any(x.dtype in (torch.float16, torch.bfloat16) for x in (*batches[0], *expected[0]))
+    half = any(x.dtype in (torch.float16, torch.bfloat16) for x in (*batches[0].values(), *expected[0]))
     allowed = (HALF_TOLERANCE if half else FLOAT_TOLERANCE) if tolerance is None else tolerance
     if difference > allowed * scale:
         raise SmartpruneError(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..core.block import Block
 from ..core.kinds import is_masked
@@ -19,22 +19,13 @@ from ..errors import SmartpruneError
 from ..files import as_path, check_writable, write_atomic
 from .axes import swapped
 from .counts import Count, sparsity_line
-from .onnx_check import (
-    Batch,
-    as_batch,
-    calibration_batches,
-    compare_outputs,
-    count_zero_blocks,
-    explain_float64,
-    int8_error,
-    random_batches,
-    run_model,
-)
+from .onnx_check import compare_outputs, count_zero_blocks, explain_float64, int8_error
 from .onnx_graph import add_metadata, check_half_steps, clean, export_graph, quantize, serialize
+from .onnx_inputs import Arguments, Batch, Example, calibration_batches, random_batches, read_example, run_model
 from .onnx_read import OnnxFile, need, parse_onnx
 from .receipt import Receipt
 from .source import Cut, Source, check_not_masked, copy_of
-from .verify import verify
+from .verify import compare_with_receipt, verify
 
 SIDECAR = ".mask.json"
 
@@ -64,7 +55,7 @@ class Exported:
     batchnorms: int  # left in the graph
     int8_error: float | None
     remade: tuple[str, ...] = ()  # weights that the graph changes before a node uses them
-    unlisted: tuple[str, ...] = ()  # missing weights that the receipt lists: the file then has no receipt
+    unlisted: tuple[str, ...] = ()  # missing weights that the receipt in the file lists
     unquantized: tuple[str, ...] = ()  # nodes of an int8 file that compute in float
     pruned: Count | None = None
 
@@ -105,7 +96,7 @@ class Exported:
         if self.missing:
             yield f"{_count(self.missing, 'weight is', 'weights are')} used by no node and not in the file"
         if self.unlisted:
-            yield f"the receipt is not in the file, because it lists {_count(self.unlisted, 'weight', 'weights')} that no node uses"
+            yield f"the receipt in the file also lists {_count(self.unlisted, 'weight', 'weights')} that no node uses"
         if self.remade:
             yield f"{_count(self.remade, 'weight is', 'weights are')} changed before use; those zeros are not counted"
         if self.vanished:
@@ -124,12 +115,12 @@ def _count(names: Sequence[str], one: str, several: str) -> str:
 def export_onnx(
     model: nn.Module,
     path: str | os.PathLike[str],
-    example: Tensor | Sequence[Tensor],
+    example: Example,
     block: Block | str | Sequence[int | None] | None = None,
     *,
     receipt: Receipt | None = None,
     int8: bool = False,
-    calibration: Iterable[Tensor | Sequence[Tensor]] | None = None,
+    calibration: Iterable[Example] | None = None,
     fold: bool = True,
     dynamic_batch: bool = True,
     tolerance: float | None = None,
@@ -139,9 +130,11 @@ def export_onnx(
     onnxruntime runs the graph on the example and on random inputs. Its outputs may differ from the model's by ``tolerance`` of
     the largest output (default: 1e-4, in half precision 1e-2). Every zero block of the model must be zero in the file.
 
-    ``example`` is an input with a batch axis, or a tuple of them. ``block`` is the receipt's by default. ``fold`` merges batch
-    normalization into the preceding convolution. ``int8`` quantizes weights (symmetric, per channel, so zero stays zero) and
-    activations, with ranges from the batches in ``calibration``. The model is not changed.
+    ``example`` is an input with a batch axis, a tuple of them, or a dictionary of keyword arguments. The inputs of the graph have
+    the names of the arguments of ``forward``. Numbers, texts, booleans and None in the dictionary become part of the graph.
+    ``block`` is the receipt's by default. ``fold`` merges batch normalization into the preceding convolution. ``int8`` quantizes
+    weights (symmetric, per channel, so zero stays zero) and activations, with ranges from the batches in ``calibration``. The model
+    is not changed.
     """
     block = _check_arguments(model, block, receipt, int8, calibration)
     target = as_path(path, "export_onnx: path")
@@ -151,8 +144,10 @@ def export_onnx(
     for file_path in (target, mask_path):
         check_writable(file_path)
     _check_model(model, receipt)
-    export = _Export(copy_of(model, "export_onnx"), type(model).__name__, block, receipt)
-    export.make_graph(as_batch(example), fold, dynamic_batch, tolerance)
+    copied = copy_of(model, "export_onnx")
+    arguments, batch = read_example(copied, example)
+    export = _Export(copied, type(model).__name__, block, receipt, arguments)
+    export.make_graph(batch, fold, dynamic_batch, tolerance)
     if calibration is not None:
         export.quantize(calibration)
     exported, file = export.check(target, mask_path)
@@ -205,6 +200,7 @@ class _Export:
     name: str
     block: Block
     receipt: Receipt | None
+    arguments: Arguments
     cuts: tuple[Cut, ...] = ()
     batches: list[Batch] = field(default_factory=list)
     graph: Any = None
@@ -223,28 +219,26 @@ class _Export:
             raise SmartpruneError(f"export_onnx: {self.name} has no weight that can be cut into blocks of {self.block}")
         self.batches = [example, *random_batches(example, dynamic_batch)]
         with explain_float64(self.model):
-            expected = [run_model(self.model, batch) for batch in self.batches]
-            self.graph = export_graph(self.model, example, len(expected[0]), fold, dynamic_batch)
+            expected = [run_model(self.model, self.arguments, batch) for batch in self.batches]
+            self.graph = export_graph(self.model, self.arguments, example, len(expected[0]), fold, dynamic_batch)
             self.missing = tuple(clean(self.graph, self.cuts))
             if self.receipt is not None:
                 self.unlisted = tuple(row.weight for row in self.receipt.layers if row.weight in self.missing)
-            if self.unlisted:  # the receipt would list more than the file holds
-                self.receipt = None
             self._serialize()
             self.difference, self.scale = compare_outputs(self.data, self.batches, expected, tolerance)
 
-    def quantize(self, calibration: Iterable[Tensor | Sequence[Tensor]]) -> None:
-        batches = calibration_batches(calibration, self.batches[0])
+    def quantize(self, calibration: Iterable[Example]) -> None:
+        batches = calibration_batches(calibration, self.model, self.arguments, self.batches[0])
         float_file = parse_onnx(self.data, "the float graph")
         self.data, unquantized = quantize(self.data, batches)
         self.unquantized = tuple(unquantized)
         self.graph = need("onnx").load_model_from_string(self.data)
         self._serialize()
         check_half_steps(self.graph, float_file)
-        self.int8_error = int8_error(self.data, batches, [run_model(self.model, batch) for batch in batches])
+        self.int8_error = int8_error(self.data, batches, [run_model(self.model, self.arguments, batch) for batch in batches])
 
     def _serialize(self) -> None:
-        add_metadata(self.graph, self.block, self.receipt)
+        add_metadata(self.graph, self.block, self.receipt, self.unlisted)
         self.data = serialize(self.graph)
 
     def check(self, target: Path, mask_path: Path) -> tuple[Exported, OnnxFile]:
@@ -256,7 +250,7 @@ class _Export:
         tensors = swapped(file.tensors(), [cut.weight for cut in self.cuts if cut.transposed])
         blocks, vanished = count_zero_blocks(tensors, counted, where)
         if self.receipt is not None and not vanished:
-            verification = verify(tensors, receipt=self.receipt)
+            verification = compare_with_receipt(Source(self.name, tensors, absent=self.unlisted), self.receipt)
             if not verification.ok:
                 raise SmartpruneError(f"{where}: the graph does not match the receipt: {verification.problems[0]}")
         exported = Exported(

@@ -20,26 +20,28 @@ from torch import Tensor, nn
 from .. import text
 from ..core.block import Block
 from ..errors import SmartpruneError
-from .onnx_read import BLOCK, QUANTIZED, RECEIPT, OnnxFile, need
+from .onnx_inputs import Arguments, Batch
+from .onnx_read import ABSENT, BLOCK, QUANTIZED, RECEIPT, OnnxFile, need
 from .receipt import Receipt
 from .source import Cut
 
 SCOPES = "pkg.torch.onnx.name_scopes"  # node metadata of torch's exporter: the modules that contain the operation
 
 
-def export_graph(model: nn.Module, inputs: tuple[Tensor, ...], outputs: int, fold: bool, dynamic_batch: bool) -> Any:
+def export_graph(model: nn.Module, arguments: Arguments, batch: Batch, outputs: int, fold: bool, dynamic_batch: bool) -> Any:
     need("onnxscript")  # torch's exporter needs it
-    if dynamic_batch and inputs[0].shape[0] == 1:  # the exporter treats an axis of size 1 as constant
-        inputs = tuple(torch.cat([x, x]) for x in inputs)
-    shapes = tuple({0: torch.export.Dim("batch")} for _ in inputs) if dynamic_batch else None
+    if dynamic_batch and next(iter(batch.values())).shape[0] == 1:  # the exporter treats an axis of size 1 as constant
+        batch = {name: torch.cat([x, x]) for name, x in batch.items()}
+    shapes = arguments.dynamic_shapes(batch, torch.export.Dim("batch")) if dynamic_batch else None
     try:
         with _quiet():
             program = torch.onnx.export(
                 model,
-                inputs,
+                arguments.positional(batch),
+                kwargs=arguments.keywords(batch),
                 dynamo=True,
                 dynamic_shapes=shapes,
-                input_names=["input", *(f"input{i}" for i in range(2, len(inputs) + 1))],
+                input_names=list(batch),
                 output_names=["output", *(f"output{i}" for i in range(2, outputs + 1))],
                 optimize=fold,
                 verbose=False,
@@ -174,10 +176,13 @@ def _rename(graph: Any, old: str, new: str) -> None:
                 node.input[i] = new
 
 
-def add_metadata(graph: Any, block: Block, receipt: Receipt | None) -> None:
+def add_metadata(graph: Any, block: Block, receipt: Receipt | None, absent: Sequence[str]) -> None:
+    """``absent`` are the weights of the receipt that are not in the graph."""
     metadata = {BLOCK: str(block)}
     if receipt is not None:
         metadata[RECEIPT] = json.dumps(receipt.to_json(), sort_keys=True)
+        if absent:
+            metadata[ABSENT] = json.dumps(list(absent))
     need("onnx").helper.set_model_props(graph, metadata)
     graph.producer_name, graph.producer_version = "smartprune", ""
 
@@ -202,23 +207,26 @@ def session_of(data: bytes) -> Any:
         raise SmartpruneError(f"export_onnx: onnxruntime cannot run the graph ({str(error)[:300]})") from error
 
 
-def outputs_of(session: Any, batch: tuple[Tensor, ...]) -> list[Tensor]:
+def outputs_of(session: Any, batch: Batch) -> list[Tensor]:
     try:
         outputs = session.run(None, _feed(session, batch))
     except Exception as error:
-        shapes = ", ".join(text.format_shape(x.shape) for x in batch)
+        shapes = ", ".join(text.format_shape(x.shape) for x in batch.values())
         raise SmartpruneError(f"export_onnx: the graph failed on inputs of {shapes} ({str(error)[:300]})") from error
     return [torch.from_numpy(np.asarray(out)) for out in outputs]
 
 
-def _feed(session: Any, batch: tuple[Tensor, ...]) -> dict[str, Any]:
+def _feed(session: Any, batch: Batch) -> dict[str, Any]:
     names = [entry.name for entry in session.get_inputs()]
-    if len(names) != len(batch):
-        raise SmartpruneError(f"export_onnx: {len(batch)} inputs were given, and the graph uses {len(names)}: {', '.join(names)}")
-    return {name: x.numpy() for name, x in zip(names, batch, strict=True)}
+    if set(names) != set(batch):
+        raise SmartpruneError(
+            f"export_onnx: the inputs {', '.join(batch)} were given, and the graph uses {', '.join(names) or 'none'}; "
+            "leave out what the model does not use"
+        )
+    return {name: batch[name].numpy() for name in names}
 
 
-def quantize(data: bytes, batches: Sequence[tuple[Tensor, ...]]) -> tuple[bytes, list[str]]:
+def quantize(data: bytes, batches: Sequence[Batch]) -> tuple[bytes, list[str]]:
     """The graph with int8 weights and activations between QuantizeLinear and DequantizeLinear nodes, and the nodes left in float.
 
     Grouped transposed convolutions with a bias stay in float, because onnxruntime has the scales of only one group for them.

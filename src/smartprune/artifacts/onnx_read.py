@@ -16,12 +16,14 @@ from torch import Tensor
 
 from ..core.block import Block, Layout
 from ..errors import SmartpruneError
+from ..fields import Fields
 from ..files import parse_json, read_limited
 from .receipt import Receipt
 
 MAX_BYTES = 1 << 31  # the limit of one protobuf message
 MAX_STEPS = 8  # nodes between a weight and the layer that uses it
-BLOCK, RECEIPT = "smartprune.block", "smartprune.receipt"  # entries of the model's metadata
+BLOCK, RECEIPT, ABSENT = "smartprune.block", "smartprune.receipt", "smartprune.absent"  # entries of the model's metadata
+MAX_ABSENT = 100_000
 QUANTIZED = "_quantized"  # appended to the name of a weight by onnxruntime's quantizer
 STORED = {"value": "t", "sparse_value": "sparse_tensor"}  # attributes of Constant nodes: where their tensor is
 WEIGHT = {"Conv": 1, "ConvTranspose": 1, "Gemm": 1, "MatMul": 1, "QLinearConv": 3, "QLinearMatMul": 3}  # which input is the weight
@@ -69,6 +71,7 @@ class OnnxFile:
     others: Mapping[str, Tensor] = field(repr=False)
     block: Block | None = None
     receipt: Receipt | None = field(default=None, repr=False)
+    absent: tuple[str, ...] = ()  # weights of the receipt that no node uses
 
     def tensors(self) -> dict[str, Tensor]:
         return {**{name: weight.tensor for name, weight in self.weights.items()}, **self.others}
@@ -115,13 +118,16 @@ def parse_onnx(data: bytes, where: str) -> OnnxFile:
         raise SmartpruneError(f"{where}: no Conv, ConvTranspose, Gemm or MatMul node has a stored weight; is this the right file?")
     metadata = {entry.key: entry.value for entry in model.metadata_props}
     receipt = None
+    absent: tuple[str, ...] = ()
     if RECEIPT in metadata:
         receipt = Receipt.from_json(parse_json(metadata[RECEIPT], f"{where}: {RECEIPT}"), f"{where}: {RECEIPT}")
+    if ABSENT in metadata:
+        absent = Fields({ABSENT: parse_json(metadata[ABSENT], f"{where}: {ABSENT}")}, where).texts(ABSENT, MAX_ABSENT)
     try:
         block = Block.of(metadata[BLOCK][:100]) if BLOCK in metadata else None
     except SmartpruneError as error:
         raise SmartpruneError(f"{where}: {BLOCK}: {error}") from None
-    return OnnxFile(where, weights, others, block, receipt)
+    return OnnxFile(where, weights, others, block, receipt, absent)
 
 
 def _graphs(onnx: Any, graph: Any, where: str, outer: _Graph | None = None) -> Iterator[_Graph]:

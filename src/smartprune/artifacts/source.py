@@ -64,6 +64,7 @@ class Source:
     layouts: Mapping[str, Layout] = field(default_factory=dict, repr=False)  # by weight, if the file has them
     block: Block | None = None  # if the file has one
     complete: bool = False  # whether ``layouts`` lists every weight of a layer
+    absent: tuple[str, ...] = ()  # weights that the file says it leaves out, because no node of its graph uses them
     rounded: bool = False  # whether values were scaled or rounded, so that a kept block may have become zero
 
     def get(self, name: str) -> Tensor | None:
@@ -320,7 +321,8 @@ def _read_onnx(path: Path) -> Source:
     onnx_file = read_onnx(path)
     tensors = _tensors(onnx_file.tensors(), str(path))
     receipt = onnx_file.receipt
-    source = Source(str(path), tensors, None, receipt, onnx_file.layouts(), onnx_file.block, complete=True, rounded=True)
+    layouts, absent = onnx_file.layouts(), onnx_file.absent
+    source = Source(str(path), tensors, None, receipt, layouts, onnx_file.block, complete=True, absent=absent, rounded=True)
     return source if receipt is None else swap_axes(source, inputs_first(receipt.layers))
 
 

@@ -89,6 +89,7 @@ class Verification:
     mask_hash: str | None = None
     tried: tuple[ShapeTrial, ...] = ()
     assumed: tuple[str, ...] = ()  # weights whose axes are assumed to be (out, in, ...), without groups
+    absent: tuple[str, ...] = ()  # weights of the receipt that the file leaves out, because no node of its graph uses them
 
     @property
     def ok(self) -> bool:
@@ -116,6 +117,7 @@ class Verification:
             "layers": [layer.to_json() for layer in self.layers],
             "tried": [tried.to_json() for tried in self.tried],
             "axes_assumed": list(self.assumed),
+            "absent": list(self.absent),
         }
 
     def __repr__(self) -> str:
@@ -158,6 +160,11 @@ class Verification:
             lines += [f"NOT ok, {count} problem{'' if count == 1 else 's'}:", *(f"- {p}" for p in self.problems)]
         elif self.receipt is not None:
             lines.append(f"ok: matches the receipt, {self.receipt.mask_hash}")
+            if self.absent:
+                one = len(self.absent) == 1
+                weights = "1 weight of the receipt is" if one else f"{len(self.absent)} weights of the receipt are"
+                names = text.shorten(", ".join(self.absent), WIDTH)
+                lines.append(f"{weights} not in the graph, because no node uses {'it' if one else 'them'}: {names}")
         else:
             lines.append("no problems found; there is no receipt to compare with")
         return "\n".join(lines)
@@ -220,9 +227,12 @@ def compare_with_receipt(source: Source, receipt: Receipt, wanted: Block | None 
     problems += _other_axes(source, receipt)
     checks: list[LayerCheck] = []
     maps: list[tuple[str, tuple[int, ...], Tensor]] = []
+    absent: list[str] = []
     for row in receipt.layers:
         tensor = source.get(row.weight)
-        if tensor is None:
+        if tensor is None and row.weight in source.absent:
+            absent.append(row.weight)
+        elif tensor is None:
             problems.append(f"{row.weight}: is in the receipt, but not in {source.where}")
         elif tuple(tensor.shape) != row.shape:
             problems.append(
@@ -232,11 +242,13 @@ def compare_with_receipt(source: Source, receipt: Receipt, wanted: Block | None 
             bits, check = _check(row, tensor, receipt.block, problems, source.rounded)
             maps.append((row.weight, row.grid, bits))
             checks.append(check)
+    if absent and not checks:
+        problems.append(f"{source.where}: holds no weight of the receipt")
     digest = map_hash(receipt.block, maps) if len(maps) == len(receipt.layers) else None
     fewer = source.rounded and sum(check.blocks - check.zero for check in checks) < sum(row.occupied for row in receipt.layers)
     if digest is not None and digest != receipt.mask_hash and not fewer:
         problems.append(f"the hash is {digest}, the receipt says {receipt.mask_hash}")
-    return Verification(source.where, receipt.block, tuple(checks), tuple(problems), receipt, digest)
+    return Verification(source.where, receipt.block, tuple(checks), tuple(problems), receipt, digest, absent=tuple(absent))
 
 
 def _other_axes(source: Source, receipt: Receipt) -> list[str]:
