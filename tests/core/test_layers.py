@@ -126,6 +126,41 @@ def test_another_class_called_conv1d_is_not_a_layer() -> None:
     assert not layer.transposed
 
 
+@pytest.mark.parametrize(("cell", "gates"), [(nn.LSTMCell, 4), (nn.GRUCell, 3), (nn.RNNCell, 1)])
+def test_blocks_of_recurrent_cells_do_not_cross_gates(cell: type[nn.RNNCellBase], gates: int) -> None:
+    model = nn.ModuleList([cell(10, 6), nn.Linear(6, 2)])
+    layers, _ = find_layers(model, BLOCK)
+    assert names(layers) == ["0.weight_ih", "0.weight_hh"]
+    for layer, inputs in zip(layers, (10, 6), strict=True):
+        index = reference.block_index((gates * 6, inputs), (4, 4), gates)
+        assert layer.grid.shape == reference.grid_shape((gates * 6, inputs), (4, 4), gates, False)
+        assert layer.grid.sizes().tolist() == reference.block_counts(index)
+
+
+def test_recurrent_layers_and_experts_are_skipped_with_what_to_use_instead() -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Parameter(torch.zeros(4, 8, 8))
+
+    model = nn.ModuleDict(
+        {
+            "lstm": nn.LSTM(8, 8),
+            "gru": nn.GRU(8, 8, bidirectional=True),
+            "experts": Experts(),
+            "biased": nn.MultiheadAttention(8, 2, add_bias_kv=True),
+            "last": nn.Linear(8, 8),
+        }
+    )
+    skip_reasons = reasons(model, include="*")
+    assert skip_reasons["lstm.weight_hh_l0"] == (
+        "LSTM passes its weights to torch as a list, so they cannot be masked: use LSTMCell to prune them"
+    )
+    assert skip_reasons["gru.weight_ih_l0_reverse"].endswith("use GRUCell to prune them")
+    assert skip_reasons["experts.up"] == "stack of 4 experts: use one nn.Linear for each expert to prune them"
+    assert skip_reasons["biased.bias_k"] == "bias_k is a bias of attention, not a weight"
+
+
 def test_tied_weights_are_one_layer() -> None:
     model, _ = zoo.tied()
     layers, _ = find_layers(model, BLOCK)

@@ -1,9 +1,12 @@
 """Promise 2: every layer with a weight is tiled correctly, or skipped with a stated reason."""
 
+from pathlib import Path
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import smartprune as sp
+from helpers import reference
 from helpers.training_cases import Case
 
 
@@ -57,6 +60,52 @@ def test_every_weight_is_pruned_or_has_a_reason(case: Case) -> None:
     listed = {layer.weight for layer in plan.layers} | {s.name for s in plan.skipped} | {s.name + ".weight" for s in plan.skipped}
     assert named <= listed
     assert all(s.reason for s in plan.skipped)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.lstm, self.gru, self.head = nn.Linear(6, 10), nn.LSTMCell(10, 9), nn.GRUCell(9, 6), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = None, x.new_zeros(len(x), 6)
+        for row in x.unbind(1):
+            first = self.lstm(self.embed(row), first)
+            second = self.gru(first[0], second)
+        return self.head(second)  # type: ignore[no-any-return]
+
+
+def test_recurrent_cells_are_masked_baked_and_packed_like_layers(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = Recurrent(), torch.randn(3, 5, 6)
+    uses = sp.plan(model, (4, 4), example=x).uses
+    assert uses == {"embed": (5,), "lstm.weight_ih": (5,), "lstm.weight_hh": (5,), "gru.weight_ih": (5,), "gru.weight_hh": (5,)}
+    pruner = sp.attach(model, sp.Smart(), block=(4, 4), sparsity=0.7, steps=2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(3):
+        model(x).square().mean().backward()
+        assert all(weight.grad is not None for weight in pruner.blocks.weights)
+        optimizer.step()
+        pruner.step()
+        optimizer.zero_grad()
+    model.eval()
+    with torch.no_grad():
+        masked = model(x)
+        plain = Recurrent().eval()
+        plain.load_state_dict({k: v for k, v in model.state_dict().items() if "smartprune" not in k})
+        for layer in pruner.plan.layers:
+            index = reference.block_index(layer.grid.weight_shape, (4, 4), layer.grid.axes[0].parts)
+            factors = reference.expand(pruner.mask[layer.start : layer.stop].tolist(), index)
+            weight = plain.get_parameter(layer.weight)
+            weight.mul_(torch.tensor(factors).reshape(weight.shape))
+        assert torch.equal(plain(x), masked)
+    receipt = sp.bake(model)
+    sp.pack(model, tmp_path / "packed", receipt=receipt)
+    fresh = Recurrent().eval()
+    sp.unpack(tmp_path / "packed", fresh)
+    with torch.no_grad():
+        assert torch.equal(fresh(x), masked)
+    assert sp.verify(tmp_path / "packed").mask_hash == receipt.mask_hash
 
 
 def test_channels_last_gives_equal_results_and_keeps_the_layout() -> None:

@@ -8,6 +8,7 @@ from torch import nn
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 LAYER_TYPES = (*CONVOLUTIONS, *TRANSPOSED, nn.Linear)  # their blocks lie in `weight`; so do those of a Conv1D (is_conv1d)
+CELL_WEIGHTS = ("weight_ih", "weight_hh")  # of nn.LSTMCell, nn.GRUCell and nn.RNNCell
 # the weights of nn.MultiheadAttention, and how many parts each has that no block crosses; the last three are those of kdim and vdim
 ATTENTION_PARTS = {"in_proj_weight": 3, "q_proj_weight": 1, "k_proj_weight": 1, "v_proj_weight": 1}
 TRANSPOSED_FUNCTIONS = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
@@ -52,7 +53,11 @@ def stores_inputs_first(module: nn.Module) -> bool:
 
 
 def weight_parts(module: nn.Module, attribute: str) -> int | None:
-    """Segments of the first axis of a weight that no block crosses: groups, or query, key and value. None if it has no blocks."""
+    """Segments of the first axis of a weight that no block crosses: groups, query, key and value, or the gates of a recurrent cell.
+    None if the weight has no blocks."""
     if isinstance(module, nn.MultiheadAttention):
         return ATTENTION_PARTS.get(attribute)
+    if isinstance(module, nn.RNNCellBase):
+        weight = module._parameters.get(attribute) if attribute in CELL_WEIGHTS else None
+        return None if weight is None else weight.shape[0] // module.hidden_size
     return int(getattr(module, "groups", 1)) if attribute == "weight" and is_layer(module) else None

@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 
 from ..errors import SmartpruneError
 from .block import Block, Grid
-from .kinds import CONVOLUTIONS, is_layer, stores_inputs_first, user_class, weight_parts
+from .kinds import CONVOLUTIONS, is_convolution, is_layer, stores_inputs_first, user_class, weight_parts
 from .transforms import zeros_survive
 
 Pattern = str | type[nn.Module]
@@ -197,7 +197,7 @@ def _default_reasons(model: nn.Module, weights: Sequence[Candidate]) -> dict[int
     if supported:
         reasons[id(supported[-1].weight)] = "last layer, assumed to be the classifier"
     for weight in supported:
-        if weight.parts > 1 and not weight.in_attention and not weight.lazy:
+        if weight.parts > 1 and is_convolution(weight.module) and not weight.lazy:
             depthwise = weight.weight.shape[1] == 1
             kind = "depthwise convolution" if depthwise else f"grouped convolution ({weight.parts} groups)"
             reasons[id(weight.weight)] = kind
@@ -226,7 +226,7 @@ def _unsupported(candidate: Candidate) -> str | None:
     if is_layer(candidate.module) and not candidate.supported:
         return f"{candidate.attribute} is not the layer's weight (the weight may be computed from it)"
     if not candidate.supported:
-        return f"{candidate.kind} is neither a convolution nor a linear layer"
+        return _no_layer(candidate)
     if not weight.is_floating_point():
         return f"{weight.dtype} weights cannot be trained"
     if weight.layout is not torch.strided:
@@ -234,6 +234,18 @@ def _unsupported(candidate: Candidate) -> str | None:
     if weight.numel() == 0:
         return "no weights"
     return None
+
+
+def _no_layer(candidate: Candidate) -> str:
+    """Why a parameter is not the weight of a layer with blocks, and what to use instead if there is something."""
+    kind, attribute = candidate.kind, candidate.attribute
+    if isinstance(candidate.module, nn.RNNBase):
+        return f"{kind} passes its weights to torch as a list, so they cannot be masked: use {kind}Cell to prune them"
+    if candidate.weight.dim() == 3 and "expert" in f"{candidate.module_name}.{attribute} {kind}".lower():
+        return f"stack of {candidate.weight.shape[0]} experts: use one nn.Linear for each expert to prune them"
+    if candidate.in_attention:
+        return f"{attribute} is a bias of attention, not a weight"
+    return f"{kind} is neither a convolution nor a linear layer"
 
 
 def _tie_mismatch(users: Sequence[Candidate]) -> str | None:

@@ -15,7 +15,16 @@ from torch.utils.hooks import RemovableHandle
 
 from ..errors import SmartpruneError
 from .example import run_example
-from .kinds import ATTENTION_PARTS, LAYER_FUNCTIONS, TRANSPOSED, TRANSPOSED_FUNCTIONS, is_convolution, is_layer, is_masked
+from .kinds import (
+    ATTENTION_PARTS,
+    CELL_WEIGHTS,
+    LAYER_FUNCTIONS,
+    TRANSPOSED,
+    TRANSPOSED_FUNCTIONS,
+    is_convolution,
+    is_layer,
+    is_masked,
+)
 from .layers import Layer, weight_name
 from .macs import MacCounter
 from .sharding import is_sharded
@@ -152,6 +161,8 @@ class _Recorder(TorchFunctionMode):
                 self._hook_attention(name, module)
             elif isinstance(module, nn.RNNBase):
                 self.hooks.append(module.register_forward_pre_hook(self._note_axes, with_kwargs=True))
+            elif isinstance(module, nn.RNNCellBase):
+                self._hook_cell(name, module)
             elif is_layer(module):
                 self._hook_layer(name, module)
 
@@ -206,6 +217,22 @@ class _Recorder(TorchFunctionMode):
                 self._take_off(start, _macs(size, [part.uses for part in parts]))
 
         self.hooks.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+        self.hooks.append(module.register_forward_hook(record, with_kwargs=True))
+
+    def _hook_cell(self, name: str, module: nn.RNNCellBase) -> None:
+        def enter(m: nn.Module, args: Any) -> None:
+            self.started.append(self.counter.macs)
+
+        def record(m: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+            x, start = args[0] if args else kwargs["input"], self.started.pop()
+            rows = x.numel() // x.shape[-1]
+            for attribute in CELL_WEIGHTS:
+                stored = m._parameters.get(attribute)
+                if stored is not None:
+                    self._add(self.calls, weight_name(name, attribute), (Call(rows, rows, rows),), stored.numel())
+                    self._take_off(start, stored.numel() * rows)
+
+        self.hooks.append(module.register_forward_pre_hook(enter))
         self.hooks.append(module.register_forward_hook(record, with_kwargs=True))
 
     def _hook_layer(self, name: str, module: nn.Module) -> None:
