@@ -167,14 +167,16 @@ def stored_and_network(stored: Model | None, model: Model | None, where: str) ->
     return stored, model
 
 
-def assumed_axes_lines(assumed: Sequence[str], width: int, remedy: str = "give the model, by model= or --model NAME") -> list[str]:
-    """Lines that name the weights whose axes were assumed; empty if there are none."""
+def assumed_axes_lines(
+    assumed: Sequence[str], width: int, remedy: str = "give the model, by model= or --model NAME", mark: str = ""
+) -> list[str]:
+    """Lines that name the weights whose axes were assumed; empty if there are none. ``mark`` is their mark in a table."""
     if not assumed:
         return []
     names = ", ".join(map(text.escape, assumed[:SHOWN])) + (", ..." if len(assumed) > SHOWN else "")
     count = "1 weight" if len(assumed) == 1 else f"{len(assumed)} weights"
     message = (
-        f"the axes of {count} are assumed to be (out, in, ...), without groups, because it is not known which layers are "
+        f"{mark}the axes of {count} are assumed to be (out, in, ...), without groups, because it is not known which layers are "
         f"transposed or grouped: {names}. To be sure, {remedy}"
     )
     return ["", *textwrap.wrap(message, width, break_on_hyphens=False)]

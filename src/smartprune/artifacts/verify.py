@@ -144,14 +144,21 @@ class Verification:
             lines.append("not sparse in any block shape" if self.block is None else f"sparse in blocks of {self.block}")
         if self.layers and self.block is not None:
             checks = [
-                (x.name, text.format_shape(x.shape), f"{x.zero:,}", f"{x.blocks:,}", text.percent(x.zero, x.blocks))
+                (
+                    x.name,
+                    text.format_shape(x.shape),
+                    f"{x.zero:,}",
+                    f"{x.blocks:,}",
+                    text.percent(x.zero, x.blocks),
+                    "*" if x.weight in self.assumed else "",
+                )
                 for x in self.layers
             ]
-            header = ("layer", "weight", "zero", f"blocks of {self.block}", "zero share")
+            header = ("layer", "weight", "zero", f"blocks of {self.block}", "zero share", "")
             layers = "pruned layers" if self.receipt is not None else "all, axes assumed" if self.assumed else "all layers above"
-            total = (layers, "", f"{self.zero:,}", f"{self.blocks:,}", text.percent(self.zero, self.blocks))
-            lines += ["", *text.table(header, [*checks, total], "<<>>>", WIDTH, (0, 1))]
-        lines += assumed_axes_lines(self.assumed, WIDTH)
+            total = (layers, "", f"{self.zero:,}", f"{self.blocks:,}", text.percent(self.zero, self.blocks), "")
+            lines += ["", *text.table(header, [*checks, total], "<<>>><", WIDTH, (0, 1))]
+        lines += assumed_axes_lines(self.assumed, WIDTH, mark="* ")
         lines.append("")
         if self.receipt is not None and not self.problems:
             lines.append(sparsity_line(self.receipt.blocks))

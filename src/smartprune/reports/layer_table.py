@@ -85,8 +85,8 @@ def _bar(part: int, whole: int, unit: str) -> str:
 
 def _assumed_axes(view: View) -> str:
     """A note on weights whose axes are not known for certain."""
-    note = " ".join(assumed_axes_lines(view.report.assumed, 1000)).strip()
-    return f'<p class="note">* {html_text(note)}.</p>' if note else ""
+    note = " ".join(assumed_axes_lines(view.report.assumed, 1000, mark="* ")).strip()
+    return f'<p class="note">{html_text(note)}.</p>' if note else ""
 
 
 def _skipped(view: View) -> str:

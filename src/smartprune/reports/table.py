@@ -153,7 +153,7 @@ class Report:
         counts = [(name, f"{total:,}", f"{zero:,}", text.percent(zero, total)) for name, total, zero in _totals(self)]
         header = ("", "total", "zero" if self.receipt is None else "removed", "share")
         lines += ["", *text.table(header, counts, "<>>>", WIDTH)]
-        return "\n".join([*lines, *assumed_axes_lines(self.assumed, WIDTH)])
+        return "\n".join([*lines, *assumed_axes_lines(self.assumed, WIDTH, mark="* ")])
 
     def map(self, layer: str, ascii_only: bool | None = None) -> str:
         """The blocks of one layer: a character per block, a panel per kernel position, output channels downwards.
