@@ -86,6 +86,16 @@ def bar(part: int, whole: int, width: int, ascii_only: bool) -> str:
     return full * filled + empty * (width - filled)
 
 
+def some_names(names: Sequence[str], most: int = 3) -> str:
+    """The first names of a list, and how many there are besides.
+
+    >>> some_names(["a", "b"]), some_names(["a", "b", "c", "d", "e"])
+    ('a, b', 'a, b, c and 2 more')
+    """
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return escape(", ".join(names[:most])) + more
+
+
 def stdout_is_ascii() -> bool:
     """Whether standard output cannot show block characters."""
     return not supports_unicode(sys.stdout)

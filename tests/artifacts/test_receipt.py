@@ -221,12 +221,47 @@ def test_unreadable_files_raise(tmp_path: Path) -> None:
     assert parse_json(b'{"a": [1, null]}', "x") == {"a": [1, None]}
 
 
+def test_layers_that_inference_never_uses_are_named(tmp_path: Path) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.aux, self.fixed, self.fc = (nn.Linear(8, 8) for _ in range(4))
+            self.fixed.requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc(self.fixed(self.body(x).relu()).relu())  # type: ignore[no-any-return]
+
+    model = Net()
+    pruner = sp.attach(model, sp.Magnitude(), block=(4, 4), sparsity=0.5, steps=1, example=torch.randn(2, 8))
+    pruner.freeze()
+    receipt = sp.bake(model)
+    expected = (
+        ("aux", "inference on the example never uses it"),
+        ("fixed", "frozen: requires_grad is False"),
+        ("fc", "output layer: no other layer reads its result"),
+    )
+    assert receipt.not_pruned == expected
+    assert receipt.blocks.total == 4
+    assert "note     not pruned: aux (inference on the example never uses it)" in str(receipt)
+    receipt.save(tmp_path / "receipt.json")
+    assert Receipt.load(tmp_path / "receipt.json") == receipt
+    older = json.loads((tmp_path / "receipt.json").read_text())
+    del older["not_pruned"]  # versions before this key wrote none
+    assert Receipt.from_json(older).not_pruned == ()
+    assert Receipt.from_json(older).mask_hash == receipt.mask_hash
+
+
 Change = Callable[[dict[str, Any]], object]
 WRONG_DATA: list[tuple[Change, str]] = [
     (lambda d: d.update(format=2), "format is 2; it must be 1; a newer smartprune may read it"),
     (lambda d: d.update(format=True), "format"),
     (lambda d: d.pop("format"), "format is missing"),
     (lambda d: d.update(extra=1), "unknown key 'extra'"),
+    (lambda d: d.update(not_pruned=3), "not_pruned is 3; it must be a list"),
+    (lambda d: d.update(not_pruned=[3]), r"not_pruned\[0\] is 3; it must be a dictionary"),
+    (lambda d: d.update(not_pruned=[{"name": "fc"}]), r"not_pruned\[0\]: reason is missing"),
+    (lambda d: d.update(not_pruned=[{"name": "\x1b", "reason": ""}]), r"not_pruned\[0\]: name .* printable"),
+    (lambda d: d.update(not_pruned=[{"name": "a", "reason": "b", "c": 1}]), r"not_pruned\[0\]: unknown key 'c'"),
     (lambda d: d.update(block="16xx8"), "cannot be read"),
     (lambda d: d.update(block="4x5x1x1"), "does not|follows from shape and block"),
     (lambda d: d.update(block=4), "block is 4"),

@@ -178,7 +178,7 @@ def test_tied_weights_with_different_axes_are_skipped() -> None:
             self.head = nn.Linear(8, 20, bias=False)
             self.head.weight = self.embed.weight
 
-    assert reasons(Words(), include="*")["embed"] == "Embedding is neither a convolution nor a linear layer"
+    assert reasons(Words(), include="*")["embed"] == "embedding, tied to the output layer head"
     a, b = nn.Conv2d(8, 8, 1), nn.ConvTranspose2d(8, 8, 1)
     b.weight = a.weight
     skip_reasons = reasons(nn.Sequential(a, b, nn.Conv2d(8, 2, 1)))

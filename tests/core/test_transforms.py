@@ -2,11 +2,13 @@
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from smartprune.core.block import Block
-from smartprune.core.layers import find_layers
+from smartprune.core.layers import every_layer, find_layers
+from smartprune.errors import SmartpruneError
 
 
 class Standardized(nn.Conv2d):
@@ -56,7 +58,7 @@ class Pair(nn.Linear):
         return super().forward(x + y)
 
 
-def test_layers_that_transform_their_weight_are_skipped_unless_included() -> None:
+def test_layers_that_transform_their_weight_are_never_matched_by_a_pattern() -> None:
     plain = nn.ModuleList([Same(16, 16, 3, dilation=2), Pair(16, 16), Noisy(16, 16), Gated(16)])
     transforming = nn.ModuleList([Standardized(16, 16, 3), Standardized(16, 16, (1, 3), bias=False), Positive(16, 16)])
     model = nn.Sequential(plain, transforming, nn.Linear(16, 4))
@@ -67,7 +69,13 @@ def test_layers_that_transform_their_weight_are_skipped_unless_included() -> Non
     assert [layer.name for layer in layers] == ["0.0", "0.1", "0.2", "0.3"]
     assert ["zeros do not survive" in s.reason for s in skipped if s.kind != "Gated"] == [True, True, True, False]
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert [layer.name for layer in find_layers(model, Block(4, 4), include="1.0")[0]] == ["0.0", "0.1", "0.2", "0.3", "1.0"]
+    for include in ("*", nn.Conv2d, nn.Module, ["1.[012]", "?.?"]):
+        found = [layer.name for layer in find_layers(model, Block(4, 4), include=include)[0]]  # type: ignore[arg-type]
+        assert [name for name in found if name != "2"] == ["0.0", "0.1", "0.2", "0.3"]
+    for include in ("1.0", ["2", "1.0"]):
+        with pytest.raises(SmartpruneError, match=r"^include: 1\.0 cannot be pruned: transforms its weight .*leave it out"):
+            find_layers(model, Block(4, 4), include=include)
+    assert [layer.name for layer in every_layer(model, Block(4, 4))[0]] == ["0.0", "0.1", "0.2", "0.3", "1.0", "1.1", "1.2", "2"]
 
 
 class Caching(nn.Linear):

@@ -6,7 +6,7 @@ import json
 import os
 import textwrap
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from torch import Tensor, cat
@@ -47,6 +47,7 @@ class Receipt:
     model_macs: Count | None
     mask_hash: str
     not_counted: tuple[str, ...] | None = None
+    not_pruned: tuple[tuple[str, str], ...] = ()  # layers left out because of what inference does with them: name, reason
 
     @property
     def blocks(self) -> Count:
@@ -106,6 +107,7 @@ class Receipt:
                 **not_counted,
             },
             "mask_hash": self.mask_hash,
+            **({"not_pruned": [{"name": name, "reason": reason} for name, reason in self.not_pruned]} if self.not_pruned else {}),
             "layers": [row.to_json() for row in self.layers],
         }
 
@@ -198,11 +200,16 @@ class Receipt:
             lines += _wrapped("note", f"MACs of the model are counted in {COUNTED}{missing}")
         empty = [row.name for row in self.layers if row.blocks.total and not row.blocks.kept]
         if empty:
-            names = ", ".join(empty[:3]) + (f" and {len(empty) - 3} more" if len(empty) > 3 else "")
+            names = text.some_names(empty)
             lines += _wrapped(
                 "note",
                 f"{len(empty)} of {len(self.layers)} layers keep no block and pass nothing on (floor=0.01 prevents this): {names}",
             )
+        reasons: dict[str, list[str]] = {}
+        for name, reason in self.not_pruned:
+            reasons.setdefault(reason, []).append(name)
+        for reason, left in reasons.items():
+            lines += _wrapped("note", f"not pruned: {text.some_names(left)} ({reason})")
         return lines
 
 
@@ -252,6 +259,11 @@ def _read(fields: Fields) -> Receipt:
         not_counted=achieved.texts("not_counted", MAX_NAMES) if "not_counted" in achieved.data else None,
         mask_hash=fields.match("mask_hash", "sha256:[0-9a-f]{64}", "'sha256:' and 64 hexadecimal digits"),
     )
+    if "not_pruned" in fields.data:  # receipts of older versions have none
+        items = fields.items("not_pruned", MAX_LAYERS)
+        receipt = replace(receipt, not_pruned=tuple((item.text("name"), item.text("reason")) for item in items))
+        for item in items:
+            item.reject_unknown_keys()
     fields.reject_unknown_keys()
     _check_sums(receipt, fields)
     return receipt

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from .. import text
 from ..core.block import Block, Grid, Layout
-from ..core.layers import Skipped, candidates, find_layers, plain_name
+from ..core.layers import Skipped, candidates, every_layer, plain_name
 from ..core.memory import check_memory
 from ..core.occupancy import nonzero
 from ..errors import SmartpruneError
@@ -109,7 +109,7 @@ class Source:
         if self.model is not None:
             if next(candidates(self.model), None) is None:
                 return (), ()
-            layers, skipped = find_layers(self.model, block, include="*")
+            layers, skipped = every_layer(self.model, block)
             return tuple(Cut(x.name, x.weight, x.kind, x.grid, x.transposed, self.tensors[x.weight]) for x in layers), skipped
         known: dict[str, Row | Layout] = {plain_name(name): layout for name, layout in self.layouts.items()}
         if self.receipt is not None:

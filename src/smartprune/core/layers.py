@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -13,13 +14,18 @@ from torch.nn.utils import parametrize
 
 from ..errors import SmartpruneError
 from .block import Block, Grid
+from .heads import Position, heads_by_position
 from .kinds import CONVOLUTIONS, is_convolution, is_layer, stores_inputs_first, user_class, weight_parts
 from .transforms import zeros_survive
+
+if TYPE_CHECKING:
+    from .observe import Facts
 
 Pattern = str | type[nn.Module]
 Patterns = Pattern | Sequence[Pattern]
 
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")  # names that wrappers insert into weight names
+OUTPUT, FROZEN, UNREACHED, TRANSFORMED = CAUSES = ("output layer", "frozen", "never used", "transformed")
 IMAGE_CHANNELS = 4  # the first convolution is the stem if it reads at most this many channels
 
 
@@ -60,6 +66,15 @@ class Skipped:
     kind: str
     shape: tuple[int, ...]
     reason: str
+    cause: str = ""  # one of the causes above, or none of them
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why a weight is not pruned."""
+
+    text: str
+    cause: str = ""
 
 
 @dataclass(frozen=True)
@@ -118,44 +133,66 @@ class Candidate:
 
 
 def find_layers(
-    model: nn.Module, block: Block, include: Patterns = (), skip: Patterns = ()
+    model: nn.Module, block: Block, include: Patterns = (), skip: Patterns = (), facts: Facts | None = None
 ) -> tuple[tuple[Layer, ...], tuple[Skipped, ...]]:
     """All weights with two axes or more: those to prune, in definition order, and those to skip, with the reason.
 
     The following are skipped unless ``include`` names them (by a glob such as ``"head.*"``, or by type): grouped and
-    depthwise convolutions, the stem (the first convolution, if it reads at most 4 channels), the classifier (the last
-    layer), layers that transform their weight, such as those with weight standardization, and weights that a module
-    lists in ``smartprune_skip`` (names within that module, globs allowed). ``skip`` skips more layers, and takes
-    precedence over ``include``.
+    depthwise convolutions, the stem (the first convolution, if it reads at most 4 channels), output layers, frozen
+    weights, weights that inference never uses, and weights that a module lists in ``smartprune_skip`` (names within that
+    module, globs allowed). ``skip`` skips more layers, and takes precedence over ``include``.
+
+    Weights that are transformed before use, as in weight standardization, are always skipped: their zeros do not survive.
+    ``facts``, what a run of an example shows, tell which layers these are, and which are output layers. Without it, output
+    layers are found by position and name.
     """
     included, excluded = as_patterns(include, "include"), as_patterns(skip, "skip")
+    weights = _weights(model)
+    _check_matches((*included, *excluded), weights)
+    defaults = _default_reasons(model, weights, facts)
+
+    def reason(users: Sequence[Candidate]) -> Reason | None:
+        found = _unprunable(users) or _named_in_skip(users, excluded) or _transformed(users, included, facts)
+        if found is None and not any(user.matches(included) for user in users):
+            found = defaults.get(id(users[0].weight))
+        return found
+
+    return _divide(weights, block, reason)
+
+
+def every_layer(model: nn.Module, block: Block) -> tuple[tuple[Layer, ...], tuple[Skipped, ...]]:
+    """All weights that can be divided into blocks, also those that are not pruned by default, and those that cannot."""
+    return _divide(_weights(model), block, _unprunable)
+
+
+def _weights(model: nn.Module) -> list[list[Candidate]]:
+    """All weights with two axes or more, each with the modules that hold it."""
     by_weight: dict[int, list[Candidate]] = {}
     for candidate in candidates(model):
         by_weight.setdefault(id(candidate.weight), []).append(candidate)
-    weights = list(by_weight.values())
-    _check_matches((*included, *excluded), weights)
-    defaults = _default_reasons(model, [users[0] for users in weights])
+    return list(by_weight.values())
+
+
+def _divide(
+    weights: Sequence[Sequence[Candidate]], block: Block, why_not: Callable[[Sequence[Candidate]], Reason | None]
+) -> tuple[tuple[Layer, ...], tuple[Skipped, ...]]:
     layers: list[Layer] = []
     skipped: list[Skipped] = []
     start = 0
     for users in weights:
-        first = users[0]
-        reason = _unsupported(first) or _tie_mismatch(users)
-        if reason is None and any(user.matches(excluded) for user in users):
-            reason = "named in skip"
-        if reason is None and not any(user.matches(included) for user in users):
-            reason = defaults.get(id(first.weight)) or _transformed(first)
+        first, reason = users[0], why_not(users)
         if reason is None:
             try:
                 grid = block.grid(tuple(first.weight.shape), first.parts, first.transposed)
             except SmartpruneError as error:
-                reason = str(error)
+                reason = Reason(str(error))
         if reason is None:
             sites = tuple((user.module_name, user.attribute) for user in users)
             layers.append(Layer(first.name, first.kind, grid, start, first.transposed, sites))
             start += grid.n
         else:
-            skipped.append(Skipped(first.name, first.kind, () if first.lazy else tuple(first.weight.shape), reason))
+            shape = () if first.lazy else tuple(first.weight.shape)
+            skipped.append(Skipped(first.name, first.kind, shape, reason.text, reason.cause))
     return tuple(layers), tuple(skipped)
 
 
@@ -187,31 +224,70 @@ def _check_matches(patterns: Sequence[Pattern], weights: Sequence[Sequence[Candi
             )
 
 
-def _default_reasons(model: nn.Module, weights: Sequence[Candidate]) -> dict[int, str]:
-    """Why weights are skipped unless ``include`` names them, by the id of the weight."""
-    reasons: dict[int, str] = {}
-    supported = [weight for weight in weights if weight.supported]
+def _default_reasons(model: nn.Module, weights: Sequence[Sequence[Candidate]], facts: Facts | None) -> dict[int, Reason]:
+    """Why weights are skipped unless ``include`` names them, by the id of the weight. Later reasons replace earlier ones."""
+    reasons: dict[int, Reason] = {}
+    supported = [users[0] for users in weights if users[0].supported]
     stem = next((weight for weight in supported if isinstance(weight.module, CONVOLUTIONS)), None)
     if stem is not None and not stem.lazy and stem.weight.shape[1] <= IMAGE_CHANNELS:
-        reasons[id(stem.weight)] = f"stem: reads the image ({stem.weight.shape[1]} channels)"
-    if supported:
-        reasons[id(supported[-1].weight)] = "last layer, assumed to be the classifier"
+        reasons[id(stem.weight)] = Reason(f"stem: reads the image ({stem.weight.shape[1]} channels)")
+    reasons |= _output_layers(model, weights, facts)
     for weight in supported:
         if weight.parts > 1 and is_convolution(weight.module) and not weight.lazy:
             depthwise = weight.weight.shape[1] == 1
             kind = "depthwise convolution" if depthwise else f"grouped convolution ({weight.parts} groups)"
-            reasons[id(weight.weight)] = kind
+            reasons[id(weight.weight)] = Reason(kind)
+    for weight in supported:
+        if not weight.weight.requires_grad:
+            reasons[id(weight.weight)] = Reason("frozen: requires_grad is False", FROZEN)
+        if facts is not None and id(weight.weight) in facts.unreached:
+            reasons[id(weight.weight)] = Reason("inference on the example never uses it", UNREACHED)
     for name, module in model.named_modules():
         where = f"{name}.smartprune_skip" if name else "smartprune_skip"
         if patterns := as_patterns(getattr(module, "smartprune_skip", ()), where):  # a pattern need not match: heads are optional
-            reasons |= {id(c.weight): "listed in smartprune_skip" for c in candidates(module) if c.matches(patterns)}
+            reasons |= {id(c.weight): Reason("listed in smartprune_skip") for c in candidates(module) if c.matches(patterns)}
     return reasons
 
 
-def _transformed(candidate: Candidate) -> str | None:
-    if zeros_survive(candidate.module):
+def _output_layers(model: nn.Module, weights: Sequence[Sequence[Candidate]], facts: Facts | None) -> dict[int, Reason]:
+    if facts is not None:
+        return dict.fromkeys(facts.heads, Reason("output layer: no other layer reads its result", OUTPUT))
+    users = {user.module_name: user for user in candidates(model) if user.supported}  # a tied weight has several
+    trained = any(user.weight.requires_grad for user in users.values())
+    positions = [Position(name, user.module, trained and not user.weight.requires_grad) for name, user in users.items()]
+    return {id(users[name].weight): Reason(text, OUTPUT) for name, text in heads_by_position(positions, model).items()}
+
+
+def _unprunable(users: Sequence[Candidate]) -> Reason | None:
+    """Why a weight cannot be pruned even if ``include`` names it."""
+    first = users[0]
+    layers = [user for user in users if user.supported]
+    if isinstance(first.module, nn.Embedding) and layers:
+        return Reason(f"embedding, tied to the output layer {layers[-1].name}", OUTPUT)
+    text = _unsupported(first) or _tie_mismatch(users)
+    return None if text is None else Reason(text)
+
+
+def _named_in_skip(users: Sequence[Candidate], excluded: Sequence[Pattern]) -> Reason | None:
+    return Reason("named in skip") if any(user.matches(excluded) for user in users) else None
+
+
+def _transformed(users: Sequence[Candidate], included: Sequence[Pattern], facts: Facts | None) -> Reason | None:
+    """Why zeros of a weight would be no zeros of inference, if so. Raises if ``include`` gives its full name."""
+    weight = users[0]
+    if facts is not None and id(weight.weight) in facts.transformed:
+        text = "the model transforms this weight before use, so zeros do not survive"
+    elif not all(zeros_survive(user.module) for user in users):
+        text = "transforms its weight (weight standardization?), so zeros do not survive"
+    else:
         return None
-    return "transforms its weight (weight standardization?), so zeros do not survive"
+    names = [pattern for pattern in included if isinstance(pattern, str) and not set(pattern) & set("*?[")]
+    if any(user.matches(names) for user in users):
+        raise SmartpruneError(
+            f"include: {weight.name} cannot be pruned: {text}, and the receipt would count zeros that inference does not have; "
+            "leave it out of include, or make the layer compute with its weight itself"
+        )
+    return Reason(text, TRANSFORMED)
 
 
 def _unsupported(candidate: Candidate) -> str | None:

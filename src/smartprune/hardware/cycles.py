@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..core.block import Block
 from ..core.budget import InfeasibleBudgetError, ResolvedBudget, Scope, as_scope, as_share
 from ..core.hard import floor_blocks
-from ..core.layers import Layer, find_layers
+from ..core.layers import Layer, every_layer
 from ..core.usage import Call, find_calls
 from ..errors import SmartpruneError
 from .npu import NPU
@@ -108,7 +108,7 @@ class CycleBudget:
 
     def resolve(self, model: nn.Module, layers: Sequence[Layer]) -> ResolvedBudget:
         """A block costs the slope of a line near the latency of its layer. Where the lines start is taken off the limit."""
-        counted = layers if self.of == "layers" else find_layers(model, Block(1, None, None), include="*")[0]
+        counted = layers if self.of == "layers" else every_layer(model, Block(1, None, None))[0]
         calls = find_calls(model, [*layers, *counted], self.example)
         if not any(calls[layer.name] for layer in layers):
             raise SmartpruneError("cycles: the example reaches none of the layers to prune; give an input of the model")

@@ -15,7 +15,7 @@ from ..artifacts.counts import Count
 from ..artifacts.source import Model, Source, check_not_masked, read_source
 from ..core.block import Block
 from ..core.budget import as_share
-from ..core.layers import Layer, Skipped, candidates, find_layers
+from ..core.layers import Layer, Skipped, candidates, every_layer
 from ..core.occupancy import occupied
 from ..core.transforms import zeros_survive
 from ..core.usage import Call, find_calls
@@ -43,7 +43,7 @@ def estimate(
         block = (npu.rows, npu.columns) if source.receipt is None else source.receipt.block
     block = Block.of(block)
     check_not_masked(model.state_dict(), type(model).__name__)
-    layers, skipped = find_layers(model, block, include="*") if next(candidates(model), None) else ((), ())
+    layers, skipped = every_layer(model, block) if next(candidates(model), None) else ((), ())
     calls = find_calls(model, layers, example)
     rows = [_layer_cycles(npu, layer, calls[layer.name], _live_blocks(model, layer, source)) for layer in layers]
     if not any(row.calls for row in rows):

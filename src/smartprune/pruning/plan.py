@@ -8,7 +8,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +17,7 @@ from ..core.block import Block
 from ..core.budget import Budget, ExactCost, ResolvedBudget, as_share, block_macs, describe, min_keep
 from ..core.budget import blocks as blocks_budget
 from ..core.layers import Layer, Patterns, Skipped, find_layers
+from ..core.observe import observe
 from ..core.usage import measure
 from ..core.vector import Blocks
 from ..errors import SmartpruneError
@@ -197,7 +197,8 @@ def plan(
 
     ``sparsity`` is the share of blocks to remove, ``budget`` any other budget; with neither, the plan only shows the
     blocks. ``floor`` is the least share of its blocks that every layer keeps. ``include`` and ``skip`` choose layers by
-    glob or by type. With ``example``, one input of the model, MACs are counted. A budget that cannot be met is reported
+    glob or by type. With ``example``, one input of the model, MACs are counted, and the layers to skip by default are found
+    by what the model does with each weight instead of by position and name. A budget that cannot be met is reported
     (``feasible``, ``problem``), not raised; :meth:`Plan.require` raises.
 
     >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 20, 1), nn.Flatten(), nn.Linear(20, 10))
@@ -213,21 +214,22 @@ def plan(
         raise SmartpruneError(f"plan: model is a {type(model).__name__}; give a torch.nn.Module")
     budget = _one_budget(sparsity, budget)
     block = Block.of(block)
-    layers, skipped = find_layers(model, block, include, skip)
+    budget_example = getattr(budget, "example", None)
+    example = budget_example if example is None else example
+    facts = None if example is None else observe(model, example)
+    layers, skipped = find_layers(model, block, include, skip, facts)
     if not layers:
         raise SmartpruneError(_nothing_to_prune(model, skipped))
     for layer in layers:
         _check_name(layer)
     least = None if floor is None else min_keep(layers, floor)
     resolved = None if budget is None else _resolve(budget, model, layers, least)
-    budget, budget_example = _without_example(budget)
-    example = budget_example if example is None else example
     usage = None if example is None else measure(model, example)
     return Plan(
         block=block,
         layers=layers,
         skipped=skipped,
-        budget=budget,
+        budget=_without_example(budget),
         resolved=resolved,
         floor=None if floor is None else as_share(floor, "floor"),
         min_keep=least,
@@ -280,12 +282,12 @@ def _resolve(budget: Budget, model: nn.Module, layers: Sequence[Layer], floor: T
     return resolved
 
 
-def _without_example(budget: Budget | None) -> tuple[Budget | None, Any]:
-    """The budget without its example, which may be large and is not needed any more, and the example."""
+def _without_example(budget: Budget | None) -> Budget | None:
+    """The budget without its example, which may be large and is not needed any more."""
     example = getattr(budget, "example", None)
     if example is not None and dataclasses.is_dataclass(budget) and not isinstance(budget, type):
-        budget = dataclasses.replace(budget, example=None)
-    return budget, example
+        return dataclasses.replace(budget, example=None)
+    return budget
 
 
 def _nothing_to_prune(model: nn.Module, skipped: Sequence[Skipped]) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import textwrap
 from typing import TYPE_CHECKING
 
 from .. import text
 from ..budgets import removal
 from ..core.budget import scope
+from ..core.layers import FROZEN, TRANSFORMED, UNREACHED
 from ..core.macs import COUNTED
 
 if TYPE_CHECKING:
@@ -37,7 +39,23 @@ def plan_text(plan: Plan, width: int) -> str:
     if plan.skipped:
         skipped = [(s.name, s.kind, text.format_shape(s.shape), s.reason) for s in plan.skipped]
         lines += ["", *text.table(("not pruned", "kind", "weight", "reason"), skipped, "<<<<", width, (0, 1))]
-    return "\n".join([*lines, "", *_totals(plan)])
+    return "\n".join([*lines, "", *_totals(plan), *_notes(plan, width)])
+
+
+def _notes(plan: Plan, width: int) -> list[str]:
+    """Lines about layers that are left out for a reason that may surprise."""
+    meanings = {
+        UNREACHED: "inference never uses {}, so the budget does not count them; include= prunes them anyway",
+        FROZEN: "frozen, so not pruned: {}; include= prunes them anyway",
+        TRANSFORMED: "transformed before use, so zeros would not survive: {}",
+    }
+    lines = []
+    for cause, meaning in meanings.items():
+        names = [layer.name for layer in plan.skipped if layer.cause == cause]
+        if names:
+            note = meaning.format(text.some_names(names))
+            lines += textwrap.wrap(note, width, initial_indent="note     ", subsequent_indent=" " * 9, break_on_hyphens=False)
+    return lines
 
 
 def _totals(plan: Plan) -> list[str]:

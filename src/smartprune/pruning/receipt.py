@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .. import __version__
+from .. import __version__, text
 from ..artifacts.counts import Count, Requested, Row
 from ..artifacts.receipt import Receipt, plain_settings
 from ..core.budget import block_macs, scope
 from ..core.layers import Layer
 from ..core.occupancy import map_hash, occupied, pack_bits
 from ..errors import SmartpruneError
+from ..fields import MAX_TEXT
 
 if TYPE_CHECKING:
     from .plan import Plan
@@ -56,7 +57,13 @@ def make_receipt(
         model_macs=None if plan.model_macs is None else Count(plan.model_macs, plan.model_macs - removed_macs),
         mask_hash=map_hash(plan.block, maps),
         not_counted=plan.not_counted,
+        not_pruned=tuple((_text(s.name), _text(s.reason)) for s in plan.skipped if s.cause),
     )
+
+
+def _text(value: str) -> str:
+    """A text that a receipt can store."""
+    return text.shorten(text.escape(value), MAX_TEXT)
 
 
 def _occupied(layer: Layer, weight: Tensor, kept: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..core.block import Block
 from ..core.kinds import is_masked
-from ..core.layers import candidates, find_layers
+from ..core.layers import candidates, every_layer
 from ..core.occupancy import occupied
 from ..errors import SmartpruneError
 from .fallback import replace_layers
@@ -122,7 +122,7 @@ def _examples(example: Tensor | Sequence[Any] | None) -> list[tuple[Any, ...]]:
 
 
 def _check_block(model: nn.Module, block: Block) -> None:
-    layers = find_layers(model, block, include="*")[0] if next(candidates(model), None) else ()
+    layers = every_layer(model, block)[0] if next(candidates(model), None) else ()
     for layer in layers:
         owner, attribute = layer.sites[0]
         if not occupied(layer.grid, getattr(model.get_submodule(owner), attribute)).all():
