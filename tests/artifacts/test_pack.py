@@ -299,7 +299,7 @@ def test_verify_and_report_read_packed_files(tmp_path: Path) -> None:
             assert result.mask_hash == receipt.mask_hash
             assert result.receipt is not None
             assert result.receipt.to_json() == receipt.to_json()
-        of_file, of_model = sp.report(tmp_path / "p"), sp.report(model, (4, 4))
+        of_file, of_model = sp.report(tmp_path / "p"), sp.report(model, receipt=receipt)
         assert [row.to_json() for row in of_file.layers] == [row.to_json() for row in of_model.layers]  # with groups and axes
         assert (of_file.params, of_file.zeros, of_file.block) == (
             of_model.params,

@@ -37,10 +37,10 @@ def _columns(view: View) -> list[tuple[str, str]]:
     """Title and classes of every column."""
     columns = [("Layer", ""), ("Weight", "nowrap wide"), ("Kept / blocks", "num wide"), ("Blocks kept", ""), ("Sparsity", "num")]
     if _has_macs(view):
-        columns += [("MACs kept", ""), ("Kept / MACs", "num wider"), ("Share of the pruned layers\u2019 MACs", "num wider")]
+        columns += [("MACs kept", "wide"), ("Kept / MACs", "num wider"), ("Share of the pruned layers\u2019 MACs", "num wider")]
     else:
         columns += [("Kept / weights", "num wide")]
-    return [*columns, ("Cycles", "num")] if _has_cycles(view) else columns
+    return [*columns, ("Cycles, pruned / dense", "num")] if _has_cycles(view) else columns
 
 
 def _has_macs(view: View) -> bool:

@@ -26,7 +26,11 @@ def comparison_page(comparison: Comparison, charts: Sequence[Chart]) -> str:
     best = max(comparison.rows, key=lambda row: row.difference)
     summary = tiles(
         [
-            ("Runs", f"{len(runs)}", f"{len(methods)} methods, {len(comparison.groups())} groups of comparable runs"),
+            (
+                "Runs",
+                f"{len(runs)}",
+                f"{_number(len(methods), 'method')}, {_number(len(comparison.groups()), 'group')} of comparable runs",
+            ),
             (
                 "Best change by pruning",
                 f"{100 * best.difference:+.2f} points".replace("-", MINUS),
@@ -42,8 +46,8 @@ def comparison_page(comparison: Comparison, charts: Sequence[Chart]) -> str:
     if left_out:
         left_out = f"<h2>Left out</h2><ul>{left_out}</ul>"
     body = (
-        f'{header("smartprune compare")}<main id="main"><h1>Comparison of {len(runs)} finished runs</h1>{summary}'
-        f"<h2>Metric over sparsity</h2>{figures}{sections}{left_out}</main>"
+        f'{header("smartprune compare")}<main id="main"><h1>Comparison of {_number(len(runs), "finished run")}</h1>{summary}'
+        f"<h2>Metric over the share requested</h2>{figures}{sections}{left_out}</main>"
     )
     return html_page("Comparison of runs", body, {"layers": [], "charts": [], "first": 0})
 
@@ -74,6 +78,11 @@ def _section(group: Group, rows: Sequence[Row]) -> str:
         f'<div class="scroll" tabindex="0" role="region" aria-label="{html_text(f"Runs of {model} on {data}")}"><table>'
         f"<thead><tr>{titles}</tr></thead><tbody>{''.join(lines)}</tbody></table></div>"
     )
+
+
+def _number(count: int, noun: str) -> str:
+    """A count with its noun, in the plural if needed."""
+    return f"{count} {noun}" + ("" if count == 1 else "s")
 
 
 def _removed(row: Row) -> str:
