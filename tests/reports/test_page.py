@@ -253,7 +253,7 @@ def test_comparison_page_has_a_chart_and_a_table(run: Path, tmp_path: Path) -> N
     page = (tmp_path / "c.html").read_text()
     result = json.loads((run / "result.json").read_text())
     assert f"{100 * result['pruned']:.2f}" in page
-    assert "Metric over sparsity" in page
+    assert "Metric over the requested share" in page
     assert [tag for tag, _ in HtmlPage(page).tags].count("svg") == 1
 
 

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+import smartprune as sp
 from helpers import training_jobs
 from helpers.browser import MISSING, Browser
 from helpers.hostile_names import HOSTILE
+from helpers.pruned_models import model_and_receipt
 from smartprune.artifacts.receipt import Receipt
 from smartprune.reports.page import write_page
 from smartprune.run_files import PAGE
@@ -242,4 +244,29 @@ def test_zooming_a_million_blocks_is_smooth(browser: Browser, tmp_path: Path) ->
     )
     assert len(times) == 12
     assert sorted(times)[6] < 200  # about 20 on an idle machine; this one may be busy
+    assert browser.logs()[0] == []
+
+
+@pytest.mark.parametrize("width", [400, 800, 1400])
+def test_nothing_is_clipped_on_the_page_of_a_file_with_its_receipt(browser: Browser, tmp_path: Path, width: int) -> None:
+    torch.manual_seed(0)
+    model, receipt = model_and_receipt("unet", (4, 8), 0.6)
+    cycles = sp.NPU.edge().estimate(model, torch.randn(1, 3, 8, 8), (4, 8))
+    torch.save(model.state_dict(), tmp_path / "a.pt")
+    write_page(tmp_path / "page.html", tmp_path / "a.pt", estimate=cycles, receipt=receipt)
+    browser.open(tmp_path / "page.html", width)
+    assert browser.run("return document.documentElement.scrollWidth") == width
+    assert browser.run("return [...document.querySelectorAll('.scroll')].filter((e) => e.scrollWidth > e.clientWidth).length") == 0
+    outside = browser.run(
+        """return [...document.querySelectorAll('svg text')].filter((e) => {
+          const a = e.getBoundingClientRect(), b = e.closest('svg').getBoundingClientRect();
+          return a.left < b.left - 1 || a.right > b.right + 1 || a.top < b.top - 1 || a.bottom > b.bottom + 1;
+        }).map((e) => e.textContent)"""
+    )
+    assert outside == []
+    hidden = browser.run(
+        """return [...document.querySelectorAll('main *')].filter((e) => getComputedStyle(e).overflowX === 'hidden'
+          && !e.closest('svg') && e.clientWidth && e.scrollWidth > e.clientWidth + 1).map((e) => e.outerHTML.slice(0, 80))"""
+    )
+    assert hidden == []
     assert browser.logs()[0] == []

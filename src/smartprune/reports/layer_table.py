@@ -35,12 +35,12 @@ def layer_table(view: View, numbers: Mapping[str, int]) -> str:
 
 def _columns(view: View) -> list[tuple[str, str]]:
     """Title and classes of every column."""
-    columns = [("Layer", ""), ("Weight", "nowrap wide"), ("Kept / blocks", "num wide"), ("Blocks kept", ""), ("Sparsity", "num")]
+    columns = [("Layer", ""), ("Weight", "nowrap mid"), ("Kept / blocks", "num wide"), ("Blocks kept", ""), ("Sparsity", "num")]
     if _has_macs(view):
         columns += [("MACs kept", "wide"), ("Kept / MACs", "num wider"), ("Share of the pruned layers\u2019 MACs", "num wider")]
     else:
         columns += [("Kept / weights", "num wide")]
-    return [*columns, ("Cycles, pruned / dense", "num")] if _has_cycles(view) else columns
+    return [*columns, ("Cycles, pruned / dense", "num wide")] if _has_cycles(view) else columns
 
 
 def _has_macs(view: View) -> bool:

@@ -47,7 +47,7 @@ def comparison_page(comparison: Comparison, charts: Sequence[Chart]) -> str:
         left_out = f"<h2>Left out</h2><ul>{left_out}</ul>"
     body = (
         f'{header("smartprune compare")}<main id="main"><h1>Comparison of {_number(len(runs), "finished run")}</h1>{summary}'
-        f"<h2>Metric over the share requested</h2>{figures}{sections}{left_out}</main>"
+        f"<h2>Metric over the requested share</h2>{figures}{sections}{left_out}</main>"
     )
     return html_page("Comparison of runs", body, {"layers": [], "charts": [], "first": 0})
 
