@@ -1,6 +1,6 @@
 """Which models of other packages can be pruned, exported and run?
 
-python bench/hosts.py [--only GLOB ...] [--again] [--record]
+python bench/hosts.py [--only GLOB ...] [--stages STAGE ...] [--again] [--record]
 
 Takes every model of tests/helpers/hosts through every stage: plan, attach, train, bake, an independent count of the blocks, verify,
 pack, ONNX, accelerate, report and copies. Each model runs in a process of its own, with a limit on time and memory. The results are
@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Callable
 from fnmatch import fnmatchcase
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -30,6 +31,8 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from helpers.hosts import stages  # noqa: E402
 from helpers.hosts.models import HOSTS, missing_package  # noqa: E402
+from smartprune.errors import SmartpruneError  # noqa: E402
+from smartprune.experiments.compare.record import git_commit, save_record  # noqa: E402
 
 PACKAGES = ["torch", "timm", "torchvision", "transformers", "ultralytics", "segmentation-models-pytorch", "monai", "diffusers"]
 PACKAGES += ["onnx", "onnxscript", "onnxruntime"]
@@ -40,34 +43,31 @@ NOTE = (
 LONGEST_REASON = 240
 
 
-def run_stages(host: str, path: Path, folder: Path) -> None:
-    """Runs one model in this process and writes what is known after every stage."""
+def run_stages(host: str, path: Path, folder: Path, chosen: list[str]) -> None:
+    """Runs one model in this process and writes what is known after every stage. Stages that are not chosen keep their results."""
     import torch
 
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    result: dict[str, Any] = {"host": host, "stages": {}, "running": "build"}
-    path.write_text(json.dumps(result))
-    run, reason = None, ""
-    try:
-        run = stages.HostRun(host, folder)
-    except Exception as error:  # code of the package can raise anything
-        reason = describe(error)
-    for name, check in stages.STAGES.items():
+    result = json.loads(path.read_text())
+    run = stages.HostRun(host, folder)
+
+    def passes(name: str, check: Callable[[stages.HostRun], str]) -> bool:
         result["running"] = name
         path.write_text(json.dumps(result))
         began = time.perf_counter()
         try:
-            if run is None or (name not in stages.LIFE and run.receipt is None):
-                entry = {"outcome": "-", "reason": reason}
-            else:
-                entry = {"outcome": check(run)}
-        except Exception as error:
+            entry = {"outcome": check(run)}
+        except Exception as error:  # code of the package can raise anything
             outcome = "nothing to prune" if isinstance(error, stages.NothingToPruneError) else "fails"
             entry = {"outcome": outcome, "reason": describe(error)}
-            if name in stages.LIFE:
-                run, reason = None, ""
-        result["stages"][name] = entry | {"seconds": round(time.perf_counter() - began, 1)}
+        result["stages"][name] = {**entry, "seconds": round(time.perf_counter() - began, 1)}
+        return "reason" not in entry
+
+    if all(passes(name, check) for name, check in stages.LIFE.items()):
+        for name, check in stages.USES.items():
+            if name in chosen:
+                passes(name, check)
     result["running"] = None
     path.write_text(json.dumps(result))
 
@@ -75,18 +75,18 @@ def run_stages(host: str, path: Path, folder: Path) -> None:
 def describe(error: BaseException) -> str:
     """The first line of an error, without folders of this machine."""
     line = next((line for line in str(error).splitlines() if line.strip()), "no message")
-    text = (
-        line
-        if type(error).__name__ in ("AssertionError", "SmartpruneError", "NothingToPruneError")
-        else f"{type(error).__name__}: {line}"
-    )
-    text = re.sub(r"(?:/[\w.@+-]+)+/([\w.-]+)", r"\1", text)
-    return text if len(text) <= LONGEST_REASON else text[: LONGEST_REASON - 3] + "..."
+    if not isinstance(error, (AssertionError, SmartpruneError, stages.NothingToPruneError)):
+        line = f"{type(error).__name__}: {line}"
+    line = re.sub(r"(?:/[\w.@+-]+)+/([\w.-]+)", r"\1", line)
+    return line if len(line) <= LONGEST_REASON else line[: LONGEST_REASON - 3] + "..."
 
 
-def run_limited(host: str, path: Path, seconds: int, gigabytes: int) -> None:
+def run_limited(host: str, path: Path, chosen: list[str], seconds: int, gigabytes: int) -> None:
     """Runs one model in another process. Its result says where it stopped if it was killed."""
-    command = [sys.executable, __file__, "--child", host, "--result", str(path)]
+    known = json.loads(path.read_text())["stages"] if path.exists() else {}
+    kept = {name: entry for name, entry in known.items() if name not in chosen and name not in stages.LIFE}
+    path.write_text(json.dumps({"host": host, "commit": git_commit(), "stages": kept, "running": "plan"}))
+    command = [sys.executable, __file__, "--child", host, "--result", str(path), "--stages", *chosen]
 
     def limit_memory() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (gigabytes << 30, gigabytes << 30))
@@ -98,8 +98,7 @@ def run_limited(host: str, path: Path, seconds: int, gigabytes: int) -> None:
         problem = f"stopped after {seconds} s"
     if problem:
         result = json.loads(path.read_text())
-        stage = result["running"] if result["running"] in stages.STAGES else "plan"
-        result["stages"][stage] = {"outcome": "fails", "reason": problem}
+        result["stages"][result["running"]] = {"outcome": "fails", "reason": problem}
         path.write_text(json.dumps(result))
 
 
@@ -138,10 +137,9 @@ def rows_of(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def record(folder: Path) -> None:
-    from smartprune.experiments.compare.record import save_record
-
     results = [json.loads(path.read_text()) for host in HOSTS if (path := result_path(folder, host)).exists()]
-    settings = {"versions": versions(), "models": [result["host"] for result in results]}
+    commits = sorted({str(result["commit"]) for result in results})
+    settings = {"versions": versions(), "commits": commits, "models": [result["host"] for result in results]}
     packages = ", ".join(f"{name} {number}" for name, number in versions().items())
     machine = f"{platform.machine()}, 1 thread, Python {platform.python_version()}, {packages}"
     save_record(
@@ -157,8 +155,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=["*"], metavar="GLOB", help="models to run, such as 'timm/*'")
     parser.add_argument("--again", action="store_true", help="run models that have a result")
+    parser.add_argument(
+        "--stages", nargs="+", default=list(stages.USES), choices=list(stages.USES), help="stages after bake to run"
+    )
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "hosts")
-    parser.add_argument("--seconds", type=int, default=400, help="time limit per model")
+    parser.add_argument("--seconds", type=int, default=600, help="time limit per model")
     parser.add_argument("--gigabytes", type=int, default=12, help="limit on the address space of a model's process")
     parser.add_argument("--record", action="store_true")
     parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -166,7 +167,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.child:
         with tempfile.TemporaryDirectory() as folder:
-            run_stages(args.child, args.result, Path(folder))
+            run_stages(args.child, args.result, Path(folder), args.stages)
         return
     args.folder.mkdir(parents=True, exist_ok=True)
     for host in HOSTS:
@@ -177,7 +178,7 @@ def main() -> None:
             print(f"{host}: {package} is not installed")
             continue
         began = time.perf_counter()
-        run_limited(host, path, args.seconds, args.gigabytes)
+        run_limited(host, path, args.stages, args.seconds, args.gigabytes)
         entries = json.loads(path.read_text())["stages"]
         cells = " ".join(f"{name}={entry['outcome'].replace(' ', '')}" for name, entry in entries.items())
         print(f"{host} ({time.perf_counter() - began:.0f} s): {cells}", flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +32,7 @@ HOSTS = {f"{package}/{name}": make for package, table in TABLES.items() for name
 
 def make(host: str, seed: int = 0) -> Made:
     """The model and an example. Equal seeds give equal weights."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     declare_operators()
     torch.manual_seed(seed)
     model, example = HOSTS[host]()

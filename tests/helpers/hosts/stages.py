@@ -199,6 +199,7 @@ def check_pack(run: HostRun) -> str:
     """A packed file is smaller, and restores every bit in a fresh model."""
     path = run.folder / "packed"
     sp.pack(run.model, path, receipt=run.baked())
+    assert sp.verify(path).ok
     fresh, _ = make(run.host, seed=1)
     sp.unpack(path, fresh)
     stored = fresh.state_dict()
@@ -215,6 +216,7 @@ def check_onnx(run: HostRun) -> str:
 
     path = run.folder / "model.onnx"
     sp.export_onnx(run.model, path, run.example, receipt=run.baked())
+    assert sp.verify(path).ok
     session = onnxruntime.InferenceSession(path.read_bytes(), providers=["CPUExecutionProvider"])
     names = [entry.name for entry in session.get_inputs()]
     if isinstance(run.example, Mapping) and set(names) <= set(run.example):
