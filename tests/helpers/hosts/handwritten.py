@@ -56,6 +56,31 @@ class Translator(nn.Module):
         return self.classify(hidden)
 
 
+class Captioner(nn.Module):
+    """A recurrent cell that attends to an image, whose features have another width."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 24, 8, stride=8)
+        self.start = nn.Parameter(torch.zeros(1, 32))
+        self.attend = nn.MultiheadAttention(32, 2, kdim=24, vdim=24, batch_first=True)
+        self.remember = nn.GRUCell(32, 32)
+        self.refine = nn.LSTMCell(32, 36)
+        self.classify = nn.Linear(36, 50)
+
+    def forward(self, image: Tensor) -> Tensor:
+        features = self.stem(image).flatten(2).transpose(1, 2)
+        hidden = self.start.expand(image.shape[0], -1)
+        state = None
+        words = []
+        for _ in range(3):
+            seen, _ = self.attend(hidden[:, None], features, features, need_weights=False)
+            hidden = self.remember(seen[:, 0], hidden)
+            state = self.refine(hidden, state)
+            words.append(self.classify(state[0]))
+        return torch.stack(words, 1)
+
+
 def tagger() -> tuple[nn.Module, Any]:
     return Tagger(), torch.randint(0, 100, (2, 12))
 
@@ -68,8 +93,13 @@ def translator() -> tuple[nn.Module, Any]:
     return Translator(), (torch.randint(0, 100, (2, 9)), torch.randint(0, 100, (2, 7)))
 
 
+def captioner() -> tuple[nn.Module, Any]:
+    return Captioner(), torch.randn(2, 3, 32, 32)
+
+
 MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
     "lstm_tagger": tagger,
     "conv3d_net": volumes,
     "nn_transformer": translator,
+    "cells_and_attention": captioner,
 }

@@ -161,8 +161,8 @@ def layout(module: nn.Module, attribute: str) -> tuple[bool, int]:
     """Whether a weight stores its input axis first, and into how many segments its first axis is divided."""
     if isinstance(module, nn.MultiheadAttention) and attribute == "in_proj_weight":
         return False, 3
-    if isinstance(module, nn.RNNBase):
-        return False, {"LSTM": 4, "GRU": 3}.get(module.mode, 1)
+    if isinstance(module, (nn.LSTMCell, nn.GRUCell)):
+        return False, 4 if isinstance(module, nn.LSTMCell) else 3
     transposed = isinstance(module, (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d))
     return transposed or type(module).__name__ == "Conv1D", int(getattr(module, "groups", 1))
 
