@@ -16,7 +16,7 @@ import smartprune as sp
 from helpers.hosts.models import make, missing_package
 from helpers.hosts.stages import BLOCK, FLOOR, SPARSITY, call
 
-HEADS = {  # the layers that compute the outputs
+HEADS = {  # the layers that compute the outputs; MONAI adds the input of its last layer to its output, so that one has no head
     "ultralytics/yolov8n": r"model\.22\.cv[23]\.[012]\.2",
     "ultralytics/yolo11n": r"model\.23\.cv[23]\.[012]\.2",
     "ultralytics/yolo11n-seg": r"model\.23\.cv[234]\.[012]\.2",
@@ -30,7 +30,6 @@ HEADS = {  # the layers that compute the outputs
     "transformers/segformer": r"decode_head\.classifier",
     "transformers/llama": r"lm_head",
     "segmentation_models_pytorch/Unet": r"segmentation_head\.0",
-    "monai/UNet_3d": r"model\.2\.1\.conv\.unit0\.conv",
     "diffusers/UNet2DModel": r"conv_out",
     "torch/lstm_tagger": r"classify",
 }
