@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .runtime import accelerate
     from .topk import hard_topk, soft_topk
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "METHODS",

@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 import runpy
 import tomllib
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+import smartprune
 
 ROOT = Path(__file__).parents[2]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -84,3 +87,37 @@ def test_the_workflow_runs_every_declared_version_of_python() -> None:
     workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
     run = set(re.findall(r"python: \[(.*)\]", workflow)[0].replace('"', "").replace(" ", "").split(","))
     assert run == declared
+
+
+def released(text: str, pattern: str) -> tuple[str, date]:
+    """The version and the date that a file states."""
+    match = re.search(pattern, text, re.M)
+    assert match is not None
+    return match[1], date.fromisoformat(match[2])
+
+
+def test_the_changelog_and_the_citation_name_the_version_and_its_date() -> None:
+    changelog = released((ROOT / "CHANGELOG.md").read_text(), r"\A# Changelog\n(?:[^#].*\n|\n)*## (\S+) \((\S+)\)$")
+    citation = released((ROOT / "CITATION.cff").read_text(), r"^version: (\S+)\ndate-released: (\S+)$")
+    assert changelog == citation
+    assert changelog[0] == smartprune.__version__
+
+
+def test_pre_commit_hooks_run_the_commands_of_make_lint() -> None:
+    hooks = set(re.findall(r"entry: \.venv/bin/(\w+(?: \w+)?)", (ROOT / ".pre-commit-config.yaml").read_text()))
+    recipe = re.search(r"^lint:.*\n((?:\t.*\n)+)", MAKEFILE, re.M)
+    assert recipe is not None
+    assert hooks == set(re.findall(r"\$\(BIN\)/(\w+(?: format| check)?)", recipe[1]))
+
+
+def test_the_page_on_versions_names_what_the_workflow_runs() -> None:
+    page = (ROOT / "docs" / "stability.md").read_text()
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    for name in ("python", "torch"):
+        versions = re.findall(rf"{name}: \[(.*)\]", workflow)[0].replace('"', "").replace(" ", "").split(",")
+        row = re.search(rf"^\| {'PyTorch' if name == 'torch' else 'Python'} \|(.*)\|$", page, re.M)
+        assert row is not None
+        assert all(re.search(rf"\b{re.escape(version.removesuffix('.0'))}\b", row[1]) for version in versions), name
+    least = re.search(r"torch>=([\d.]+)", "".join(PROJECT["project"]["dependencies"]))
+    assert least is not None
+    assert least[1] == min(re.findall(r"\d\.\d+", workflow.partition("torch: [")[2].partition("]")[0]))

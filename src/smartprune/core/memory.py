@@ -29,6 +29,7 @@ def address_of(tensor: Tensor, where: str) -> int:
     with operations of their own: they have no memory, or store something else there. Raises an error that starts with ``where``
     if the memory was freed.
 
+    >>> import torch
     >>> address_of(torch.zeros(3), "example") == 0
     False
     """
