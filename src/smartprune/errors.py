@@ -9,7 +9,16 @@ MEMORY_MESSAGES = ("allocate memory", "not enough memory", "out of memory")  # p
 
 
 class SmartpruneError(Exception):
-    """An error whose message says where it happened, what was given, what is allowed and what to do."""
+    """The error type of smartprune. Its message says where it happened, what was given, what is allowed and what to do.
+
+    Examples:
+        >>> import smartprune as sp
+        >>> try:
+        ...     sp.blocks(97)
+        ... except sp.SmartpruneError as error:
+        ...     print(error)
+        blocks=97 is outside [0, 1): it is the share to remove; write blocks=0.97
+    """
 
 
 @contextmanager

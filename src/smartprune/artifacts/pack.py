@@ -106,15 +106,39 @@ def pack(
     block: Block | str | Sequence[int | None] | None = None,
     receipt: Receipt | None = None,
 ) -> Packed:
-    """Writes a model without its zero blocks. :func:`unpack` restores it bit for bit, except that ``-0.0`` in a block of zeros
-    becomes ``0.0``.
+    """Writes a model without its zero blocks.
 
-    ``model`` is a baked or any other plain model, a state dict, a file or a run folder; it is not changed. ``receipt`` is stored
-    in the file after it was checked against the weights; the receipt of a run folder is found. It also says which block to use,
-    as does a packed file. A weight whose blocks would save no bytes is stored unchanged.
+    :func:`unpack` restores it bit for bit, except that ``-0.0`` in a block of zeros becomes ``0.0``. A weight whose blocks would
+    save
+    no bytes is stored unchanged. The model does not change.
 
-    A state dict or a plain file does not say which layers are transposed or grouped. Weights that no receipt lists are cut as
-    (out, in, ...), and the result names them (``assumed``).
+    A state dict or a plain file does not say which layers are transposed or grouped. Weights that no receipt lists are then read
+    as
+    (out, in, ...), and ``assumed`` of the result names them.
+
+    Args:
+        model: A baked or any other plain model, a state dict, a file or a run folder.
+        path: The file to write; by convention it ends in ``.packed.safetensors``.
+        block: The size of a block. By default that of the receipt or of the packed file.
+        receipt: The receipt of the pruning. It is checked against the weights and stored in the file. The receipt of a run folder
+            is
+            found.
+
+    Returns:
+        The sizes of the dense and of the packed file, with a row per weight.
+
+    Raises:
+        SmartpruneError: No block is known, the weights do not match the receipt, or the model is still masked.
+
+    Examples:
+        >>> import smartprune as sp
+        >>> import os, tempfile
+        >>> weight = torch.zeros(32, 32)
+        >>> weight[:8, :8] = 1
+        >>> path = os.path.join(tempfile.mkdtemp(), "net.packed.safetensors")
+        >>> packed = sp.pack({"fc.weight": weight}, path, block=(8, 8))
+        >>> packed.layers[0].blocks.kept, torch.equal(sp.unpack(path)["fc.weight"], weight)
+        (1, True)
     """
     target = as_path(path, "pack: path")
     source = _source(model)
@@ -158,10 +182,28 @@ def packed_sizes(model: Model, block: Block, network: nn.Module | None = None, r
 
 
 def unpack(path: str | os.PathLike[str], model: nn.Module | None = None, *, limit: int | None = None) -> dict[str, Tensor]:
-    """The plain state dict of a packed file. If ``model`` is given, it is loaded into the model as well.
+    """Reads a packed file into a plain state dict.
 
-    Names, shapes and dtypes must match the model; otherwise nothing is loaded. ``limit`` is the most bytes that the tensors may
-    take, because a small file can claim any size. The default is 1 GiB, or 1000 times the size of a larger file.
+    Args:
+        path: The packed file.
+        model: If given, the weights are loaded into it as well. Names, shapes and dtypes must match; otherwise nothing is loaded.
+        limit: The most bytes that the tensors may take, because a small file can claim any size. The default is 1 GiB, or 1000
+            times
+            the size of a larger file.
+
+    Returns:
+        The state dict.
+
+    Raises:
+        SmartpruneError: The file is missing or damaged, exceeds the limit, or does not match the model.
+
+    Examples:
+        >>> import smartprune as sp
+        >>> import os, tempfile
+        >>> path = os.path.join(tempfile.mkdtemp(), "net.packed.safetensors")
+        >>> _ = sp.pack({"fc.weight": torch.zeros(32, 32), "fc.bias": torch.ones(2)}, path, block=(8, 8))
+        >>> sp.unpack(path)["fc.bias"]
+        tensor([1., 1.])
     """
     if limit is not None and (type(limit) is not int or limit < 0):
         raise SmartpruneError(f"unpack: limit={limit!r} must be a number of bytes, such as 2**30")

@@ -30,10 +30,32 @@ MAX_NAMES = 1000
 
 @dataclass(frozen=True)
 class Receipt:
-    """What was requested, and what pruning achieved. :func:`smartprune.bake` returns it; :func:`smartprune.verify` checks it.
+    """What was requested and what pruning achieved. :func:`smartprune.bake` returns it, and :func:`smartprune.verify` checks it.
 
-    ``model_macs`` are those of all convolutions, matrix products, attention and recurrent layers that ran; ``not_counted`` names
-    the operators whose MACs are not known. It is None in older receipts, which count convolutions and linear layers only.
+    Attributes:
+        version: The version of smartprune.
+        method: The name of the method.
+        settings: The settings of the method.
+        block: The size of a block.
+        floor: The smallest share of its blocks that every layer keeps, or None.
+        requested: The budget, and how much of it is used. None if there was no budget.
+        layers: A row per pruned layer.
+        model_weights: Weights of the whole model.
+        model_macs: MACs of the whole model for one sample, or None.
+        mask_hash: The hash of the kept blocks.
+        not_counted: Operators that ran and whose MACs are not known. In receipts of older versions it is None, and ``model_macs``
+            counts convolutions and linear layers only.
+        not_pruned: Names of layers that were left out because of what inference does with them, with the reason.
+
+    Examples:
+        >>> import smartprune as sp
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+        >>> pruner = sp.attach(model, "magnitude", block=(4, 4), sparsity=0.75, steps=1)
+        >>> pruner.freeze()
+        >>> receipt = sp.bake(model)
+        >>> receipt.sparsity, receipt.blocks.kept, receipt.met
+        (0.75, 1, True)
     """
 
     version: str
@@ -51,6 +73,7 @@ class Receipt:
 
     @property
     def blocks(self) -> Count:
+        """Blocks of the pruned layers."""
         return Count.sum([row.blocks for row in self.layers])
 
     @property
@@ -80,11 +103,19 @@ class Receipt:
         return self.requested is None or self.requested.met
 
     def mask(self) -> Tensor:
-        """The kept blocks of all layers, bool [N]."""
+        """The kept blocks of all layers.
+
+        Returns:
+            A bool tensor [N].
+        """
         return cat([row.mask() for row in self.layers])
 
     def to_json(self) -> dict[str, object]:
-        """Plain data, as stored in ``receipt.json``."""
+        """The receipt as plain data, as stored in ``receipt.json``.
+
+        Returns:
+            A dictionary of numbers, strings, lists and dictionaries.
+        """
         requested = self.requested
         not_counted = {} if self.not_counted is None else {"not_counted": list(self.not_counted)}
         return {
@@ -113,11 +144,26 @@ class Receipt:
 
     @staticmethod
     def from_json(data: object, where: str = "receipt") -> Receipt:
-        """Reads plain data that is not trusted: every type, range and sum is checked."""
+        """Reads plain data that is not trusted: every type, range and sum is checked.
+
+        Args:
+            data: What :meth:`to_json` returned.
+            where: The name of the source, for messages.
+
+        Returns:
+            The receipt.
+
+        Raises:
+            SmartpruneError: The data is incomplete or inconsistent.
+        """
         return _read(Fields(data, where))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes JSON. A crash leaves the old file or the new one, never a part of one."""
+        """Writes the receipt as JSON. A crash leaves the old file or the new one, never a part of one.
+
+        Args:
+            path: The file.
+        """
         data = self.to_json()
         rows = ",\n".join(f"  {json.dumps(row.to_json())}" for row in self.layers)
         lines = [f'"{key}": {json.dumps(value, allow_nan=False)}' for key, value in data.items() if key != "layers"]
@@ -126,6 +172,17 @@ class Receipt:
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Receipt:
+        """Reads a receipt from a JSON file.
+
+        Args:
+            path: The file.
+
+        Returns:
+            The receipt.
+
+        Raises:
+            SmartpruneError: The file is missing, incomplete or inconsistent.
+        """
         where = os.fspath(path)
         return Receipt.from_json(parse_json(read_limited(path, MAX_BYTES), where), where)
 

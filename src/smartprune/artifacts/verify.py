@@ -185,22 +185,35 @@ def verify(
     *,
     model: Model | None = None,
 ) -> Verification:
-    """Counts the zero blocks in the stored weights, and lists every difference from the receipt, if there is one.
+    """Counts the zero blocks in stored weights, and lists every difference from the receipt.
 
-    ``stored`` is a model, a state dict, a ``.safetensors`` file, a packed file, an ONNX file, a torch checkpoint or a run
-    folder. A receipt that belongs to it is read as well. Without a receipt, ``block`` is the shape to count (a packed file
-    contains it); without either, common shapes are tried. For a model that is still masked, the unmasked weights count. In an
-    ONNX file weights were scaled or rounded, so kept blocks may have become zero.
+    A receipt that belongs to the file is read as well. In an ONNX file weights were scaled or rounded, so kept blocks may have
+    become
+    zero. For a model that is still masked, the unmasked weights count.
 
     A state dict, a checkpoint and a plain ``.safetensors`` file do not say which layers are transposed or grouped. Weights that
-    no receipt lists are assumed to be (out, in, ...), without groups, and the result names them (``assumed``). To avoid that,
-    give their torch.nn.Module as ``model``. ``verify(model=...)`` alone is the same as ``verify(...)``.
+    no
+    receipt lists are then read as (out, in, ...), and ``assumed`` of the result names them. Give the model to avoid this.
 
-    >>> w = torch.zeros(4, 4)
-    >>> w[:2, :2] = 1
-    >>> result = verify({"fc.weight": w}, block=(2, 2))
-    >>> result.ok, result.zero, result.blocks
-    (True, 3, 4)
+    Args:
+        stored: A model, a state dict, a ``.safetensors`` file, a packed file, an ONNX file, a torch checkpoint or a run folder.
+        block: The size of a block to count if there is no receipt. By default common sizes are tried.
+        receipt: A receipt, its JSON data or its path.
+        model: The ``torch.nn.Module`` that a state dict or a file belongs to.
+
+    Returns:
+        The counts. ``ok`` is true if there is no difference, and ``problems`` lists the differences.
+
+    Raises:
+        SmartpruneError: The weights or the receipt cannot be read.
+
+    Examples:
+        >>> import smartprune as sp
+        >>> weight = torch.zeros(4, 4)
+        >>> weight[:2, :2] = 1
+        >>> result = sp.verify({"fc.weight": weight}, block=(2, 2))
+        >>> result.ok, result.zero, result.blocks
+        (True, 3, 4)
     """
     wanted = None if block is None else Block.of(block)
     source = read_source(*stored_and_network(stored, model, "verify"))

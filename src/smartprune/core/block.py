@@ -16,16 +16,23 @@ from ..errors import SmartpruneError
 
 @dataclass(frozen=True, init=False, repr=False)
 class Block:
-    """An axis-aligned box of a weight. Sizes are in the order (output channels, input channels, *kernel).
+    """The size of a block: an axis-aligned box of a weight.
 
-    ``None`` takes a whole axis. Missing kernel sizes repeat the last given kernel size, or are 1 if there is none:
+    Args:
+        sizes: Output channels, input channels, then the kernel. ``None`` takes a whole axis. Missing kernel sizes repeat the last
+            given kernel size, or are 1 if there is none.
 
-    >>> Block(16, 8) == Block.of("16x8") == Block.of((16, 8, 1, 1))
-    True
-    >>> Block.of("channel")        # a whole output channel
-    Block(1, None, None)
-    >>> Block(2, 2).grid((4, 6)).shape
-    (2, 3)
+    Raises:
+        SmartpruneError: There are fewer than two sizes, or one is not a positive integer or None.
+
+    Examples:
+        >>> import smartprune as sp
+        >>> sp.Block(16, 8) == sp.Block.of("16x8") == sp.Block.of((16, 8, 1, 1))
+        True
+        >>> sp.Block.of("channel")  # a whole output channel
+        Block(1, None, None)
+        >>> sp.Block(2, 2).grid((4, 6)).shape
+        (2, 3)
     """
 
     sizes: tuple[int | None, ...]
@@ -45,7 +52,17 @@ class Block:
 
     @staticmethod
     def of(value: Block | str | Sequence[int | None]) -> Block:
-        """Reads ``(16, 8)``, ``"16x8"``, ``"16x8x1x1"``, ``"1x*x*x*"`` or ``"channel"``."""
+        """Reads a block from a tuple or a text.
+
+        Args:
+            value: A block, ``(16, 8)``, ``"16x8"``, ``"16x8x1x1"``, ``"1x*x*x*"`` or ``"channel"``.
+
+        Returns:
+            The block.
+
+        Raises:
+            SmartpruneError: The value cannot be read.
+        """
         if isinstance(value, Block):
             return value
         if isinstance(value, str):
@@ -70,7 +87,17 @@ class Block:
         return "x".join("*" if size is None else str(size) for size in self.fit(max(4, len(self.sizes))))
 
     def fit(self, axes: int) -> tuple[int | None, ...]:
-        """One size per weight axis, in the order (out, in, *kernel)."""
+        """One size per axis of a weight, in the order (out, in, *kernel).
+
+        Args:
+            axes: The number of axes of the weight.
+
+        Returns:
+            The sizes; None stands for the whole axis.
+
+        Raises:
+            SmartpruneError: The block has more kernel sizes than the weight has axes.
+        """
         sizes = self.sizes
         fill = sizes[-1] if len(sizes) > 2 else 1
         if any(size not in (1, None) for size in sizes[axes:]):
@@ -78,10 +105,18 @@ class Block:
         return (sizes + (fill,) * (axes - len(sizes)))[:axes]
 
     def grid(self, shape: Sequence[int], groups: int = 1, transposed: bool = False) -> Grid:
-        """The grid of a weight of this shape.
+        """The grid of blocks of a weight.
 
-        A transposed convolution stores (in, out / groups, *kernel), so its first two sizes swap. Groups divide the
-        first stored axis, and blocks never cross from one group to the next.
+        Args:
+            shape: The shape of the weight, as PyTorch stores it.
+            groups: The number of groups. They divide the first stored axis, and no block crosses from one to the next.
+            transposed: Whether the weight is stored as (in, out / groups, *kernel), as in a transposed convolution.
+
+        Returns:
+            The grid. Its last block along an axis may be smaller.
+
+        Raises:
+            SmartpruneError: The groups do not divide the first axis, or the block has too many sizes.
         """
         sizes = list(self.fit(len(shape)))
         if transposed:

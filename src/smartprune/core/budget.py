@@ -82,16 +82,22 @@ class ResolvedBudget:
 
 @runtime_checkable
 class Budget(Protocol):
-    """A share to remove, and of what: a dataclass with these members.
+    """The contract of a budget: a dataclass with a share to remove, what the share is of, and a cost for every block.
 
-    - ``kind`` is its name, of lower-case letters and ``_``, as in receipts and in ``BUDGETS``.
-    - ``unit`` is what it counts, in the plural and after a number: "MACs".
-    - ``label`` is what the share is a share of: "NPU cycles".
-    - ``share`` is the share to remove, in [0, 1).
-    - ``resolve(model, layers)`` gives the cost of every block and the limit.
+    Three more fields are optional: ``example``, one input of the model, with which the plan counts MACs; ``of``, ``"layers"`` or
+    ``"model"``, which says whether the share is of the pruned layers or of the whole model; ``npu``, whose cycles are counted.
 
-    Optional fields: ``example``, one input of the model, with which the plan counts MACs; ``of``, "layers" or "model": whether the
-    share is of the pruned layers or of the whole model; ``npu``, the :class:`smartprune.NPU` whose cycles are counted.
+    Attributes:
+        kind: Its name in receipts and in ``BUDGETS``, of lower-case letters and ``_``.
+        unit: What it counts, in the plural and after a number: ``"MACs"``.
+        label: What the share is a share of: ``"NPU cycles"``.
+        share: The share to remove, in [0, 1).
+
+    Examples:
+        >>> import smartprune as sp
+        >>> budget = sp.params(0.5)
+        >>> isinstance(budget, sp.Budget), budget.kind, budget.unit
+        (True, 'params', 'weights')
     """
 
     @property
@@ -173,20 +179,65 @@ class MacBudget:
 
 
 def blocks(share: float) -> BlockBudget:
-    """Removes this share of all blocks: keeps exactly ``ceil((1 - share) * N)``."""
+    """A budget in blocks: keeps exactly ``ceil((1 - share) * N)`` of the N blocks. ``sparsity=`` means the same.
+
+    Args:
+        share: The share of the blocks to remove, in [0, 1).
+
+    Returns:
+        A budget for :func:`plan` and :func:`attach`.
+
+    Raises:
+        SmartpruneError: The share is not in [0, 1).
+
+    Examples:
+        >>> import smartprune as sp
+        >>> sp.plan(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)), block=(4, 4), budget=sp.blocks(0.75)).keep
+        1
+    """
     return BlockBudget(as_share(share, "blocks"))
 
 
 def params(share: float) -> ParamBudget:
-    """Removes at least this share of the weights in the pruned layers, by less than one block more."""
+    """A budget in weights: removes at least this share of the weights of the pruned layers, and less than one block more.
+
+    Args:
+        share: The share of the weights to remove, in [0, 1).
+
+    Returns:
+        A budget for :func:`plan` and :func:`attach`.
+
+    Raises:
+        SmartpruneError: The share is not in [0, 1).
+
+    Examples:
+        >>> import smartprune as sp
+        >>> model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+        >>> sp.plan(model, block=(4, 4), budget=sp.params(0.75)).bound  # keep at most 16 of 64 weights
+        (16, 64)
+    """
     return ParamBudget(as_share(share, "params"))
 
 
 def macs(share: float, example: Any, of: Scope = "layers") -> MacBudget:
-    """Removes at least this share of the multiply-accumulates, by less than one block more.
+    """A budget in multiply-accumulates: removes at least this share of the MACs, and less than one block more.
 
-    ``example`` is one input of the model (a tensor, or a tuple or dict of arguments). The share is of the MACs of
-    the pruned layers, or with ``of="model"`` of the whole model.
+    Args:
+        share: The share of the MACs to remove, in [0, 1).
+        example: One input of the model: a tensor, or a tuple or dictionary of arguments. MACs are counted for one sample.
+        of: ``"layers"``: the share is of the pruned layers. ``"model"``: it is of the whole model.
+
+    Returns:
+        A budget for :func:`plan` and :func:`attach`.
+
+    Raises:
+        SmartpruneError: The share is not in [0, 1), or ``of`` is unknown.
+
+    Examples:
+        >>> import smartprune as sp
+        >>> model = nn.Sequential(nn.Conv2d(8, 8, 1), nn.Flatten(), nn.Linear(32, 4))
+        >>> sp.plan(model, block=(4, 4), budget=sp.macs(0.5, example=torch.zeros(1, 8, 2, 2))).bound  # MACs
+        (128, 256)
     """
     return MacBudget(as_share(share, "macs"), example, as_scope(of, "macs"))
 

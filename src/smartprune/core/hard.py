@@ -61,20 +61,35 @@ def hard_topk(
     floor: float | Tensor | None = None,
     layer: Tensor | None = None,
 ) -> Tensor:
-    """Mask [N] of the blocks with the highest scores: exactly k blocks, or with cost, blocks that cost at most k.
+    """The hard mask of the highest scores: exactly k blocks, or with costs, blocks that cost at most k.
 
-    Equal scores go to the lower index. With cost the total never exceeds k, and every block that is left out costs more
-    than the rest of k. floor keeps blocks in every layer before the ranking becomes global (layer [N] is the layer of
-    each block): it is a share in [0, 1], rounded up per layer in exact arithmetic, or an integer tensor [L] of counts.
-    Integer costs, and costs with a short binary fraction, are added exactly; others are added in float64.
+    Equal scores go to the lower index. With costs, the total never exceeds k, and every block that is left out costs more than
+    what
+    remains of k. Integer costs, and costs with a short binary fraction, are added exactly; others are added in float64.
 
-    >>> scores = torch.tensor([5.0, 4.0, 3.0, 3.0])
-    >>> hard_topk(scores, 3)
-    tensor([ True,  True,  True, False])
-    >>> hard_topk(scores, 2, layer=torch.tensor([0, 0, 1, 1]), floor=0.5)
-    tensor([ True, False,  True, False])
-    >>> hard_topk(scores, 6, cost=torch.tensor([4, 3, 2, 1]))
-    tensor([ True, False,  True, False])
+    Args:
+        scores: A vector [N] of floating-point numbers.
+        k: The number of blocks to keep, or what they may cost.
+        cost: The cost of each block, [N], at least 0.
+        floor: Blocks that each layer keeps before the ranking becomes global: a share in [0, 1], rounded up per layer in exact
+            arithmetic, or an integer tensor [layers] of counts. Needs ``layer``.
+        layer: The layer of each block, [N].
+
+    Returns:
+        A bool tensor [N].
+
+    Raises:
+        SmartpruneError: Scores or costs are not finite or of the wrong shape, or k or the floor cannot be met.
+
+    Examples:
+        >>> import smartprune as sp
+        >>> scores = torch.tensor([5.0, 4.0, 3.0, 3.0])
+        >>> sp.hard_topk(scores, 3)
+        tensor([ True,  True,  True, False])
+        >>> sp.hard_topk(scores, 2, layer=torch.tensor([0, 0, 1, 1]), floor=0.5)
+        tensor([ True, False,  True, False])
+        >>> sp.hard_topk(scores, 6, cost=torch.tensor([4, 3, 2, 1]))
+        tensor([ True, False,  True, False])
     """
     check_vectors("hard_topk", scores, cost)
     scores, n = scores.detach(), scores.numel()

@@ -156,10 +156,29 @@ class CycleBudget:
 
 
 def cycles(share: float, example: Any, npu: NPU, of: Scope = "layers") -> CycleBudget:
-    """Removes at least this share of the time that the layers take on ``npu``, in its cycles, by less than one block more.
+    """A budget in NPU cycles: removes at least this share of the time that the layers take, and less than one block more.
 
-    ``npu.estimate`` of the pruned model never finds more than ``1 - share`` of the dense cycles of the pruned layers, or with
-    ``of="model"`` of the whole model. With the next block in rank it would. ``example`` is one input of the model.
+    ``npu.estimate`` of the pruned model never exceeds the remaining time.
+
+    Args:
+        share: The share of the cycles to remove, in [0, 1).
+        example: One input of the model: a tensor, or a tuple or dictionary of arguments. Cycles are counted for one sample.
+        npu: The machine.
+        of: ``"layers"``: the share is of the pruned layers. ``"model"``: it is of the whole model.
+
+    Returns:
+        A budget for :func:`plan` and :func:`attach`.
+
+    Raises:
+        SmartpruneError: The share is not in [0, 1), or ``npu`` is not an :class:`NPU`.
+
+    Examples:
+        >>> import smartprune as sp
+        >>> model = nn.Sequential(nn.Conv2d(32, 32, 1), nn.Flatten(), nn.Linear(128, 4))
+        >>> budget = sp.cycles(0.5, example=torch.zeros(1, 32, 2, 2), npu=sp.NPU.small())
+        >>> limit, total = sp.plan(model, block=(8, 8), budget=budget).bound
+        >>> limit == total // 2
+        True
     """
     if not isinstance(npu, NPU):
         raise SmartpruneError(f"cycles: npu is a {type(npu).__name__}; give an NPU, such as smartprune.NPU(rows=16, columns=8)")

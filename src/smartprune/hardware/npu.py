@@ -29,13 +29,31 @@ Dataflow = Literal["output_stationary", "weight_stationary"]
 
 @dataclass(frozen=True)
 class NPU:
-    """A MAC array that skips zero blocks. ``print`` shows it; :meth:`estimate` counts the cycles of a model.
+    """A model of an accelerator: an array of multiply-accumulate units that skips zero blocks. ``print`` shows it.
 
-    Every cycle a lane multiplies ``columns`` inputs with ``rows`` x ``columns`` weights for ``rows`` outputs. Bandwidths
-    are in bytes per cycle; ``math.inf`` stands for a memory that is never waited for.
+    In every cycle a lane multiplies ``columns`` inputs with ``rows`` x ``columns`` weights for ``rows`` outputs.
 
-    >>> NPU(rows=16, columns=8).macs_per_cycle
-    128
+    Args:
+        rows: Output channels of a lane.
+        columns: Input channels of a lane.
+        lanes: Arrays side by side. Each takes whole rows of output blocks.
+        dataflow: ``"output_stationary"`` or ``"weight_stationary"`` (a systolic array).
+        clock_mhz: The clock, which converts cycles to time.
+        weight_bandwidth: Bytes of weights per cycle. With ``math.inf``, weights are never a bottleneck.
+        activation_bandwidth: Bytes of activations per cycle, on a separate port.
+        buffer_bytes: The size of the on-chip buffer for the input of a layer.
+        weight_bits: The width of a stored weight.
+        activation_bits: The width of a stored activation.
+        index_bytes: Bytes that are moved with every kept block of a layer that skips blocks.
+
+    Raises:
+        SmartpruneError: A value is out of range.
+
+    Examples:
+        >>> import smartprune as sp
+        >>> npu = sp.NPU(rows=16, columns=8)
+        >>> npu.macs_per_cycle
+        128
     """
 
     rows: int = 16  # output channels of a lane
@@ -68,18 +86,29 @@ class NPU:
 
     @staticmethod
     def small() -> NPU:
-        """The size of a microcontroller's accelerator: 64 MACs at 200 MHz with narrow memory. Generic, not a vendor's part."""
+        """The size of a microcontroller's accelerator: 64 MACs at 200 MHz with narrow memory. No vendor's part.
+
+        Returns:
+            The machine.
+        """
         return NPU(rows=8, columns=8, clock_mhz=200, weight_bandwidth=4, activation_bandwidth=4, buffer_bytes=256 << 10)
 
     @staticmethod
     def edge() -> NPU:
-        """The size of a camera's accelerator: 128 MACs at 1 GHz, 16 GB/s for weights and as much for activations. Generic, not a
-        vendor's part."""
+        """The size of a camera's accelerator: 128 MACs at 1 GHz, 16 GB/s for weights and for activations. No vendor's part.
+
+        Returns:
+            The machine.
+        """
         return NPU()
 
     @staticmethod
     def server() -> NPU:
-        """The size of a data centre's accelerator: four systolic arrays of 32x32 at 1 GHz. Generic, not a vendor's part."""
+        """The size of a data-centre accelerator: four systolic arrays of 32x32 at 1 GHz. No vendor's part.
+
+        Returns:
+            The machine.
+        """
         return NPU(
             rows=32,
             columns=32,
@@ -92,38 +121,62 @@ class NPU:
 
     @property
     def macs_per_cycle(self) -> int:
+        """Multiply-accumulates per cycle of all lanes."""
         return self.rows * self.columns * self.lanes
 
     @property
     def fold(self) -> int:
-        """Cycles to load a tile of weights and to fill and drain the array around it; only a systolic array has them."""
+        """Cycles to load a tile of weights and to fill and drain the array. Only a weight-stationary array has them."""
         return 2 * self.columns + self.rows - 2 if self.dataflow == "weight_stationary" else 0
 
     @property
     def tail(self) -> int:
-        """Cycles after the last multiplication of a layer, in which the last outputs leave their accumulators."""
+        """Cycles after the last multiplication of a layer, until its last outputs are written."""
         return 1 if self.dataflow == "output_stationary" else 0
 
     @cached_property
     def weight_bits_per_cycle(self) -> Fraction | None:
-        """None if the memory is never waited for."""
+        """Bits of weights per cycle; None if weights are never a bottleneck."""
         return _bits(self.weight_bandwidth)
 
     @cached_property
     def activation_bits_per_cycle(self) -> Fraction | None:
-        """None if the memory is never waited for."""
+        """Bits of activations per cycle; None if activations are never a bottleneck."""
         return _bits(self.activation_bandwidth)
 
     def ms(self, cycles: int) -> float:
+        """Cycles as milliseconds.
+
+        Args:
+            cycles: A number of cycles.
+
+        Returns:
+            The time at ``clock_mhz``.
+        """
         return cycles / (self.clock_mhz * 1e3)
 
     def to_json(self) -> dict[str, object]:
-        """Plain data; an infinite bandwidth is None."""
+        """The settings as plain data.
+
+        Returns:
+            A dictionary; an infinite bandwidth is None.
+        """
         return {key: None if value == math.inf else value for key, value in asdict(self).items()}
 
     @staticmethod
     def from_json(data: object, where: str) -> NPU:
-        """Reads what :meth:`to_json` wrote, or some of it. The data is not trusted."""
+        """Reads plain data that is not trusted.
+
+        Args:
+            data: What :meth:`to_json` returned, or some of its entries.
+            where: The name of the source, for messages.
+
+        Returns:
+            The machine.
+
+        Raises:
+            SmartpruneError: An entry is unknown or out of range.
+        """
         known = [field.name for field in fields(NPU)]
         if not isinstance(data, dict) or not set(data) <= set(known):
             problem = f"has {sorted(set(data) - set(known))[0]!r}" if isinstance(data, dict) else f"is a {type(data).__name__}"
@@ -147,18 +200,30 @@ class NPU:
         block: Block | str | Sequence[int | None] | None = None,
         weights: Model | None = None,
     ) -> Estimate:
-        """Cycles of every layer of ``model`` for one sample of ``example``, dense and with its zero blocks skipped.
+        """Estimates the cycles of every layer for one sample, dense and with its zero blocks skipped.
 
-        ``weights`` (a file, a run folder or a state dict) replace the model's own. ``block`` is what the NPU skips; by default it
-        is the block of the file's receipt, or the shape of the array if there is none.
+        Args:
+            model: A plain or baked model.
+            example: One input of the model: a tensor, or a tuple or dictionary of arguments.
+            block: What the NPU skips. By default the block of the receipt of the weights, or else the shape of the array.
+            weights: A file, a run folder or a state dict whose weights replace those of the model.
 
-        >>> import torch
-        >>> model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 16))
-        >>> with torch.no_grad():
-        ...     _ = model[0].weight[:16].zero_()
-        >>> estimate = NPU(weight_bandwidth=math.inf, activation_bandwidth=math.inf).estimate(model, torch.zeros(1, 32))
-        >>> [(layer.dense.latency, layer.pruned.latency) for layer in estimate.layers]
-        [(9, 5), (5, 5)]
+        Returns:
+            The estimate. ``print`` shows a row per layer.
+
+        Raises:
+            SmartpruneError: The model cannot be run on the example, or the weights do not fit it.
+
+        Examples:
+            >>> import smartprune as sp
+            >>> import torch
+            >>> model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 16))
+            >>> with torch.no_grad():
+            ...     _ = model[0].weight[:16].zero_()
+            >>> npu = sp.NPU(weight_bandwidth=math.inf, activation_bandwidth=math.inf)
+            >>> estimate = npu.estimate(model, torch.zeros(1, 32))
+            >>> [(layer.dense.latency, layer.pruned.latency) for layer in estimate.layers]
+            [(9, 5), (5, 5)]
         """
         from .estimate import estimate
 

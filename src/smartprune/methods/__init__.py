@@ -12,6 +12,13 @@ from .pdp import Pdp
 from .smart import Smart
 
 METHODS: dict[str, Any] = {method.name: method for method in (Smart, Magnitude, Gradual, Pdp, Pas, Awg, Acdc)}
+"""The methods by their names on the command line. Add an entry to register a method of your own.
+
+Examples:
+    >>> import smartprune as sp
+    >>> sp.METHODS["gradual"](ramp=0.75)
+    Gradual(ramp=0.75, updates=200, norm='mean', through=False)
+"""
 
 __all__ = [
     "METHODS",

@@ -22,12 +22,22 @@ from .method import Change, Clock, State, count, lists_settings
 @lists_settings
 @dataclass(frozen=True)
 class Acdc:
-    """Settings of AC/DC.
+    """AC/DC: compressed and dense phases alternate on the same weights.
 
-    - ``cycles``: the number of pairs of a compressed and a dense phase, all of equal length;
-    - ``mspl``: the largest share of its blocks that a layer may lose;
-    - ``cap``: what happens if that cannot be met: strict (attach raises), relax (layers keep fewer, but at least one block while
-      that fits) or off.
+    Args:
+        cycles: The number of pairs of a compressed and a dense phase, all of equal length.
+        mspl: The largest share of its blocks that a layer may lose.
+        cap: What happens if ``mspl`` cannot be met: ``"strict"`` (attach raises), ``"relax"`` (layers keep fewer, but at least
+            one
+            block while that fits) or ``"off"``.
+
+    Raises:
+        SmartpruneError: A setting is unknown; ``attach`` raises for values that are out of range.
+
+    Examples:
+        >>> import smartprune as sp
+        >>> sp.Acdc(cycles=4).mspl
+        0.98
     """
 
     name: ClassVar[str] = "acdc"

@@ -25,15 +25,28 @@ from .method import Change, Clock, State, count, lists_settings, within
 @lists_settings
 @dataclass(frozen=True)
 class Awg:
-    """Settings of AWG.
+    """AWG: prunes in stages by the accumulated product of weight and gradient.
 
-    - ``stages``: S, the number of stages;
-    - ``calibration``: the share of each stage that is calibration;
-    - ``gamma``: the decay of the running mean;
-    - ``mspl`` and ``cap``: as for AC/DC.
+    Paper: its factor for sparse layers is 1 for binary masks. The prose describes blocks over surviving blocks, which is used
+    here.
+    Number and length of the stages are not given; the defaults are eight stages of one part calibration and four parts training.
 
-    Paper: its factor for sparse layers is 1 for binary masks. The prose describes blocks over surviving blocks, which is used here.
-    S, gamma and the lengths are not given; the defaults are eight stages of one part calibration and four parts training.
+    Args:
+        stages: The number of stages.
+        calibration: The share of each stage in which gradients are observed and no parameter moves.
+        gamma: The decay of the running mean.
+        mspl: The largest share of its blocks that a layer may lose.
+        cap: What happens if ``mspl`` cannot be met: ``"strict"`` (attach raises), ``"relax"`` (layers keep fewer, but at least
+            one
+            block while that fits) or ``"off"``.
+
+    Raises:
+        SmartpruneError: A setting is unknown; ``attach`` raises for values that are out of range.
+
+    Examples:
+        >>> import smartprune as sp
+        >>> sp.Awg(cap="relax").stages
+        8
     """
 
     name: ClassVar[str] = "awg"

@@ -23,13 +23,23 @@ from .method import Change, Clock, State, choose, count, lists_settings, within
 @lists_settings
 @dataclass(frozen=True)
 class Gradual:
-    """Settings of gradual magnitude.
+    """Gradual magnitude pruning: removes the smallest blocks along a cubic ramp. A removed block returns if others become smaller.
 
-    - ``ramp``: the share of the search in which sparsity rises;
-    - ``updates``: how many times the mask is chosen (at most once per step);
-    - ``norm``: mean (of |w| over the real elements of a block), l2, share (of its layer, see ``Blocks.share``), or balanced
-      (between magnitude and share, see ``methods/balanced.py``);
-    - ``through``: whether removed weights train too, with the gradient of the masked ones (straight-through).
+    Args:
+        ramp: The share of the search in which sparsity rises.
+        updates: How many times the mask is chosen, at most once per step.
+        norm: The size of a block: ``"mean"`` of |w|, ``"l2"``, ``"share"`` (of its layer) or ``"balanced"`` (between magnitude
+            and
+            share).
+        through: Whether removed weights train too, with the gradient of the masked weights (straight-through).
+
+    Raises:
+        SmartpruneError: A setting is unknown; ``attach`` raises for values that are out of range.
+
+    Examples:
+        >>> import smartprune as sp
+        >>> sp.Gradual(norm="balanced").ramp
+        1.0
     """
 
     name: ClassVar[str] = "gradual"

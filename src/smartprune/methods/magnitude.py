@@ -19,7 +19,19 @@ from .method import State, choose, lists_settings
 @lists_settings
 @dataclass(frozen=True)
 class Magnitude:
-    """``norm``: mean (of |w| over the real elements of a block) or l2 (its Euclidean norm)."""
+    """One-shot magnitude pruning: keeps the largest blocks, chosen once at the start. The baseline of every comparison.
+
+    Args:
+        norm: The size of a block: ``"mean"`` of |w| over its elements, or ``"l2"`` (its Euclidean norm).
+
+    Raises:
+        SmartpruneError: A setting is unknown; ``attach`` raises for values that are out of range.
+
+    Examples:
+        >>> import smartprune as sp
+        >>> sp.Magnitude(norm="l2")
+        Magnitude(norm='l2')
+    """
 
     name: ClassVar[str] = "magnitude"
     why_not_capturable: ClassVar[str | None] = None

@@ -78,15 +78,19 @@ def capabilities(method: Any) -> Capabilities:
 
 
 class Method(Protocol):
-    """A frozen dataclass of settings with these functions. They are pure. Tensors in a state have one entry per block, [n].
+    """The contract of a method: a frozen dataclass of settings with pure functions. Tensors in a state have one entry per block,
+    [n].
+
+    Required functions:
 
     - ``check(blocks, steps)`` raises if the settings cannot work. ``attach`` calls it once.
     - ``state(blocks)`` returns the initial state: tensors and floats. The user's optimizer trains the tensors that require grad.
-    - ``scalars(blocks, state, progress)`` returns numbers that depend on progress in [0, 1]. The state holds them as 0-dim tensors
+    - ``scalars(blocks, state, progress)`` returns numbers that depend on progress in [0, 1]. The state holds them as 0-dim
+    tensors
       on the device, so ``mask`` never waits for the host.
     - ``mask(blocks, state, seed)`` returns the mask of a forward pass, [n] in [0, 1]. Random methods draw from ``seed``, which is
       None in evaluation.
-    - ``rank(blocks, state)`` returns the numbers that the hard mask is chosen by. Blocks with higher numbers are kept.
+    - ``rank(blocks, state)`` returns the numbers that decide the hard mask. Blocks with higher numbers are kept.
 
     Optional functions:
 
@@ -94,13 +98,22 @@ class Method(Protocol):
     - ``penalty(blocks, state)`` returns a scalar that the user adds to the loss through ``pruner.penalty()``.
     - ``calibrates(clock)`` is True while the method only observes gradients. No parameter of the model moves then, and
       ``state["watched"]`` holds the sum of ``|gradient * weight|`` over every block, [n], for ``update``.
-    - ``amplify(blocks, mask)`` returns the factors that weights are multiplied by, if these are not the mask. A hard mask must be
+    - ``amplify(blocks, mask)`` returns the factors that multiply the weights, if these are not the mask. A hard mask must be
       returned unchanged.
     - ``warmth(blocks, state)`` returns the distance of the soft mask to its hard form. ``freeze`` raises if it is too large.
-    - ``floor(blocks)`` returns the fewest blocks that each layer keeps, [number of layers], in place of the budget's floor.
+    - ``floor(blocks)`` returns the fewest blocks that each layer keeps, [layers], in place of the floor of the budget.
     - ``final(blocks, state)`` returns the hard mask, bool [n], of a method that does not follow the budget.
 
     Optional attributes: the fields of :class:`Capabilities`.
+
+    Attributes:
+        name: The name on the command line and in receipts.
+
+    Examples:
+        >>> import smartprune as sp
+        >>> method: sp.Method = sp.Gradual()
+        >>> method.name
+        'gradual'
     """
 
     name: ClassVar[str]

@@ -22,12 +22,24 @@ from .method import State, choose, lists_settings, within
 @lists_settings
 @dataclass(frozen=True)
 class Pas:
-    """Settings of PaS.
+    """PaS: pruning as search, with a learned score per block, a hard mask in the forward pass and a penalty in the loss.
 
-    - ``strength``: lambda of the penalty;
-    - ``start``: the initial scores (v);
-    - ``spread``: the width of uniform noise on them, the same for every seed, so that they do not all cross one half together;
-    - ``exact``: at the end keep the highest scores that the budget allows, in place of all scores above one half.
+    Add ``pruner.penalty()`` to your loss.
+
+    Args:
+        strength: The factor of the penalty.
+        start: The initial scores.
+        spread: The width of uniform noise on the initial scores, the same for every seed, so that they do not all cross one half
+            together.
+        exact: Whether the mask meets the budget at the end. Otherwise every block with a score above one half is kept.
+
+    Raises:
+        SmartpruneError: A setting is unknown; ``attach`` raises for values that are out of range.
+
+    Examples:
+        >>> import smartprune as sp
+        >>> sp.Pas(strength=10.0).exact
+        True
     """
 
     name: ClassVar[str] = "pas"

@@ -23,12 +23,22 @@ from .method import State, choose, lists_settings, within
 @lists_settings
 @dataclass(frozen=True)
 class Pdp:
-    """Settings of PDP.
+    """PDP: a soft mask that is computed from the weights, within each layer, with a share per layer that is fixed beforehand.
 
-    - ``tau``: the temperature, in units of squared norms;
-    - ``ramp``: the share of the search in which sparsity rises linearly;
-    - ``allocation``: uniform (the same share of every layer, by largest remainder) or global_once (the share that one global choice
-      by norm gives each layer at the start).
+    Args:
+        tau: The temperature, in units of squared norms.
+        ramp: The share of the search in which sparsity rises linearly.
+        allocation: ``"uniform"``: every layer loses the same share, by largest remainder. ``"global_once"``: the share that one
+            global
+            choice by norm gives each layer at the start.
+
+    Raises:
+        SmartpruneError: A setting is unknown; ``attach`` raises for values that are out of range.
+
+    Examples:
+        >>> import smartprune as sp
+        >>> sp.Pdp().allocation
+        'uniform'
     """
 
     name: ClassVar[str] = "pdp"

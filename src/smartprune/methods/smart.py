@@ -33,36 +33,49 @@ RAMP_START = 0.99  # share of the cost of all blocks; below 1, so scores have gr
 @lists_settings
 @dataclass(frozen=True)
 class Smart:
-    """Settings of SMART. The default temperatures suit any model, since they are in units of its own weights.
+    """SMART: a learned score per block, a differentiable top-k over all scores, and a temperature that falls.
 
-    - ``start``, ``end``: the temperatures, in the unit that ``unit`` names;
-    - ``unit``: spread (the standard deviation of the initial scores), absolute (as the paper prints temperatures), or band.
-      With band, ``start`` and ``end`` are numbers of blocks, as shares of the kept ones, and the temperature is such that this
-      many scores lie within one temperature of the threshold, whatever the spread of all scores;
-    - ``schedule``: geometric, paper_exponential, linear, inverse_exponential or fixed;
-    - ``init``: what the scores start from: mean (of |w|), l1 (sum of |w|), share (log of a block's share of its layer, see
-      ``Blocks.share``), balanced (between magnitude and share, see ``methods/balanced.py``) or ones;
-    - ``follow``: whether scores change by as much as that number changes while the weights train;
-    - ``reach``: the largest distance that a score moves in a hundredth of the search, in temperatures, whatever the number of
-      steps, the learning rate and the optimizer. None sets no limit: scores then decide every block while the mask is still soft.
-      A reach without ``follow`` is harmful, since scores stay near their start. It does not apply with ``init="ones"`` or
-      ``train_weights=False``, where scores have nothing to follow;
-    - ``warmup``: the first share of the search, in which the reach grows from zero to its full size. It is for networks whose loss
-      starts far above chance, such as one with the last layer of another task: scores would learn to switch layers off;
-    - ``ramp``: how the budget is reached: none (it applies from the start) or cubic (from nearly all blocks down to the budget,
-      while the temperature falls);
-    - ``hold``: with a ramp, the last share of the search, in which the budget is reached and blocks only change places;
-    - ``gain``: whether weights are multiplied by ``mask * sum(mask) / sum(mask ** 2)`` instead of the mask, both sums weighted by
-      cost. The factor is 1 while all masks are equal, so the search starts with the dense network, and equals the mask once that is
-      hard. Without gain, a search for 3 % of the blocks starts with weights at 3 % of their size, and batch norms whose inputs
-      vary less than their epsilon pass little on. Gain without ``follow`` and ``reach`` is harmful;
-    - ``mask_type``: deterministic, stochastic (Bernoulli samples of the mask), binary (hard forward, straight-through gradients to
-      scores and weights) or binary_soft (hard forward, gradients of the soft mask);
-    - ``train_weights``: whether the pruned weights train during the search;
-    - ``clip``: the largest norm of the scores' gradient in one backward pass. Gradients of several passes add up as usual.
+    The defaults suit any model, because temperatures are in units of the model's own weights.
 
-    >>> Smart(end=1e-4).end
-    0.0001
+    Args:
+        start: The temperature at the start of the search, in the unit that ``unit`` names.
+        end: The temperature at its end.
+        unit: ``"spread"``: the standard deviation of the initial scores. ``"absolute"``: as the paper prints temperatures.
+            ``"band"``: ``start`` and ``end`` are numbers of blocks, as shares of the kept ones, and the temperature is such that
+                this
+            many scores lie within one temperature of the threshold.
+        schedule: ``"geometric"``, ``"paper_exponential"``, ``"linear"``, ``"inverse_exponential"`` or ``"fixed"``.
+        init: What the scores start from: ``"mean"`` of |w|, ``"l1"`` (its sum), ``"share"`` (the log of a block's share of its
+            layer),
+            ``"balanced"`` (between magnitude and share) or ``"ones"``.
+        follow: Whether scores change by as much as that number changes while the weights train.
+        reach: The largest distance that a score moves in a hundredth of the search, in temperatures. None sets no limit; scores
+            then
+            decide every block while the mask is still soft. A reach without ``follow`` is harmful, because scores stay near their
+            start. It does not apply with ``init="ones"`` or ``train_weights=False``, where scores have nothing to follow.
+        warmup: The first share of the search, in which the reach grows from zero to its full size. Use it for a network whose
+            loss
+            starts far above chance, such as one with the last layer of another task.
+        ramp: How the budget is reached: ``"none"`` (it applies from the start) or ``"cubic"`` (from nearly all blocks down to the
+            budget, while the temperature falls).
+        hold: With a ramp, the last share of the search, in which the budget is reached and blocks only change places.
+        gain: Whether weights are multiplied by ``mask * sum(mask) / sum(mask ** 2)`` instead of the mask, with both sums weighted
+            by
+            cost. The search then starts with the dense network. Use it for networks without batch norm. Gain without ``follow``
+                and
+            ``reach`` is harmful.
+        mask_type: ``"deterministic"``, ``"stochastic"`` (Bernoulli samples of the mask), ``"binary"`` (a hard mask in the forward
+            pass, straight-through gradients to scores and weights) or ``"binary_soft"`` (a hard mask, gradients of the soft one).
+        train_weights: Whether the pruned weights train during the search.
+        clip: The largest norm of the scores' gradient in one backward pass. Gradients of several passes add up as usual.
+
+    Raises:
+        SmartpruneError: A setting is unknown; ``attach`` raises for values that are out of range.
+
+    Examples:
+        >>> import smartprune as sp
+        >>> sp.Smart(ramp="cubic").start
+        2.0
     """
 
     name: ClassVar[str] = "smart"
@@ -84,8 +97,18 @@ class Smart:
 
     @classmethod
     def paper(cls, start: float = 0.5, end: float = 1e-5, **settings: Any) -> Smart:
-        """The paper's Table 4: absolute temperatures, and scores that only their gradients move. The schedule is the one that the
-        paper prints if it exists for these temperatures, else geometric."""
+        """The form of the paper's Table 4: absolute temperatures, and scores that only their gradients move.
+
+        The schedule is the one that the paper prints if it exists for these temperatures, and geometric otherwise.
+
+        Args:
+            start: The temperature at the start of the search.
+            end: The temperature at its end.
+            settings: Other settings of :class:`Smart`.
+
+        Returns:
+            The method.
+        """
         schedule = "paper_exponential" if start - end < 1 else "geometric"
         return cls(start, end, **{"unit": "absolute", "schedule": schedule, "follow": False, "reach": None, **settings})
 

@@ -12,11 +12,30 @@ from .pruner import find_pruner
 
 
 def bake(model: nn.Module, hold: bool = True) -> Receipt:
-    """Makes the model plain again, with zeros where blocks were removed, and returns the receipt.
+    """Makes a pruned model plain again, with zeros in the removed blocks, and returns the receipt.
 
-    Parameters stay the same objects. With ``hold``, torch optimizers of this process that continue to train the model, or a
-    deepcopy of it, keep the zeros. With ``hold=False`` they may train again. A model that was loaded from a file needs
-    :func:`smartprune.hold`.
+    The parameters stay the same objects, under their names. A model that is loaded from a file later needs
+    :func:`smartprune.hold` to
+    keep its zeros while it trains.
+
+    Args:
+        model: The model, after its search.
+        hold: Whether torch optimizers of this process keep the zeros when they train the model, or a deepcopy of it, further.
+
+    Returns:
+        What was requested and what was achieved.
+
+    Raises:
+        SmartpruneError: The model has no pruner, or its search is not finished.
+
+    Examples:
+        >>> import smartprune as sp
+        >>> model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+        >>> pruner = sp.attach(model, "magnitude", block=(4, 4), sparsity=0.5, steps=1)
+        >>> pruner.freeze()
+        >>> receipt = sp.bake(model)
+        >>> receipt.blocks.kept, int((model[0].weight != 0).sum())
+        (2, 32)
     """
     if not isinstance(model, nn.Module):
         raise SmartpruneError(f"bake: model is a {type(model).__name__}; give a torch.nn.Module")

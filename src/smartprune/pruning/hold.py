@@ -129,20 +129,33 @@ class Hold:
 
 
 def hold(model: nn.Module, block: Block | str | Sequence[int | None] | Receipt | None = None) -> Hold:
-    """Keeps the zeros of a model at zero while optimizers train it. Returns a handle; its ``remove()`` ends this.
+    """Keeps the zeros of any model at zero while optimizers train it.
 
-    With a ``block``, the zero blocks of all convolutions and linear layers are held. With a receipt, the blocks that it lists as
-    removed are held. With neither, every single zero in a parameter of two axes or more is held.
+    The model can be a baked model, a plain copy, a model prepared for quantization-aware training, or one with weights from a
+    file.
+    After every step of a torch optimizer the zeros are written again, whatever weight decay and momentum do. The model gets no
+    hooks
+    and no new entries in its state dict. Zeros are also held in a deepcopy and in a pickled copy of the model.
 
-    The model can be any: a baked model, a plain copy, a model prepared for quantization-aware training, or one with weights
-    from a file. After every step of a torch optimizer the zeros are written again, whatever weight decay and momentum do. The
-    model gets no hooks and no new entries in its state dict. Zeros are held in a deepcopy and a pickled copy of the model, too.
+    Args:
+        model: The model.
+        block: The zero blocks of this size are held, in all convolutions and linear layers. With a receipt, the blocks that it
+            lists
+            as removed are held. By default, every single zero in a parameter of two axes or more is held.
 
-    >>> model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
-    >>> with torch.no_grad():
-    ...     _ = model[0].weight[:4].zero_()
-    >>> hold(model, (4, 4))
-    <Hold: 2 zero blocks of 4x4x1x1 in 1 layer, 32 weights>
+    Returns:
+        A handle; its ``remove()`` lets the weights train again.
+
+    Raises:
+        SmartpruneError: The model has no zeros of this kind, does not match the receipt, or is still masked.
+
+    Examples:
+        >>> import smartprune as sp
+        >>> model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+        >>> with torch.no_grad():
+        ...     _ = model[0].weight[:4].zero_()
+        >>> sp.hold(model, (4, 4))
+        <Hold: 2 zero blocks of 4x4x1x1 in 1 layer, 32 weights>
     """
     if not isinstance(model, nn.Module):
         raise SmartpruneError(f"hold: model is a {type(model).__name__}; give a torch.nn.Module")

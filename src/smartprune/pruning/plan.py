@@ -29,7 +29,27 @@ WIDTH = 100
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """The result of :func:`plan`. ``print`` shows it; ``require()`` raises if the budget cannot be met."""
+    """What pruning a model would remove, keep and skip. Made by :func:`plan`; ``print`` shows it as a table.
+
+    Attributes:
+        block: The size of a block.
+        layers: The layers to prune, in the order of the model.
+        skipped: The layers that are left out, each with its ``name`` and ``reason``.
+        budget: The budget, or None.
+        resolved: The budget for these layers: the cost of every block, and the limit.
+        floor: The smallest share of its blocks that every layer keeps, or None.
+        min_keep: The smallest number of blocks of every layer, int64 [layers], or None.
+        model_params: Parameters of the whole model.
+        uses: How often each weight of a layer is used, by layer name. None without an example.
+        model_macs: MACs of the whole model for one sample. None without an example.
+        not_counted: Operators that ran and whose MACs are not known. None without an example.
+
+    Examples:
+        >>> import smartprune as sp
+        >>> p = sp.plan(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)), block=(4, 4), sparsity=0.5)
+        >>> p.feasible, p.n, p.keep
+        (True, 4, 2)
+    """
 
     block: Block
     layers: tuple[Layer, ...]
@@ -102,7 +122,14 @@ class Plan:
         return None if self.uses is None else sum(self.layer_macs(layer) or 0 for layer in self.layers)
 
     def layer_macs(self, layer: Layer) -> int | None:
-        """MACs of one layer, for one sample; None without an example."""
+        """MACs of one layer, for one sample.
+
+        Args:
+            layer: One of ``layers``.
+
+        Returns:
+            The number of MACs, or None if the plan was made without an example.
+        """
         return None if self.uses is None else int(block_macs(layer, self.uses[layer.name]).sum())
 
     @property
@@ -111,11 +138,19 @@ class Plan:
         return 1 - Fraction(self.params, sum(slots(layer, self.block) for layer in self.layers))
 
     def layer_padding(self, layer: Layer) -> Fraction:
-        """Share of one layer's block slots that hold no real weight."""
+        """The share of the block slots of one layer that hold no weight, because its channels do not divide by the block.
+
+        Args:
+            layer: One of ``layers``.
+
+        Returns:
+            A fraction in [0, 1).
+        """
         return 1 - Fraction(layer.params, slots(layer, self.block))
 
     @property
     def feasible(self) -> bool:
+        """Whether the budget and the floor can both be met."""
         return self.problem is None
 
     @property
@@ -140,7 +175,14 @@ class Plan:
         return 0 if self.limit is None else (self.bound[0] or 0) - self.limit
 
     def require(self) -> Plan:
-        """Returns the plan itself, or raises if its budget cannot be met."""
+        """Returns the plan if its budget can be met.
+
+        Returns:
+            The plan itself.
+
+        Raises:
+            SmartpruneError: The budget cannot be met. The message says how much can be removed.
+        """
         if self.problem is not None and self.resolved is not None:
             smallest, total = 1 if self.cost is None else int(self.cost.min()), self.bound[1]
             removable = total - max(self._floor_cost(), smallest + self._fixed)
@@ -150,7 +192,17 @@ class Plan:
         return self
 
     def blocks(self, model: nn.Module) -> Blocks:
-        """The blocks of ``model``, which is the planned model or a copy of it, with this plan's budget."""
+        """The blocks of a model, with the budget of this plan.
+
+        Args:
+            model: The planned model, or a copy of it.
+
+        Returns:
+            The block vector that methods work on.
+
+        Raises:
+            SmartpruneError: The plan has no budget, or the model has other weights.
+        """
         if self.resolved is None:
             raise SmartpruneError("plan: it has no budget; give sparsity= or budget= to plan()")
         parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -193,22 +245,41 @@ def plan(
     skip: Patterns = (),
     example: object = None,
 ) -> Plan:
-    """What pruning ``model`` to a budget would touch, keep and cost, before any training.
+    """Lists what pruning a model would remove, keep and skip, before any training. The model does not change.
 
-    ``sparsity`` is the share of blocks to remove, ``budget`` any other budget; with neither, the plan only shows the
-    blocks. ``floor`` is the least share of its blocks that every layer keeps. ``include`` and ``skip`` choose layers by
-    glob or by type. With ``example``, one input of the model, MACs are counted, and the layers to skip by default are found
-    by what the model does with each weight instead of by position and name. A budget that cannot be met is reported
-    (``feasible``, ``problem``), not raised; :meth:`Plan.require` raises.
+    A budget that cannot be met does not raise: ``feasible`` and ``problem`` of the plan say so, and :meth:`Plan.require` raises.
 
-    >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 20, 1), nn.Flatten(), nn.Linear(20, 10))
-    >>> p = plan(model, block=(4, 4), sparsity=0.75)
-    >>> p.n, p.keep, [layer.name for layer in p.layers]
-    (10, 3, ['1'])
-    >>> p.skipped[0].reason
-    'stem: reads the image (3 channels)'
-    >>> plan(model, block=(4, 4), sparsity=0.95, floor=0.5).problem
-    'floor=0.5 needs 5 blocks, the budget keeps 1'
+    Args:
+        model: The model to prune.
+        block: The size of a block, such as ``(16, 8)`` or ``"16x8"``: output channels, input channels, then the kernel.
+        sparsity: The share of the blocks to remove, in [0, 1).
+        budget: Any other budget, such as ``macs(0.5, example=x)``. Give ``sparsity`` or ``budget``, not both. With neither, the
+            plan only lists the blocks.
+        floor: The smallest share of its blocks that every layer keeps.
+        include: Layers to prune although they are skipped by default: a glob of names such as ``"head.*"``, a layer type, or a
+            list.
+        skip: Layers to leave out, in the same form. It takes precedence over ``include``.
+        example: One input of the model: a tensor, or a tuple or dictionary of arguments. With it, MACs are counted, and the
+            layers
+            that are skipped by default are found by what the model does with each weight. Without it, they are found by name
+            and position.
+
+    Returns:
+        The plan. ``print`` shows it as a table.
+
+    Raises:
+        SmartpruneError: No layer can be pruned, a pattern matches no layer, or an argument is out of range.
+
+    Examples:
+        >>> import smartprune as sp
+        >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 20, 1), nn.Flatten(), nn.Linear(20, 10))
+        >>> p = sp.plan(model, block=(4, 4), sparsity=0.75)
+        >>> p.n, p.keep, [layer.name for layer in p.layers]
+        (10, 3, ['1'])
+        >>> p.skipped[0].reason
+        'stem: reads the image (3 channels)'
+        >>> sp.plan(model, block=(4, 4), sparsity=0.95, floor=0.5).problem
+        'floor=0.5 needs 5 blocks, the budget keeps 1'
     """
     if not isinstance(model, nn.Module):
         raise SmartpruneError(f"plan: model is a {type(model).__name__}; give a torch.nn.Module")

@@ -36,7 +36,30 @@ HOOK_TABLES = ("_forward_pre_hooks", "_forward_hooks", "_state_dict_pre_hooks", 
 
 
 class Pruner:
-    """Made by :func:`attach`. Its phases are search, frozen and baked."""
+    """Masks the weights of a model, follows your training loop, and makes the mask hard. Made by :func:`attach`.
+
+    Its phases are ``"search"``, ``"frozen"`` (the mask is hard and the weights train on) and ``"baked"``.
+
+    Args:
+        model: The model that is pruned.
+        method: The method with its settings.
+        planned: The plan of the model.
+        steps: The length of the search in optimizer steps.
+        seed: The seed of methods that draw random numbers.
+
+    Raises:
+        SmartpruneError: The method cannot work with these settings, or the weights are not finite.
+
+    Examples:
+        >>> import smartprune as sp
+        >>> model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+        >>> pruner = sp.attach(model, "gradual", block=(4, 4), sparsity=0.5, steps=100)
+        >>> pruner.phase, pruner.progress, pruner.mask
+        ('search', 0.0, tensor([1., 1., 1., 1.]))
+        >>> pruner.freeze()
+        >>> pruner.phase, int(pruner.mask.sum())
+        ('frozen', 2)
+    """
 
     def __init__(self, model: nn.Module, method: Method, planned: Plan, steps: int, seed: int) -> None:
         reshard(model)  # an evaluation, or the example of a budget, may have gathered the weights
@@ -62,26 +85,32 @@ class Pruner:
 
     @property
     def model(self) -> nn.Module:
+        """The model that is pruned."""
         return self.search.model
 
     @property
     def method(self) -> Method:
+        """The method with its settings."""
         return self.search.method
 
     @property
     def capabilities(self) -> Capabilities:
+        """What the method declares about itself."""
         return self.search.capabilities
 
     @property
     def plan(self) -> Plan:
+        """The plan that the pruner was attached with."""
         return self.search.plan
 
     @property
     def blocks(self) -> Blocks:
+        """The block vector: the blocks of all layers in a fixed order."""
         return self.search.blocks
 
     @property
     def phase(self) -> Phase:
+        """``"search"``, ``"frozen"`` or ``"baked"``."""
         return self.search.phase
 
     @property
@@ -110,7 +139,7 @@ class Pruner:
 
     @property
     def tau(self) -> float:
-        """The current temperature. 0 once frozen, or if the method has none."""
+        """The current temperature. 0 once the mask is hard, or if the method has no temperature."""
         search = self.search
         if search.hard is not None:
             return 0.0
@@ -119,24 +148,39 @@ class Pruner:
 
     @property
     def scores(self) -> Tensor:
-        """The numbers that blocks are ranked by now, [n]: the learned scores of a method that has them."""
+        """The numbers that rank the blocks now, [n]. For a method with learned scores, these are the scores."""
         return self.method.rank(self.blocks, self.search.values()).detach()
 
     @property
     def ranked(self) -> Tensor | None:
-        """The numbers that blocks were ranked by when the mask was made hard, [n]. In the process that froze it only."""
+        """The numbers that ranked the blocks when the mask became hard, [n]. None in a process that resumed later."""
         return self.search.ranking
 
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters that the user's optimizer must train in addition to the weights."""
+        """The parameters that your optimizer must train in addition to the weights.
+
+        Returns:
+            The scores, or an empty list if the method has none.
+        """
         return self.search.parameters()
 
     def param_group(self, **options: Any) -> dict[str, Any]:
-        """A parameter group with the scores, for ``optimizer.add_param_group``, without weight decay by default."""
+        """A parameter group with the scores, for ``optimizer.add_param_group``.
+
+        Args:
+            options: Options of the group, such as ``lr=0.01``. The weight decay is 0 by default.
+
+        Returns:
+            A dictionary with the key ``params``.
+        """
         return {"params": self.parameters(), "weight_decay": 0.0, **options}
 
     def penalty(self) -> Tensor:
-        """The term that the method adds to the loss; zero for most methods."""
+        """The term that the method adds to the loss. Only ``Pas`` has one.
+
+        Returns:
+            A scalar to add to your loss; zero for the other methods and after the search.
+        """
         penalty = getattr(self.method, "penalty", None)
         if penalty is None or self.phase != "search":
             return torch.zeros((), device=self.blocks.device)
@@ -147,7 +191,14 @@ class Pruner:
     # -- the search -------------------------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """Call once after every ``optimizer.step()``, before ``optimizer.zero_grad()``. After ``steps`` calls the mask freezes."""
+        """Advances the search by one step. Call it after every ``optimizer.step()`` and before ``optimizer.zero_grad()``.
+
+        After ``steps`` calls the mask becomes hard. Later calls only check that removed weights are still zero.
+
+        Raises:
+            SmartpruneError: The optimizer does not train the scores, a value is not finite, layers were replaced, or the model is
+                baked.
+        """
         search = self.search
         if self.phase == "baked":
             raise SmartpruneError("pruner.step(): the model is baked, so no step is left; remove the call from the loop")
@@ -174,7 +225,14 @@ class Pruner:
             self.freeze()
 
     def reschedule(self, steps: int) -> None:
-        """Changes the length of a search that has not taken a step yet."""
+        """Changes the length of a search before its first step.
+
+        Args:
+            steps: The new length in optimizer steps.
+
+        Raises:
+            SmartpruneError: The search has begun, or the method needs more steps.
+        """
         if self.phase != "search" or self.count:
             raise SmartpruneError(
                 f"pruner.reschedule(): the search is at step {self.count}; change its length before the first step"
@@ -187,7 +245,11 @@ class Pruner:
     def freeze(self, force: bool = False) -> None:
         """Makes the mask hard now: keeps the best blocks that the budget allows, exactly, and zeroes the others.
 
-        Raises if the soft mask is still far from hard, unless ``force`` is set. Weights and scores are unchanged then.
+        Args:
+            force: Harden even if the soft mask is far from hard, which changes the network.
+
+        Raises:
+            SmartpruneError: The mask is hard already, or it is too soft and ``force`` is not set. Then nothing changes.
         """
         search = self.search
         if self.phase != "search":
@@ -210,7 +272,11 @@ class Pruner:
         search.harden(hard)
 
     def telemetry(self) -> dict[str, Any]:
-        """The search in numbers. Reading them waits for a GPU; measuring them, in every step, does not."""
+        """The state of the search in numbers: undecided blocks, blocks kept by layer, layers that lost every block, temperature.
+
+        Returns:
+            A dictionary of plain values. Reading it waits for a GPU; ``step()`` does not.
+        """
         search = self.search
         out: dict[str, Any] = {"step": self.count, "phase": self.phase, "progress": self.progress, "tau": self.tau}
         out |= search.telemetry.read()
@@ -224,7 +290,14 @@ class Pruner:
         return out
 
     def receipt(self) -> Receipt:
-        """What was requested and what was achieved, in integers, counted from the current weights."""
+        """What was requested and what was achieved, in integers, counted from the current weights.
+
+        Returns:
+            The receipt.
+
+        Raises:
+            SmartpruneError: The search is not finished.
+        """
         search = self.search
         if search.hard is None:
             raise SmartpruneError(
@@ -243,10 +316,17 @@ class Pruner:
     # -- copies and checkpoints -------------------------------------------------------------------------------------------
 
     def apply_to(self, other: nn.Module) -> None:
-        """Gives a copy of the model, such as an EMA copy, the mask, temperature and phase of this one.
+        """Gives a copy of the model, such as an EMA copy, the mask, the temperature and the phase of this pruner.
 
-        A copy made by deepcopy after :func:`attach` follows. A plain copy, made before, becomes a masked one; if this pruner is
-        frozen, the removed blocks of the plain copy are zeroed and held at zero instead.
+        A copy that was made by deepcopy after :func:`attach` follows. A plain copy, made before, becomes a masked one. If this
+        pruner
+        is frozen, the removed blocks of a plain copy are zeroed and held at zero instead.
+
+        Args:
+            other: A copy of the model.
+
+        Raises:
+            SmartpruneError: ``other`` is not a copy of the model, or shares layers with it.
         """
         if not isinstance(other, nn.Module):
             raise SmartpruneError(f"pruner.apply_to(): {type(other).__name__} is not a model; give a copy of the model")
@@ -275,33 +355,60 @@ class Pruner:
         pruner.load_state_dict(self.state_dict())
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything but the weights, as tensors and plain values."""
+        """Everything except the weights, as tensors and plain values.
+
+        Returns:
+            A dictionary that ``torch.load(..., weights_only=True)`` can read after ``torch.save``.
+        """
         return checkpoint.state_dict(self.search)
 
     def load_state_dict(self, state: dict[str, Any], *, adopt_steps: bool = False) -> None:
-        """Continues where another pruner, attached with the same arguments, stopped. With ``adopt_steps`` its length may differ:
-        this search takes over the one of the state."""
+        """Continues where another pruner stopped that was attached with the same arguments.
+
+        Args:
+            state: What :meth:`state_dict` returned.
+            adopt_steps: Take over the length of the search from the state, if it differs.
+
+        Raises:
+            SmartpruneError: The state belongs to another model, method, budget or length.
+        """
         checkpoint.load_state_dict(self.search, state, adopt_steps)
         self.live.last = None
 
     # -- CUDA graphs ------------------------------------------------------------------------------------------------------
 
     def take_forward(self) -> MaskedWeights | None:
-        """Returns the masked weights of the last forward pass, and forgets them. None outside the search.
+        """Returns the masked weights of the last forward pass and forgets them. For training loops that record CUDA graphs.
 
-        After a forward pass was recorded as a CUDA graph, its masked weights lie in the memory of the graph, where only replays
-        write to them. Hence other forward passes must not use them.
+        The masked weights of a recorded forward pass lie in the memory of the graph, where only replays write to them. Other
+        forward
+        passes must not use them.
+
+        Returns:
+            The masked weights, or None outside the search.
         """
         last, self.live.last = self.live.last, None
         return last if self.phase == "search" else None
 
     def restore_forward(self, masked: MaskedWeights) -> None:
-        """Call after a replay, with what :meth:`take_forward` returned after the recording: :meth:`step` then measures its mask."""
+        """Gives back what :meth:`take_forward` returned after the recording. Call it after each replay, before :meth:`step`.
+
+        Args:
+            masked: The masked weights of the recorded forward pass.
+        """
         self.live.last = masked
 
     # -- attaching --------------------------------------------------------------------------------------------------------
 
     def require_attached(self, call: str) -> None:
+        """Raises if layers of the model were replaced after :func:`attach`.
+
+        Args:
+            call: The name of the calling function, for the message.
+
+        Raises:
+            SmartpruneError: A layer or the scores are no longer in the model.
+        """
         self.modules.require_attached(call)
         checks.require_scores(self.search, call)
 
@@ -314,7 +421,7 @@ class Pruner:
         model.register_load_state_dict_post_hook(self._after_load)
 
     def detach(self) -> None:
-        """Restores the model: modules, parameters and hooks."""
+        """Restores the model without a mask: modules, parameters and hooks."""
         self.modules.unmask()
         self.search.unregister()
         self.model.__dict__.pop(LINK, None)
@@ -362,9 +469,43 @@ def attach(
 ) -> Pruner:
     """Masks the weights of a model in place and returns the pruner that controls the masks.
 
-    ``steps`` is the length of the search in optimizer steps. The model keeps its parameters, their names and their order; the
-    scores are one more parameter, the last one. ``method`` is a method with its settings, or the name of one with default settings,
-    such as ``"smart"``. ``seed`` is for methods that draw random numbers. The other arguments are those of :func:`plan`.
+    The model keeps its parameters, their names and their order. The scores of a method that learns them are one more parameter,
+    the
+    last one: add ``pruner.param_group()`` to an optimizer that exists already.
+
+    Args:
+        model: The model to prune.
+        method: A method with its settings, such as ``Smart()``, or its name, such as ``"smart"``.
+        block: The size of a block, such as ``(16, 8)`` or ``"16x8"``: output channels, input channels, then the kernel.
+        sparsity: The share of the blocks to remove, in [0, 1).
+        budget: Any other budget, such as ``macs(0.5, example=x)``. Give ``sparsity`` or ``budget``, not both.
+        steps: The length of the search in optimizer steps. Afterwards the mask is hard, and the same loop fine-tunes the model.
+        floor: The smallest share of its blocks that every layer keeps.
+        include: Layers to prune although they are skipped by default: a glob of names such as ``"head.*"``, a layer type, or a
+            list.
+        skip: Layers to leave out, in the same form. It takes precedence over ``include``.
+        example: One input of the model, see :func:`plan`.
+        seed: The seed of methods that draw random numbers.
+
+    Returns:
+        The pruner. Call its ``step()`` after each ``optimizer.step()``.
+
+    Raises:
+        SmartpruneError: The budget cannot be met, the model has a pruner already, or an argument is out of range.
+
+    Examples:
+        >>> import smartprune as sp
+        >>> model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> pruner = sp.attach(model, sp.Smart(), block=(4, 4), sparsity=0.75, steps=8)
+        >>> optimizer.add_param_group(pruner.param_group())
+        >>> for _ in range(10):  # 8 steps of search, 2 of fine-tuning
+        ...     model(torch.randn(16, 8)).square().mean().backward()
+        ...     optimizer.step()
+        ...     pruner.step()
+        ...     optimizer.zero_grad()
+        >>> sp.bake(model).blocks.kept, pruner.plan.n
+        (6, 24)
     """
     if isinstance(method, str) and method in METHODS:
         method = METHODS[method]()
@@ -387,7 +528,26 @@ def attach(
 
 
 def find_pruner(model: nn.Module) -> Pruner | None:
-    """The pruner of a model, also through wrappers such as DDP and torch.compile. None if it has none."""
+    """Finds the pruner of a model, also through wrappers such as DDP and ``torch.compile``.
+
+    Args:
+        model: A model, or a wrapper around one.
+
+    Returns:
+        The pruner, or None if the model has none.
+
+    Raises:
+        SmartpruneError: Several parts of the model have a pruner.
+
+    Examples:
+        >>> import smartprune as sp
+        >>> model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+        >>> sp.find_pruner(model) is None
+        True
+        >>> pruner = sp.attach(model, "magnitude", block=(4, 4), sparsity=0.5, steps=1)
+        >>> sp.find_pruner(nn.Sequential(model)) is pruner
+        True
+    """
     pruners = {name: module.__dict__[LINK] for name, module in model.named_modules() if LINK in module.__dict__}
     if len(pruners) > 1:
         raise SmartpruneError(

@@ -200,28 +200,41 @@ def report(
     model: Model | None = None,
     receipt: AnyReceipt | None = None,
 ) -> Report:
-    """Counts the zero blocks of every layer of a model, state dict, file or run folder (see :func:`smartprune.verify`).
+    """Counts the zero blocks of every layer of a model, state dict, file or run folder.
 
-    The sparsity is that of the receipt: the share of blocks removed, of the blocks of the pruned layers. ``receipt`` is a Receipt,
-    its JSON data or its path, and must match the weights. By default, the receipt inside the file or folder is used, or a
-    ``receipt.json`` next to the file if the weights match it. Without a receipt it is not known which layers were pruned, and the
-    report counts the zero blocks of all layers.
+    The sparsity is that of the receipt: the share of blocks removed, of the blocks of the pruned layers. Without a receipt it is
+    not
+    known which layers were pruned, and the zero blocks of all layers are counted.
 
-    ``block`` defaults to the block of the receipt or of the packed file, else to 16x8. ``model`` is the torch.nn.Module
-    that a state dict or a file belongs to: it says which layers are transposed or grouped, as the receipt does for the layers that
-    it lists. Axes that are not known are assumed to be (out, in, ...), and ``assumed`` lists those weights.
+    Args:
+        stored: Anything that :func:`smartprune.verify` reads.
+        block: The size of a block. By default that of the receipt or of the packed file, or else 16x8.
+        model: The ``torch.nn.Module`` that a state dict or a file belongs to. It says which layers are transposed or grouped.
+            Without
+            it and without a receipt, axes are read as (out, in, ...), and ``assumed`` of the result names those weights.
+        receipt: A receipt, its JSON data or its path; it must match the weights. By default the receipt in the file or folder, or
+            a
+            ``receipt.json`` next to the file if the weights match it.
 
-    >>> import torch
-    >>> w = torch.zeros(4, 6)
-    >>> w[:2, 2:] = 1
-    >>> result = report({"fc.weight": w}, block=(2, 2))
-    >>> result.blocks.kept, result.blocks.total
-    (2, 6)
-    >>> print(result.map("fc", ascii_only=True))
-    fc: 2 of 6 blocks of 2x2x1x1 kept; # kept, . zero
-    <BLANKLINE>
-    .##
-    ...
+    Returns:
+        The report. ``print`` shows it, and its ``map(layer)`` draws the blocks of a layer.
+
+    Raises:
+        SmartpruneError: The weights or the receipt cannot be read, or no weight can be divided into blocks.
+
+    Examples:
+        >>> import smartprune as sp
+        >>> import torch
+        >>> weight = torch.zeros(4, 6)
+        >>> weight[:2, 2:] = 1
+        >>> result = sp.report({"fc.weight": weight}, block=(2, 2))
+        >>> result.blocks.kept, result.blocks.total
+        (2, 6)
+        >>> print(result.map("fc", ascii_only=True))
+        fc: 2 of 6 blocks of 2x2x1x1 kept; # kept, . zero
+        <BLANKLINE>
+        .##
+        ...
     """
     weights, network = stored_and_network(stored, model, "report")
     found = read_stored(weights, network, block, receipt)

@@ -33,33 +33,51 @@ def accelerate(
     device: str = "cpu",
     backend: str = "native",
 ) -> nn.Module:
-    """Returns a module that computes what ``model.eval()`` computes, and skips pruned blocks. For inference only.
+    """Returns a module that computes what ``model.eval()`` computes and skips removed blocks. For inference only.
 
-    The model does not change: its weights are copied and its batch norms folded. All operations that have kernels run as
-    compiled programs, and torch runs the others. Zeros are found in the weights, whatever pruned them, and dense layers run
-    on the same kernels.
+    The model does not change: its weights are copied and its batch norms folded. Operations that have kernels run as compiled
+    programs, and torch runs the others. Zeros are found in the weights, whatever pruned them. Dense layers run on the same
+    kernels.
 
-    These cases run the model's own code, with replaced convolutions and linear layers (except those inside modules of torch,
+    In these cases the model's own code runs, with its convolutions and linear layers replaced (except those inside modules of
+    torch,
     such as attention). With int8 they raise an error:
 
     - models that cannot be traced, or whose traced graph gives another result;
     - models that change inputs or buffers, or that change values in place in an order that may matter;
     - calls with inputs of an unknown class.
 
-    Results agree with the model's to float rounding, or to int8 rounding. The first result for every structure, shape and dtype
-    of the inputs is compared with the model's own, and so is one for random inputs. If rounding alone changes the result,
+    Results agree with those of the model to float rounding, or to int8 rounding. The first result for every structure, shape and
+    dtype of the inputs is compared with that of the model, and so is one for random inputs. If rounding alone changes the result,
     because the model sorts or selects, only the layers are compared. Inputs must be finite: a skipped block does not turn
-    infinity into NaN. There are no gradients, and later changes of the model's weights have no effect.
+    infinity
+    into NaN. There are no gradients, and later changes of the model's weights have no effect.
 
     Args:
         model: The pruned model.
-        block: Checked only: an error is raised if no block of this shape is empty, because nothing would be gained.
+        block: If given, an error is raised unless some block of this size is empty.
         example: An input, or a list of inputs; a tuple is one input of several tensors. int8 needs it to measure the range of
             activations. With float32 it makes the first call faster.
         dtype: ``"float32"`` or ``"int8"``; on a GPU ``"float32"``, ``"bfloat16"`` or ``"float16"``.
         threads: The number of threads, by default that of torch.
         device: ``"cpu"`` or ``"cuda"``.
-        backend: ``"reference"`` runs the graph in torch: it needs no C compiler, and is not faster than the model.
+        backend: ``"native"``, or ``"reference"``, which runs the graph in torch: it needs no C compiler, and is not faster than
+            the
+            model.
+
+    Returns:
+        A module that is called like the model.
+
+    Raises:
+        SmartpruneError: An argument is unknown, the model is still masked, or its results differ.
+
+    Examples:
+        >>> import smartprune as sp
+        >>> model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)).eval()
+        >>> x = torch.randn(2, 16)
+        >>> fast = sp.accelerate(model, example=x, backend="reference")
+        >>> torch.allclose(fast(x), model(x), atol=1e-5)
+        True
     """
     if not isinstance(model, nn.Module):
         raise SmartpruneError(f"accelerate: model is a {type(model).__name__}; pass a torch module")

@@ -30,24 +30,39 @@ BACKEND = os.environ.get("SMARTPRUNE_TOPK", "auto")  # auto, triton or torch; on
 def soft_topk(
     scores: Tensor, k: float | Tensor, tau: float | Tensor, cost: Tensor | None = None, *, warm: Tensor | None = None
 ) -> Tensor:
-    """Mask in [0, 1] with a given sum: mask = sigmoid((scores - theta) / tau), sum(cost * mask) = k, to about 5e-7 of k for
-    float32 scores and to rounding for float64.
+    """A differentiable top-k: the mask ``sigmoid((scores - theta) / tau)`` with ``theta`` such that ``sum(cost * mask) = k``.
 
-    scores [N] may be float64, float32, bfloat16 or float16; the mask is float64 for float64 scores and float32
-    otherwise, also under autocast. cost [N] >= 0 defaults to ones and gets no gradient. k and tau are numbers or
-    0-dim tensors; tensors on a CUDA device are read there, without synchronization. The gradient is Proposition 3.2,
-    dx = v / tau * (g - cost * sum(v g) / sum(cost v)) with v = sigmoid'(z). It is zero if every block is decided
-    (sum(cost v) <= 1e-20 sum(cost)). warm is a float64 tensor [2] of (pivot, delta) with theta = pivot + delta: the
-    search starts there (NaN: no start) and writes its solution to it. warm [2, 2] is read in row 0 and written in
-    row 1, so calls with the same inputs start at the same point and return the same bits.
+    The sum is met to about 5e-7 of k for float32 scores, and to rounding for float64. The gradient is Proposition 3.2 of the
+    paper,
+    ``dx = v / tau * (g - cost * sum(v g) / sum(cost v))`` with ``v = sigmoid'``. It is zero if every block is decided
+    (``sum(cost v) <= 1e-20 sum(cost)``).
 
-    >>> scores = torch.tensor([0.1, 0.4, 0.2, 0.3], requires_grad=True)
-    >>> mask = soft_topk(scores, 2, tau=0.1)
-    >>> mask.detach()  # two of four, so theta = 0.25 by symmetry
-    tensor([0.1824, 0.8176, 0.3775, 0.6225])
-    >>> mask[1].backward()
-    >>> scores.grad.sum().abs() < 1e-6  # the sum is fixed
-    tensor(True)
+    Args:
+        scores: A vector [N] of float64, float32, bfloat16 or float16.
+        k: What the mask sums to. A tensor on a CUDA device is read there, without synchronization.
+        tau: The temperature, also a number or a 0-dim tensor.
+        cost: The cost of each block, [N], at least 0; ones by default. It gets no gradient.
+        warm: A float64 tensor [2] of (pivot, delta) with ``theta = pivot + delta``. The solver starts there (NaN: no start) and
+            writes
+            its solution to it. A tensor [2, 2] is read in row 0 and written in row 1, so calls with the same inputs return the
+                same
+            bits.
+
+    Returns:
+        The mask [N] in [0, 1]: float64 for float64 scores, float32 otherwise, also under autocast.
+
+    Raises:
+        SmartpruneError: Scores, costs, k or tau are not finite, out of range, or of the wrong shape.
+
+    Examples:
+        >>> import smartprune as sp
+        >>> scores = torch.tensor([0.1, 0.4, 0.2, 0.3], requires_grad=True)
+        >>> mask = sp.soft_topk(scores, 2, tau=0.1)
+        >>> mask.detach()  # two of four, so theta = 0.25 by symmetry
+        tensor([0.1824, 0.8176, 0.3775, 0.6225])
+        >>> mask[1].backward()
+        >>> scores.grad.sum().abs() < 1e-6  # the sum is fixed
+        tensor(True)
     """
     if torch.compiler.is_compiling():
         return _compiled(scores, k, tau, cost, warm)
