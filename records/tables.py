@@ -25,12 +25,14 @@ from pathlib import Path
 from typing import Any
 
 from smartprune.errors import SmartpruneError
-from smartprune.experiments.compare.markdown import NOT_YET, table_lines
-from smartprune.experiments.compare.record import MAX_FILE_BYTES, RESULT, check_rows, load_rows, save_record
+from smartprune.experiments.compare.markdown import table_lines
+from smartprune.experiments.compare.record import MAX_FILE_BYTES, check_rows, load_rows, save_record
 from smartprune.files import parse_json, read_limited, write_atomic
+from smartprune.run_files import RESULT
 
 ROOT = Path(__file__).resolve().parent.parent
 PAPER = "paper-table2"
+NOT_YET = "not recorded yet"
 LENGTHS = {  # dense training may have any length, because the table shows the dense accuracy
     "short": re.compile(r"\d+ dense \+ 12 search \+ 48 fine-tuning epochs"),
     "full": re.compile(r"\d+ dense \+ 40 search \+ 160 fine-tuning epochs"),

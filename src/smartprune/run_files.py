@@ -20,5 +20,12 @@ BENCH = "bench.json"  # written by ``smartprune bench``
 TENSORBOARD = "tensorboard"  # a folder
 DETECTIONS = {"dense": "dense_detections.json", "pruned": "detections.json"}  # of tasks that detect objects
 
+PROTECTED = (CONFIG, METRICS, CHECKPOINT, RESULT, DENSE, MODEL, RECEIPT, SCORES, BENCH)  # commands with --out do not replace them
+
+# The columns of METRICS, besides the metric of the task.
+POSITION = ("stage", "epoch", "step", "seconds")
+TELEMETRY = ("tau", "theta", "undecided", "changed", "gap", "kept", "collapsed")  # of the search
+COLUMNS = (*POSITION, "loss", "lr", *TELEMETRY, "sample", "graph")
+
 STAGES = ("dense", "search", "finetune")
 STAGE_NAMES = {"dense": "dense", "search": "search", "finetune": "fine-tuning"}

@@ -13,12 +13,13 @@ import torch
 from torch import nn
 
 import smartprune as sp
-from helpers import training_jobs, zoo
+from helpers import sweeps, training_jobs, zoo
 from smartprune.budgets import BUDGETS
 from smartprune.cli import main
 from smartprune.core.budget import Budget, ResolvedBudget
 from smartprune.experiments.compare.comparison import compare
 from smartprune.experiments.compare.identity import row_keys
+from smartprune.experiments.sweep.grid import expand_grids
 from smartprune.reports.page import write_page
 from smartprune.training.train import train
 
@@ -108,7 +109,18 @@ def test_train_compare_and_report(energy: Any, tmp_path: Path) -> None:
     assert "75 % of energy" in page.read_text()
     assert "share of energy removed" in chart.read_text()
     write_page(tmp_path / "report.html", tmp_path / "run0")
-    assert re.search(r"75 % of energy, keep at most [\d,]+ of [\d,]+", (tmp_path / "report.html").read_text())
+    assert re.search(
+        r"75 % of the energy of the pruned layers, keep at most [\d,]+ of [\d,]+", (tmp_path / "report.html").read_text()
+    )
+
+
+def test_sweep(energy: Any) -> None:
+    options = {**sweeps.OPTIONS, "budget": "energy=0.75"}
+    cell, _ = expand_grids([sweeps.small_grid(sparsities=(None,), options=options)])
+    assert cell.name == "digits-resnet8-smart-4x2-energy0.75-s0"
+    assert cell.config.budget_share == ("energy", 0.75)
+    with pytest.raises(sp.SmartpruneError, match="sparsities and budget: a run has one budget"):
+        expand_grids([sweeps.small_grid(options=options)])
 
 
 def test_command_line(energy: Any, capsys: pytest.CaptureFixture[str]) -> None:

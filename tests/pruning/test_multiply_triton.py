@@ -236,7 +236,7 @@ def search(backend: str, device: str = "cpu") -> tuple[Tensor, list[Tensor]]:
                 for i, weight in enumerate(pruner.blocks.weights):
                     kept = pruner.search.multiplier.grids[i].expand(pruner.search.multiplier.layer_mask(pruner.mask.float(), i))
                     assert not (weight.detach() * (1 - kept)).any()
-                    assert zeros.holds_zeros(weight)
+                    assert zeros.hold_of(weight) is not None
         assert int(pruner.mask.sum()) == pruner.plan.keep
         return pruner.mask, [weight.detach().clone() for weight in pruner.blocks.weights]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import text
 from ..core.block import Block, Grid
-from ..core.budget import keep_count
+from ..core.budget import BlockBudget, ParamBudget, keep_count
 from ..core.occupancy import unpack_bits
 from ..errors import SmartpruneError
 from ..fields import MAX_INTEGER, Fields, is_valid_name
@@ -88,8 +88,17 @@ class Requested:
     npu: Mapping[str, object] | None = None
 
     @property
+    def is_exact(self) -> bool:
+        """Whether the limit is kept exactly, and not only as an upper bound: if the budget counts blocks."""
+        return self.kind == BlockBudget.kind
+
+    @property
+    def bound(self) -> str:
+        return "exactly" if self.is_exact else "at most"
+
+    @property
     def met(self) -> bool:
-        return self.used == self.limit if self.kind == "blocks" else self.used <= self.limit
+        return self.used == self.limit if self.is_exact else self.used <= self.limit
 
     def to_json(self) -> dict[str, object]:
         """Everything except ``used``, which belongs to what was achieved."""
@@ -113,12 +122,15 @@ class Requested:
             raise fields.error("value", f"{float(requested.share)}, as share says")
         fields.reject_unknown_keys()
         kind, total = requested.kind, requested.total
-        count = {"blocks": blocks, "params": weights}.get(kind, Count(total, used))
+        count = {BlockBudget.kind: blocks, ParamBudget.kind: weights}.get(kind, Count(total, used))
         if (total, used) != (count.total, count.kept) or used > total:
             raise SmartpruneError(
                 f"{fields.where} does not add up: {used} of {total} {kind}, and the layers say {count.kept} of {count.total}"
             )
-        limits = {"blocks": keep_count(requested.share, total), "params": math.floor((1 - requested.share) * total)}
+        limits = {
+            BlockBudget.kind: keep_count(requested.share, total),
+            ParamBudget.kind: math.floor((1 - requested.share) * total),
+        }
         if requested.limit != limits.get(kind, requested.limit):
             raise fields.error("limit", f"{limits[kind]}, which follows from the share and the total")
         return requested

@@ -240,10 +240,9 @@ class Receipt:
             return []
         kind, limit, total = self.requested.kind, self.requested.limit, self.requested.total
         wanted = removal(float(self.requested.share), budget_label(kind), self.requested.of)
-        bound = "exactly" if kind == "blocks" else "at most"
         unmet = "" if self.met else ", budget NOT met"
         lines = [
-            f"budget   {wanted}: keep {bound} {limit:,} of {total:,}",
+            f"budget   {wanted}: keep {self.requested.bound} {limit:,} of {total:,}",
             f"kept     {self.requested.used:,} {budget_unit(kind)}{unmet}",
         ]
         if self.requested.npu is not None:

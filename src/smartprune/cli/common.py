@@ -12,11 +12,10 @@ from typing import Any, NoReturn
 
 from ..errors import SmartpruneError
 from ..files import check_no_overwrite, check_writable
-from ..run_files import BENCH, CHECKPOINT, CONFIG, DENSE, METRICS, MODEL, RECEIPT, RESULT, SCORES
+from ..run_files import PROTECTED
 
 Subparsers = Any  # argparse does not export the type
 Target = str | Path | None
-RUN_FILES = (CONFIG, METRICS, CHECKPOINT, RESULT, DENSE, MODEL, RECEIPT, SCORES, BENCH)
 
 
 class Parser(argparse.ArgumentParser):
@@ -73,7 +72,7 @@ def files_of_run(folder: Target, but: str | None = None) -> dict[str, Target]:
     """The files of a run folder that other commands must not overwrite, except the file ``but``. Empty for other paths."""
     if folder is None or not os.path.isdir(folder):
         return {}
-    return {f"the {name} of the run": Path(folder) / name for name in RUN_FILES if name != but}
+    return {f"the {name} of the run": Path(folder) / name for name in PROTECTED if name != but}
 
 
 def print_result(args: argparse.Namespace, result: Any) -> None:

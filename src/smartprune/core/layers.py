@@ -25,7 +25,7 @@ Pattern = str | type[nn.Module]
 Patterns = Pattern | Sequence[Pattern]
 
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")  # names that wrappers insert into weight names
-OUTPUT, FROZEN, UNREACHED, TRANSFORMED = CAUSES = ("output layer", "frozen", "never used", "transformed")
+OUTPUT, FROZEN, UNREACHED, TRANSFORMED = ("output layer", "frozen", "never used", "transformed")
 IMAGE_CHANNELS = 4  # the first convolution is the stem if it reads at most this many channels
 
 
@@ -66,7 +66,7 @@ class Skipped:
     kind: str
     shape: tuple[int, ...]
     reason: str
-    cause: str = ""  # one of the causes above, or none of them
+    cause: str = ""  # OUTPUT, FROZEN, UNREACHED or TRANSFORMED; empty for other reasons
 
 
 @dataclass(frozen=True)

@@ -149,10 +149,6 @@ def release_zeros(weights: Iterable[Tensor]) -> None:
             mask.weights[layer] = _no_weight
 
 
-def holds_zeros(weight: Tensor) -> bool:
-    return weight in _held
-
-
 def hold_of(weight: Tensor) -> ZeroMask | None:
     """The mask by which a weight is held."""
     mask: ZeroMask | None = _held.get(weight, (None, 0))[0]

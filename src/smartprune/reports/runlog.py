@@ -14,13 +14,10 @@ from safetensors import safe_open
 
 from ..errors import SmartpruneError
 from ..files import parse_json, read_limited
-from ..run_files import BENCH, CONFIG, METRICS, RESULT, SCORES, STAGES
+from ..run_files import BENCH, COLUMNS, CONFIG, METRICS, RESULT, SCORES, STAGES
 
 SAMPLE_SIZE = 64  # blocks whose mask is logged over time
 MAX_FILE_BYTES, MAX_METRICS_BYTES = 1 << 20, 1 << 27
-# fields of a metrics row other than the metric of the task
-POSITION = ("stage", "epoch", "step", "seconds")
-NOT_THE_METRIC = (*POSITION, "loss", "lr", "tau", "theta", "undecided", "changed", "gap", "kept", "collapsed", "graph", "sample")
 
 Row = dict[str, Any]
 
@@ -50,7 +47,7 @@ class RunLog:
         """The name of the task's metric."""
         if self.result is not None and isinstance(self.result.get("measure"), str):
             return str(self.result["measure"])
-        return next((name for row in self.rows for name in row if name not in NOT_THE_METRIC), None)
+        return next((name for row in self.rows for name in row if name not in COLUMNS), None)
 
     @property
     def title(self) -> str:

@@ -53,7 +53,7 @@ def _budget_verdict(view: View) -> str:
             f"Budget not met: {goal} should be removed, but {budget.used:,} of {budget.total:,} are left where "
             f"{budget.limit:,} are allowed; {sparsity}"
         )
-    if budget.kind == "blocks":
+    if budget.is_exact:
         return f"Pruned exactly as requested: {sparsity}"
     removed = share(budget.total - budget.used, budget.total)
     return f"Pruned as requested: {removed} of {_budget_whole(budget)} removed, at least {goal} requested; {sparsity}"
@@ -77,7 +77,7 @@ def requested_share(budget: Requested) -> str:
 
 def _budget_whole(budget: Requested) -> str:
     """What the share of a budget is a share of."""
-    if budget.kind == "blocks":
+    if budget.is_exact:
         return "the blocks"
     return f"the {budget_label(budget.kind)} of the {'model' if budget.of == 'model' else 'pruned layers'}"
 
@@ -119,8 +119,8 @@ def _first_figure(view: View) -> tuple[str, str, str]:
         return label, value, f"{note}; {'the receipt does not match' if view.problems else 'no receipt found'}"
     note, budget = removed_blocks(receipt.blocks), receipt.requested
     if budget is not None:
-        bound = "exactly" if budget.kind == "blocks" else "at most"
-        note += f"; requested: {requested_share(budget)}, keep {bound} {budget.limit:,} of {budget.total:,}; kept {budget.used:,}"
+        note += f"; requested: {requested_share(budget)}, keep {budget.bound} {budget.limit:,} of {budget.total:,}"
+        note += f"; kept {budget.used:,}"
     return "Sparsity", share(receipt.blocks.removed, receipt.blocks.total), note
 
 

@@ -6,7 +6,6 @@ import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from torch import Tensor, fx
 from torch.utils._pytree import tree_unflatten
 
@@ -121,12 +120,12 @@ class Plan:
             return leaves[0]
         return tuple(leaves) if self._is_flat_tuple else tree_unflatten(list(leaves), self._structure)
 
-    def _run_program(self, program: Program, env: dict[fx.Node, Any], seconds: Any = None) -> None:
+    def _run_program(self, program: Program, env: dict[fx.Node, Any]) -> None:
         try:
             for node, value in self._scalars[program]:
                 if env[node] != value:
                     raise InputMismatch
-            out = program.run(self._pool, [env[node] for node in program.inputs], seconds)
+            out = program.run(self._pool, [env[node] for node in program.inputs])
         except InputMismatch:
             for node in self._nodes[program]:
                 env[node] = self._run_node(node, env)
@@ -149,22 +148,6 @@ class Plan:
         if node.op == "get_attr":
             return operator.attrgetter(str(node.target))(self._traced)
         return node.target(*args, **kwargs)  # type: ignore[operator]
-
-    def profile(self, values: Sequence[Any], repeat: int = 20) -> list[tuple[str, float]]:
-        """Seconds per operation of every program: the minimum of ``repeat`` runs."""
-        out: list[tuple[str, float]] = []
-        env: dict[fx.Node, Any] = dict(zip(self._placeholders, values, strict=True))
-        for part in self.parts:
-            if isinstance(part, Program):
-                best = np.full(len(part.names), np.inf)
-                for _ in range(repeat):
-                    seconds = np.zeros(len(part.names))
-                    self._run_program(part, env, seconds)
-                    best = np.minimum(best, seconds)
-                out += zip(part.names, best.tolist(), strict=True)
-            else:
-                env[part] = self._run_node(part, env)
-        return out
 
 
 def segments(graph: fx.Graph, steps: Mapping[fx.Node, Step]) -> Iterator[fx.Node | Segment]:

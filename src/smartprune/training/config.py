@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from ..tasks import Task
 
 Setting = int | float | str | bool | None
-BUDGET_SETTINGS = ("sparsity", "macs", "cycles", "budget")  # a run has exactly one of them
 
 
 def option(text: str, default: Any = MISSING, **metadata: Any) -> Any:
@@ -92,6 +91,10 @@ class Config:
     def budget_share(self) -> tuple[str, float]:
         """The name of the budget and its share, such as ``("sparsity", 0.95)``."""
         return budget_share(vars(self))
+
+
+OWN_SETTINGS = tuple(name for name in budget_names() if name in Config.__dataclass_fields__)  # budgets with a setting of their name
+BUDGET_SETTINGS = (*OWN_SETTINGS, "budget")  # a run has exactly one of them
 
 
 def budget_share(values: Mapping[str, Any]) -> tuple[str, float]:

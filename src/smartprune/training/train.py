@@ -27,7 +27,7 @@ from ..artifacts.verify import verify
 from ..errors import SmartpruneError
 from ..models.named import is_external
 from ..pruning.bake import bake
-from ..run_files import STAGES
+from ..run_files import STAGES, TELEMETRY
 from ..tasks import Data
 from . import ranks
 from .check import check, resolve
@@ -43,7 +43,6 @@ from .run import Run, averaged_weights, closing, deterministic, enter_stage, sav
 from .step import require_finite, steps_of_epoch, take_step
 
 TICK_SECONDS = 0.25  # least time between two ticks
-TELEMETRY = ("tau", "theta", "undecided", "changed", "gap", "kept", "collapsed")  # of the search, in every row
 CHECKPOINT_SHARE = 0.05  # checkpoints take at most about this share of the time
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 

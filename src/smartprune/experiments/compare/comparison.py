@@ -12,6 +12,7 @@ from typing import Any
 from ... import text
 from ...errors import SmartpruneError
 from ...methods import METHODS
+from ...training.config import OWN_SETTINGS
 from .identity import RunKey, protocol, run_key
 from .runs import FinishedRun, Group, find_run_folders, read_run
 from .table import comparison_csv, comparison_text
@@ -65,7 +66,8 @@ class Row:
             "method": first.method,
             "settings": config["settings"],
             "block": config["block"],
-            **{"sparsity": None, "macs": None, name: share},
+            **dict.fromkeys(OWN_SETTINGS),
+            name: share,
             "protocol": protocol(config),
             "metric": first.metric,
             "unit": "share",

@@ -8,14 +8,13 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-from ...budgets import budget_names
+from ...budgets import SPARSITY, budget_names
 from ...errors import SmartpruneError
 from .comparison import summary
 from .labels import format_setting
 from .outcomes import outcome_lines
 
 OTHER_METRICS = {"macs_left": "MACs of the pruned layers left"}  # what a row may hold besides its metric, one number per run
-NOT_YET = "not recorded yet"
 Row = Mapping[str, Any]
 
 
@@ -37,7 +36,7 @@ def markdown(rows: Sequence[Row], filters: Mapping[str, str] | None = None) -> t
     fields = ("model", "data", "block", *budget_names(), "protocol", "metric")
     varying = [name for name in fields if len({json.dumps(row.get(name)) for row in rows}) > 1]
     columns = list(dict.fromkeys(tuple(row.get(name) for name in varying) for row in rows))
-    if varying == ["sparsity"]:
+    if varying == [SPARSITY]:
         columns.sort(key=lambda column: (column[0] is None, isinstance(column[0], str), column[0] or 0))  # numbers, texts, none
     counts = {row["n"] for row in rows}
     dense = _dense_cells(rows)

@@ -15,11 +15,12 @@ from typing import Any
 from ...budgets import budget_names
 from ...errors import SmartpruneError
 from ...files import parse_json, read_limited, write_atomic
+from ...run_files import CONFIG, RESULT
 from .comparison import Comparison
 from .labels import method_label
 from .markdown import is_number, table_lines
 
-RESULT, CONFIG, README = "result.json", "config.json", "README.md"
+README = "README.md"
 REQUIRED = ("model", "data", "method", "block", "sparsity", "protocol", "metric", "values", "mean", "std", "n")
 TEXTS = ("model", "data", "method", "block", "protocol", "metric")
 MAX_FILE_BYTES = 64 << 20

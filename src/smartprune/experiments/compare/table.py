@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ... import text
-from ...budgets import budget_unit
+from ...budgets import SPARSITY, budget_unit
+from ...training.config import OWN_SETTINGS
 from .identity import protocol
 from .labels import format_setting
 
@@ -29,7 +30,7 @@ def comparison_text(comparison: Comparison, ascii_only: bool) -> str:
     for (data, model, block, protocol_line, metric), rows in comparison.groups().items():
         lines += ["", f"{data}, {model}, blocks of {block}: {metric} in %, test split, after the last epoch, by requested budget"]
         lines += textwrap.wrap(protocol_line, WIDTH)
-        shares = sorted({row.share for row in rows}, key=lambda share: (share[0] != "sparsity", share))
+        shares = sorted({row.share for row in rows}, key=lambda share: (share[0] != SPARSITY, share))
         for first in range(0, len(shares), METRIC_COLUMNS):
             lines += ["", *_metric_table(rows, shares[first : first + METRIC_COLUMNS], ascii_only)]
         lines += _macs_tables(rows, shares, ascii_only)
@@ -99,7 +100,7 @@ def mean_and_std(values: Sequence[float], ascii_only: bool = False) -> str:
 def comparison_csv(comparison: Comparison) -> str:
     """One line per run. ``blocks_removed`` and ``macs_left`` are shares of the blocks and the MACs of the pruned layers."""
     lines = []
-    budgets = ["sparsity", "macs", "cycles", *(run.share[0] for run in comparison.runs)]
+    budgets = [*OWN_SETTINGS, *(run.share[0] for run in comparison.runs)]
     for run in comparison.runs:
         config = run.config
         lines.append(

@@ -8,8 +8,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ...errors import SmartpruneError
+from ...run_files import RESULT
 from ..compare.identity import RunKey, row_keys, run_key
-from ..compare.record import RESULT, load_rows
+from ..compare.record import load_rows
 from .grid import Cell
 from .sweep import Sweep
 

@@ -74,7 +74,7 @@ def declare(code: ctypes.CDLL) -> None:
     """Sets the argument and result types of the functions of a library."""
     code.sp_pool_new.restype = ctypes.c_void_p
     code.sp_pool_new.argtypes = (ctypes.c_int,)
-    code.sp_run.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
+    code.sp_run.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
     code.sp_run.restype = None
 
 

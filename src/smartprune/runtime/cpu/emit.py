@@ -28,15 +28,14 @@ class Emitter:
         self.values, self.arena, self.library = values, arena, library
         self.threads, self.packed = threads, packed
         self.operations: list[abi.Op] = []
-        self.names: list[str] = []
         self.light: list[bool] = []
         self.arrays: list[Any] = []
 
     def emit_import(self, node: fx.Node, number: int) -> None:
-        self._add("import", str(node), y=self.values[node], argument=number)
+        self._add("import", y=self.values[node], argument=number)
 
     def emit_export(self, node: fx.Node, number: int) -> None:
-        self._add("export", str(node), x=self.values[node], argument=number)
+        self._add("export", x=self.values[node], argument=number)
 
     def emit(self, step: Step) -> None:
         """Adds the operations of a step."""
@@ -89,7 +88,7 @@ class Emitter:
             "chunk_start": self._address(tiling.chunk_start),
             **{name: self._address(array) for name, array in tiling.starts.items()},
         }
-        self._add("conv", str(step.node), x, y, z, work=work, **fields)
+        self._add("conv", x, y, z, work=work, **fields)
 
     def _depthwise(self, step: Step, x: Value, y: Value, z: Value | None, fields: dict[str, Any]) -> None:
         assert step.weight is not None
@@ -104,44 +103,43 @@ class Emitter:
             bias = (bias - weight.sum(axis=1, dtype=np.float64) * scales * (x.scale * x.zero)).astype(np.float32)
             fields["scale"] = self._address(scales * np.float32(x.scale))
         blocks = weight.reshape(y.blocks, LANES, kh * kw).transpose(0, 2, 1)
-        self._add("depthwise", str(step.node), x, y, weight=self._address(blocks), bias=self._address(bias), **fields)
+        self._add("depthwise", x, y, weight=self._address(blocks), bias=self._address(bias), **fields)
 
     def _affine(self, step: Step, x: Value, y: Value, z: Value | None, fields: dict[str, Any]) -> None:
         channels = y.blocks * LANES
         scale, bias = self._address(padded(step.scale, channels)), self._address(padded(step.bias, channels))
-        self._add("affine", str(step.node), x, y, scale=scale, bias=bias, **fields)
+        self._add("affine", x, y, scale=scale, bias=bias, **fields)
 
     def _concatenation(self, step: Step, x: Value, y: Value, z: Value | None, fields: dict[str, Any]) -> None:
         first = 0
         for source in step.inputs:
             part = self.values[source]
             if part.whole is not y:
-                self._copy(str(step.node), part, y, first)
+                self._copy(part, y, first)
             first += part.channels
 
     def _alias(self, step: Step, x: Value, y: Value, z: Value | None, fields: dict[str, Any]) -> None:
-        self._copy(str(step.node), x, y, 0)
+        self._copy(x, y, 0)
 
     def _other(self, step: Step, x: Value, y: Value, z: Value | None, fields: dict[str, Any]) -> None:
         if step.scale is not None:
             fields["scale"] = self._address(step.scale)
-        self._add(step.kind, str(step.node), x, y, z, **fields)
+        self._add(step.kind, x, y, z, **fields)
 
-    def _copy(self, name: str, part: Value, y: Value, first: int) -> None:
+    def _copy(self, part: Value, y: Value, first: int) -> None:
         """Copies a value to the channels of another value from ``first`` on."""
         if first % LANES == 0 and (part.channels % LANES == 0 or first + part.channels == y.channels):
             view = Value(y.images, part.channels, y.height, y.width, margin=y.margin, whole=y, block=first // LANES)
             view.type, view.scale, view.zero = y.type, y.scale, y.zero
-            self._add("copy", name, part, view)
+            self._add("copy", part, view)
         else:
-            self._add("shift", name, part, y, argument=first, items=part.images)
+            self._add("shift", part, y, argument=first, items=part.images)
 
     # ---- operations and arrays
 
     def _add(
         self,
         kind: str,
-        name: str,
         x: Value | None = None,
         y: Value | None = None,
         z: Value | None = None,
@@ -161,7 +159,6 @@ class Emitter:
         work = work or result.images * result.blocks * result.height * result.width * max(1, op.kh * op.kw)
         self.light.append(work < LIGHT)
         self.operations.append(op)
-        self.names.append(f"{kind} {name}")
 
     def _address(self, array: Any) -> int:
         """The address of an array, which is kept as long as the program."""

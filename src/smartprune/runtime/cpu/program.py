@@ -54,7 +54,6 @@ class Program:
             emitter.emit(step)
         for number, node in enumerate(outputs, len(inputs)):
             emitter.emit_export(node, number)
-        self.names = emitter.names
         self._arena, self._arrays = arena, emitter.arrays  # the operations point to them
         self._operations = (abi.Op * len(emitter.operations))(*emitter.operations)
         self._light = np.asarray(emitter.light, np.uint8)
@@ -69,17 +68,17 @@ class Program:
         self._sources = [(i, torch.Size(shapes[node]), values[node].rows) for i, node in enumerate(inputs)]
         self._targets = [(i, shapes[node], values[node].rows) for i, node in enumerate(outputs, len(inputs))]
 
-    def run(self, pool: int, tensors: Sequence[Tensor], seconds: Any = None) -> list[Tensor]:
+    def run(self, pool: int, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Computes the outputs from float32 tensors on the CPU with arbitrary strides.
 
         Raises :class:`InputMismatch` for any other tensor, because the kernels do not check what they read, and an error for a
-        tensor whose memory was freed. The time of every operation is written to ``seconds``, an array of float64.
+        tensor whose memory was freed.
         """
         try:
             _views, outputs = self._set_externals(tensors)  # views must exist until the call returns
         except NoMemoryError:
             raise InputMismatch from None
-        self._function(pool, *self._arguments, None if seconds is None else seconds.ctypes.data)
+        self._function(pool, *self._arguments)
         return outputs
 
     def _set_externals(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:

@@ -8,7 +8,6 @@
 #include <sched.h>
 #include <stdatomic.h>
 #include <stdlib.h>
-#include <time.h>
 #include <unistd.h>
 
 #include "runtime.h"
@@ -111,28 +110,15 @@ Pool *sp_pool_new(int threads) {
   return pool->handles && start(pool) ? pool : 0;
 }
 
-static double clock_now(void) {
-  struct timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
-
-/* Runs the program once. `light[i]` says that operation i is too small for several threads. Unless `seconds` is null, the
-   time of every operation is written to it. */
-void sp_run(Pool *pool, const Op *ops, int count, const uint8_t *light, const External *external, double *seconds) {
+/* Runs the program once. `light[i]` says that operation i is too small for several threads. */
+void sp_run(Pool *pool, const Op *ops, int count, const uint8_t *light, const External *external) {
   if (pool->process != getpid()) start(pool);
   const int single = pool->threads == 0;
-  double before = seconds ? clock_now() : 0.0;
   for (int i = 0; i < count; i++) {
     if (single || light[i] || ops[i].items < 2)
       for (int item = 0; item < ops[i].items; item++) sp_work(&ops[i], item, external);
     else
       share(pool, &ops[i], external);
-    if (seconds) {
-      const double now = clock_now();
-      seconds[i] = now - before;
-      before = now;
-    }
   }
 }
 
