@@ -1,0 +1,88 @@
+"""smartprune export: flags, runs, calibration and files that it does not overwrite."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from helpers.pruned_models import model_and_receipt
+from helpers.training_jobs import run_cli
+from smartprune.cli import main
+
+pytest.importorskip("onnx", reason="onnx is not installed")
+pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
+pytest.importorskip("onnxscript", reason="onnxscript is not installed")
+
+
+def test_export_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from safetensors.torch import save_file
+
+    torch.manual_seed(0)
+    model, receipt = model_and_receipt("conv1d_net")
+    save_file(model.state_dict(), tmp_path / "w.safetensors")
+    receipt.save(tmp_path / "receipt.json")
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1]))
+    (tmp_path / "mine.py").write_text("from helpers import zoo\n\n\ndef build():\n    return zoo.conv1d_net()[0]\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    command = ("export", "mine:build", "--weights", "w.safetensors", "--input", "2x32")
+    assert run_cli(*command, "--out", "m.onnx") == 2
+    assert "add --block" in capsys.readouterr().err
+    assert run_cli("export", "mine:build", "--block", "4x4", "--out", "m.onnx") == 2
+    assert "add --input" in capsys.readouterr().err
+    assert run_cli(*command, "--block", "4x4") == 2
+    assert run_cli(*command, "--block", "4y4", "--out", "m.onnx") == 2
+    assert run_cli(*command, "--block", "4x4", "--out", "m.onnx", "--int8") == 2
+    assert "add --calibration" in capsys.readouterr().err
+    assert run_cli("export", tmp_path) == 2
+    assert "has no config.json" in capsys.readouterr().err
+    np.save(tmp_path / "x.npy", torch.randn(40, 2, 32).numpy())
+    flags = ("--receipt", "receipt.json", "--out", "m.onnx", "--int8", "--calibration", "x.npy", "--json")
+    capsys.readouterr()
+    assert run_cli(*command, *flags) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["size"] == (tmp_path / "m.onnx").stat().st_size
+    assert data["int8_error"] < 0.1
+    assert run_cli("verify", "m.onnx") == 0
+    torch.save({"state_dict": {f"module.{name}": tensor for name, tensor in model.state_dict().items()}}, "wrapped.pt")
+    assert run_cli(*command[:2], "--weights", "wrapped.pt", *command[4:], "--receipt", "receipt.json", "--out", "n.onnx") == 0
+    capsys.readouterr()
+    assert run_cli("export", "--help") == 0
+    assert "example:\n  smartprune export" in capsys.readouterr().out
+
+
+def test_export_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("sklearn", reason="scikit-learn is not installed")
+    from helpers.training_jobs import SMALL_FLAGS
+
+    out = tmp_path / "run"
+    assert run_cli("train", *SMALL_FLAGS, "--out", out) == 0
+    capsys.readouterr()
+    assert run_cli("export", out, "--int8") == 0
+    assert "every zero block of the model is zero in the file" in capsys.readouterr().out
+    assert run_cli("verify", out / "model.onnx") == 0
+    entry = json.loads((out / "model.mask.json").read_text())["weights"][0]
+    assert len(base64.b64decode(entry["bits"])) == -(-math.prod(entry["grid"]) // 8)
+
+
+def test_export_command_does_not_overwrite_its_inputs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    receipt = tmp_path / "m.mask.json"
+    receipt.write_text("{}")
+    common = ["export", "resnet18", "--input", "3x32x32", "--block", "16x8"]
+    for arguments, message in (
+        (["--out", str(tmp_path / "m.onnx"), "--receipt", str(receipt)], "the mask file of --out .* is the receipt itself"),
+        (["--out", str(tmp_path / "no" / "m.onnx")], "--out .*the folder .* does not exist"),
+        (["--out", str(tmp_path / "m.bin")], r"--out .* must end in \.onnx"),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            main([*common, *arguments])
+        assert stop.value.code == 2
+        assert re.search(message, capsys.readouterr().err)
+    assert [path.name for path in tmp_path.iterdir()] == ["m.mask.json"]
