@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 import smartprune as sp
@@ -31,3 +32,11 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[nn.Mod
         model.train()
         exports[name] = (model, receipt, sp.export_onnx(model, path, zoo.SMALL[name]()[1], receipt=receipt), path)
     return exports
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    model, receipt = model_and_receipt()
+    save_file({key: value.clone() for key, value in model.state_dict().items()}, tmp_path / "model.safetensors")
+    receipt.save(tmp_path / "receipt.json")
+    return tmp_path

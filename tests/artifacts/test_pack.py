@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import re
-import stat
 from pathlib import Path
 from typing import Any
 
@@ -14,36 +11,22 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import smartprune as sp
 from helpers import zoo
-from helpers.packed_files import FORMAT_PAGE, documented_example, documented_reader, raw_bytes, zero_random_blocks
+from helpers.packed_files import (
+    check_unpacks,
+    equal_states,
+    raw_bytes,
+    zero_random_blocks,
+)
 from helpers.pruned_models import model_and_receipt
-from helpers.training_jobs import run_cli
-from smartprune.artifacts.packfile import VALUES
 from smartprune.artifacts.packfile_read import read_packed
 from smartprune.cli import main
 from smartprune.core.block import Block
 from smartprune.pruning.receipt import make_receipt
-
-
-def equal_states(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    """Whether names, their order, shapes, dtypes and bits are equal."""
-    return list(a) == list(b) and all(
-        a[k].shape == b[k].shape and a[k].dtype == b[k].dtype and np.array_equal(raw_bytes(a[k]), raw_bytes(b[k])) for k in a
-    )
-
-
-def check_unpacks(state: dict[str, Tensor], path: Path) -> None:
-    """Checks that our reader and the documented one restore the state."""
-    assert equal_states(sp.unpack(path), state)
-    read = documented_reader()(path)
-    assert list(read) == list(state)
-    for name, array in read.items():
-        assert array.shape == tuple(state[name].shape), name
-        assert array.tobytes() == state[name].detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes(), name
 
 
 def random_sparse(shape: tuple[int, ...], block: Block, groups: int = 1, transposed: bool = False, keep: float = 0.3) -> Tensor:
@@ -66,58 +49,6 @@ def test_unpack_restores_every_model_and_block(name: str, block: str, tmp_path: 
     other = zoo.SMALL[name]()[0]
     sp.unpack(path, other)
     assert equal_states(dict(other.state_dict()), dict(model.state_dict()))
-
-
-LAYERS = {
-    "linear": (lambda: nn.Linear(21, 35), 1, False),
-    "conv1d": (lambda: nn.Conv1d(18, 20, 5), 1, False),
-    "conv2d": (lambda: nn.Conv2d(19, 33, (3, 2)), 1, False),
-    "conv3d": (lambda: nn.Conv3d(9, 17, (1, 2, 3)), 1, False),
-    "grouped": (lambda: nn.Conv2d(27, 33, 3, groups=3), 3, False),
-    "depthwise": (lambda: nn.Conv2d(24, 48, 3, groups=24), 24, False),
-    "transposed": (lambda: nn.ConvTranspose2d(19, 33, (2, 3)), 1, True),
-    "transposed grouped": (lambda: nn.ConvTranspose2d(27, 30, 3, groups=3), 3, True),
-    "transposed 1d": (lambda: nn.ConvTranspose1d(9, 7, 4), 1, True),
-    "transposed 3d": (lambda: nn.ConvTranspose3d(9, 7, 2), 1, True),
-}
-
-
-@pytest.mark.parametrize("block", [(16, 8), (4, 4), (5, 3), (4, None)])
-@pytest.mark.parametrize("kind", LAYERS)
-def test_blocks_are_stored_in_kernel_order(kind: str, block: tuple[int | None, ...], tmp_path: Path) -> None:
-    """Compared with loops: rows are (group, output block), columns (kernel position, input block), output fastest."""
-    torch.manual_seed(1)
-    build, groups, transposed = LAYERS[kind]
-    layer = zero_random_blocks(build(), block)
-    path = tmp_path / "layer"
-    sp.pack(layer, path, block)
-    file = read_packed(path)
-    if "weight" not in file.weights:
-        assert file.plain["weight"].equal(layer.weight)
-        return
-    packed = file.weights["weight"]
-    weight = layer.weight.detach().numpy()
-    rows, cols, values = [0], [], []
-    channels_out = weight.shape[1] if transposed else weight.shape[0] // groups
-    channels_in = weight.shape[0] // groups if transposed else weight.shape[1]
-    out_step, in_step = min(block[0] or channels_out, channels_out), min(block[1] or channels_in, channels_in)
-    in_blocks = math.ceil(channels_in / in_step)
-    for group in range(groups):
-        for o in range(0, channels_out, out_step):
-            for position, offset in enumerate(np.ndindex(*weight.shape[2:])):
-                for i in range(0, channels_in, in_step):
-                    part = np.zeros((in_step, out_step), dtype=np.float32)
-                    for a in range(min(in_step, channels_in - i)):
-                        for b in range(min(out_step, channels_out - o)):
-                            channels = (group * channels_in + i + a, o + b) if transposed else (group * channels_out + o + b, i + a)
-                            part[a, b] = weight[(*channels, *offset)]
-                    if part.any():
-                        cols.append(position * in_blocks + i // in_step)
-                        values.append(part)
-            rows.append(len(cols))
-    assert packed.rows.tolist() == rows
-    assert packed.cols.tolist() == cols
-    assert np.array_equal(packed.values.reshape(len(cols), in_step, out_step).numpy(), np.stack(values))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int8, torch.float8_e4m3fn])
@@ -197,19 +128,6 @@ def test_weights_of_many_axes_are_restored(tmp_path: Path) -> None:
     assert [row.weight for row in sp.verify(tmp_path / "p").layers] == ["w2", "w8"]
 
 
-def test_blocks_start_at_multiples_of_64_bytes(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model = zero_random_blocks(zoo.plain_cnn()[0], (16, 8), 0.4)
-    sp.pack(model, tmp_path / "p", (16, 8))
-    data = (tmp_path / "p").read_bytes()
-    length = int.from_bytes(data[:8], "little")
-    assert (8 + length) % 64 == 0
-    header = json.loads(data[8 : 8 + length])
-    starts = [entry["data_offsets"][0] for name, entry in header.items() if name.endswith(VALUES)]
-    assert starts
-    assert all(start % 64 == 0 for start in starts)
-
-
 def test_packed_size_of_a_resnet(tmp_path: Path) -> None:
     """With 95 % of the 16x8 blocks removed at random, the file takes at most 6.5 % of the dense file."""
     torch.manual_seed(0)
@@ -231,58 +149,6 @@ def test_packed_size_of_a_resnet(tmp_path: Path) -> None:
     result = sp.verify(tmp_path / "p")
     assert result.ok
     assert result.mask_hash == receipt.mask_hash
-
-
-# --- the format
-
-
-TEXT = (
-    '{"block":"2x2x1x1","edge":"pad","mask_hash":"sha256:bb1c062f77aaa0bae3a46742dfb7da77f5d5662b6c87a88084ba6b2c6474c9f3",'
-    '"names":["conv.weight","conv.bias"],"receipt":null,"tied":{},"version":1,"weights":[{"block":[2,2,1,1],"blocks":3,'
-    '"columns":4,"dtype":"F32","groups":1,"input_axis":1,"kernel":[1,2],"kind":"kernel","layer":"conv","name":"conv.weight",'
-    '"output_axis":0,"rows":2,"shape":[3,4,1,2],"transposed":false}]}'
-)
-TENSORS = (
-    '"conv.bias":{"dtype":"F32","shape":[3],"data_offsets":[0,12]},'
-    '"conv.weight#cols":{"dtype":"I32","shape":[3],"data_offsets":[12,24]},'
-    '"conv.weight#rows":{"dtype":"I32","shape":[3],"data_offsets":[24,36]},'
-    '"conv.weight#values":{"dtype":"F32","shape":[3,1,1,2,2],"data_offsets":[36,84]}'
-)
-DATA = bytes.fromhex(
-    "0000003f000000bf0000803e 010000000200000003000000 000000000200000003000000"
-    "0000803f000000400000404000008040 000000000000a0400000000000000000 00000000000000000000c04000000000"
-)
-
-
-def test_packed_bytes_are_fixed(tmp_path: Path) -> None:
-    """The bytes of a version 1 file never change."""
-    header = f'{{"__metadata__":{{"smartprune.packed":{json.dumps(TEXT)}}},{TENSORS}}}'.encode()
-    golden = (824).to_bytes(8, "little") + header.ljust(824) + DATA
-    for _ in range(2):
-        sp.pack(documented_example(), tmp_path / "p", (2, 2))
-        assert (tmp_path / "p").read_bytes() == golden
-    check_unpacks(documented_example(), tmp_path / "p")
-
-
-def test_the_documented_example_is_the_packed_file() -> None:
-    shown = next(text for text in re.findall(r"```\n(.*?)```", FORMAT_PAGE, re.S) if "conv.bias" in text)
-    assert bytes.fromhex("".join(re.findall(r"\b[0-9a-f]{8}\b", shown))) == DATA
-    entry = json.loads(re.findall(r"```json\n(.*?)```", FORMAT_PAGE, re.S)[0])
-    assert entry == json.loads(TEXT)["weights"][0]
-    fields = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", FORMAT_PAGE.split("An entry of `weights`:")[1].split("The hash is")[0], re.M)
-    assert sorted(entry) == sorted(re.findall(r"\w+", " ".join(fields)))
-
-
-def test_hash_follows_the_documentation(tmp_path: Path) -> None:
-    """Computed as docs/format.md describes."""
-    import hashlib
-
-    metadata = json.loads(TEXT)
-    present = np.zeros((2, 2, 1, 2), dtype=bool)  # output blocks, input blocks, kernel
-    present[0, 1, 0, 0] = present[0, 0, 0, 1] = present[1, 1, 0, 1] = True
-    packed = bytes([sum(int(bit) << i for i, bit in enumerate(present.reshape(-1)))])
-    digest = hashlib.sha256(b'block 2x2x1x1\nlayer 2x2x1x2 "conv.weight"\n' + packed).hexdigest()
-    assert metadata["mask_hash"] == f"sha256:{digest}"
 
 
 # --- receipts, verify and report
@@ -407,64 +273,6 @@ def test_packing_does_not_change_the_model(tmp_path: Path) -> None:
     assert ids == [id(p) for p in model.parameters()]
 
 
-# --- the command line
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    torch.manual_seed(0)
-    model, receipt = model_and_receipt()
-    save_file({name: tensor.clone() + 0.0 for name, tensor in model.state_dict().items()}, tmp_path / "model.safetensors")
-    receipt.save(tmp_path / "receipt.json")
-    return tmp_path
-
-
-def test_a_run_folder_is_packed_and_unpacked(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = (folder / "model.safetensors").read_bytes()
-    assert run_cli("pack", folder) == 0
-    text = capsys.readouterr().out
-    assert "dense " in text
-    assert "packed " in text
-    assert max(map(len, text.splitlines()[:-1])) <= 80
-    packed = folder / "model.packed.safetensors"
-    assert run_cli("verify", packed) == 0
-    assert "ok: matches the receipt" in capsys.readouterr().out
-    assert run_cli("report", packed) == 0
-    assert "blocks of 4x4x1x1" in capsys.readouterr().out
-    assert run_cli("unpack", packed, "--out", folder / "second.safetensors") == 0
-    unpacked, original = load_file(folder / "second.safetensors"), load_file(folder / "model.safetensors")
-    assert equal_states({name: unpacked[name] for name in sorted(unpacked)}, {name: original[name] for name in sorted(original)})
-    assert (folder / "model.safetensors").read_bytes() == before
-    capsys.readouterr()
-    assert run_cli("pack", folder, "--json", "--out", folder / "b") == 0
-    data = json.loads(capsys.readouterr().out)
-    assert data["size"] == (folder / "b").stat().st_size
-    assert data["share"] == data["size"] / data["dense"]
-    assert data["block"] == "4x4x1x1"
-    assert (folder / "b").read_bytes() == packed.read_bytes()
-
-
-def test_wrong_command_line_arguments(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = folder / "model.safetensors"
-    assert run_cli("pack", model) == 2
-    assert "add --block" in capsys.readouterr().err
-    assert run_cli("pack", model, "--block", "4y4") == 2
-    assert run_cli("pack", folder / "missing.safetensors", "--block", "4x4") == 1
-    assert run_cli("pack", model, "--block", "4x4") == 0
-    assert run_cli("pack", model, "--receipt", folder / "receipt.json", "--out", folder / "q") == 0
-    assert run_cli("verify", folder / "q") == 0
-    packed = folder / "model.packed.safetensors"
-    assert run_cli("unpack", packed, "--out", packed) == 2
-    assert run_cli("unpack", packed, "--out", folder / "a.pt") == 2
-    assert run_cli("unpack", model, "--out", folder / "a.safetensors") == 1
-    assert run_cli("unpack", packed, "--out", folder / "a.safetensors", "--limit", "10") == 1
-    assert run_cli("unpack", packed, "--out", folder / "a.safetensors", "--limit", "-1") == 2
-    assert not (folder / "a.safetensors").exists()
-    for verb in ("pack", "unpack"):
-        assert run_cli(verb, "--help") == 0
-        assert f"example:\n  smartprune {verb}" in capsys.readouterr().out
-
-
 # --- models that cannot be packed or loaded
 
 
@@ -549,47 +357,6 @@ def test_pack_uses_the_block_of_a_packed_file(tmp_path: Path, capsys: pytest.Cap
     assert second.read_bytes() == first.read_bytes()
     assert main(["pack", str(first), "--out", str(tmp_path / "third"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["block"] == "2x4x1x1"
-
-
-def test_pack_does_not_overwrite_its_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model, receipt = model_and_receipt()
-    save_file({name: tensor.clone() for name, tensor in model.state_dict().items()}, tmp_path / "model.safetensors")
-    receipt.save(tmp_path / "receipt.json")
-    sp.pack(tmp_path, tmp_path / "p.safetensors")
-    (tmp_path / "link").symlink_to("model.safetensors")
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    run, file, receipt_path, packed = (str(tmp_path / name) for name in (".", "model.safetensors", "receipt.json", "p.safetensors"))
-    for target in ("model.safetensors", "receipt.json", "link"):
-        with pytest.raises(sp.SmartpruneError, match=r"is the (model|receipt) itself"):
-            sp.pack(tmp_path, tmp_path / target)
-    for arguments, message in (
-        (["pack", run, "--out", file], "--out .* is the model.safetensors of the run itself"),
-        (["pack", run, "--out", receipt_path], "--out .* is the receipt.json of the run itself"),
-        (["pack", file, "--receipt", receipt_path, "--out", receipt_path], "--out .* is the receipt itself"),
-        (["pack", file, "--block", "4x4", "--out", str(tmp_path / "link")], "--out .* is the model itself"),
-        (["unpack", packed, "--out", packed], "--out .* is the packed file itself"),
-        (["report", file, "--html", file], "--html .* is the model itself"),
-        (["report", run, "--html", receipt_path], "--html .* is the receipt.json of the run itself"),
-        (["pack", run, "--out", str(tmp_path)], "--out .*it is a folder; add the name of a file"),
-        (["unpack", packed, "--out", str(tmp_path / "no" / "a.safetensors")], "--out .*the folder .* does not exist"),
-        (["report", file, "--html", str(tmp_path / "no" / "a.html")], "--html .*the folder .* does not exist"),
-        (["report", file, "--figures", file], "is a file; give a folder"),
-    ):
-        with pytest.raises(SystemExit) as stop:
-            main(arguments)
-        assert stop.value.code == 2, arguments
-        assert re.search(message, capsys.readouterr().err), arguments
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
-
-
-def test_special_files_are_written_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = str(tmp_path / "p")
-    packed = sp.pack(nn.Linear(8, 8), path, (4, 4))
-    assert sp.pack(nn.Linear(8, 8), "/dev/null", (4, 4)).size == packed.size
-    (tmp_path / "null.safetensors").symlink_to("/dev/null")
-    assert main(["unpack", path, "--out", str(tmp_path / "null.safetensors"), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["dense"] == packed.dense
-    assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
 
 
 @pytest.mark.parametrize("prefix", ["", "module."])

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+import smartprune as sp
 from smartprune.core.block import Block
 
 FORMAT_PAGE = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
@@ -42,3 +43,20 @@ def documented_example() -> dict[str, Tensor]:
     weight[0, 2, 0, 0], weight[1, 2, 0, 0], weight[0, 3, 0, 0], weight[1, 3, 0, 0] = 1, 2, 3, 4
     weight[1, 0, 0, 1], weight[2, 3, 0, 1] = 5, 6
     return {"conv.weight": weight, "conv.bias": torch.tensor([0.5, -0.5, 0.25])}
+
+
+def equal_states(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    """Whether names, their order, shapes, dtypes and bits are equal."""
+    return list(a) == list(b) and all(
+        a[k].shape == b[k].shape and a[k].dtype == b[k].dtype and np.array_equal(raw_bytes(a[k]), raw_bytes(b[k])) for k in a
+    )
+
+
+def check_unpacks(state: dict[str, Tensor], path: Path) -> None:
+    """Checks that our reader and the documented one restore the state."""
+    assert equal_states(sp.unpack(path), state)
+    read = documented_reader()(path)
+    assert list(read) == list(state)
+    for name, array in read.items():
+        assert array.shape == tuple(state[name].shape), name
+        assert array.tobytes() == state[name].detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes(), name

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor, nn
 
 import smartprune as sp
-from helpers import zoo
+from helpers import reference, zoo
 from smartprune.artifacts.receipt import Receipt
+from smartprune.pruning.plan import Plan
 from smartprune.pruning.receipt import make_receipt
 
 
@@ -55,3 +56,21 @@ def assert_equal_to_rounding(actual: object, expected: object, tolerance: float 
         assert isinstance(actual, (tuple, list))
         for a, b in zip(actual, expected, strict=True):
             assert_equal_to_rounding(a, b, tolerance)
+
+
+def pruned_weights(pruning_plan: Plan, model: torch.nn.Module, mask: Tensor) -> dict[str, Tensor]:
+    """The weights of the pruned layers, with zeros in removed blocks, computed with loops."""
+    out = {}
+    for layer in pruning_plan.layers:
+        weight = model.get_parameter(layer.weight).detach().clone()
+        parts = layer.grid.axes[0].parts
+        index = reference.block_index(weight.shape, pruning_plan.block.sizes, parts, layer.transposed)
+        piece = [float(m) for m in mask[layer.start : layer.stop]]
+        out[layer.weight] = weight * torch.tensor(reference.expand(piece, index)).reshape(weight.shape)
+    return out
+
+
+def random_mask(pruning_plan: Plan, count: int) -> Tensor:
+    mask = torch.zeros(pruning_plan.n, dtype=torch.bool)
+    mask[torch.randperm(pruning_plan.n)[:count]] = True
+    return mask
