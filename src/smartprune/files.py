@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import math
 import os
 import re
 import stat
@@ -11,12 +13,17 @@ import tempfile
 from collections.abc import Mapping
 from io import FileIO
 from pathlib import Path
+from typing import BinaryIO
 
 from .errors import SmartpruneError
 
 # paths of open file descriptors of this process
 DESCRIPTOR_PATHS = r"/dev/std(out|err)|/(?:dev|proc/self|proc/thread-self|proc/{})/fd/(\d{{1,9}})"
 MAX_LINKS = 40
+FREE_BYTES = 1 << 26  # that the content of any file may take
+MAX_GROWTH = 256  # the content of larger files may take this many times their size
+HUGE_NUMBER = re.compile(r"[eE]\+?\d{3}|\d{309}")  # in JSON text
+HALF_CHARACTER = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:
@@ -173,29 +180,58 @@ def check_no_overwrite(target: str | os.PathLike[str], inputs: Mapping[str, str 
             raise SmartpruneError(f"{where} {os.fspath(target)} is {what} itself; give another path for the output")
 
 
+def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
+    """Opens a file to read. Raises OSError, also for pipes, devices and sockets: they may block, or never end."""
+    file = open(path, "rb", opener=_open_without_waiting)  # noqa: SIM115 (the caller closes it)
+    mode = os.fstat(file.fileno()).st_mode
+    if stat.S_ISREG(mode):
+        return file
+    file.close()
+    kind = "a pipe" if stat.S_ISFIFO(mode) else "a device" if stat.S_ISCHR(mode) or stat.S_ISBLK(mode) else "not a file"
+    raise OSError(errno.EINVAL, f"it is {kind}; copy its content to a file", os.fspath(path))
+
+
+def _open_without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0))
+
+
+def file_size(file: BinaryIO) -> int:
+    """The size of an open file. Its position does not change."""
+    position = file.tell()
+    size = file.seek(0, os.SEEK_END)
+    file.seek(position)
+    return size
+
+
+def growth_limit(size: int) -> int:
+    """How many bytes the content of a file of ``size`` bytes may take in memory, where the format lets it claim any number."""
+    return max(FREE_BYTES, MAX_GROWTH * size)
+
+
 def read_limited(path: str | os.PathLike[str], max_bytes: int) -> bytes:
-    """The content of a file. Raises if it has more than ``max_bytes``."""
+    """The content of a file. Raises if it has more than ``max_bytes``, or is no regular file."""
     try:
-        with open(path, "rb") as file:
-            data = file.read(max_bytes + 1)
+        with open_regular(path) as file:
+            size = file_size(file)
+            data = file.read(max_bytes + 1) if size <= max_bytes else b""
     except (OSError, ValueError) as error:
         raise SmartpruneError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
-    if len(data) > max_bytes:
+    if max(size, len(data)) > max_bytes:
         raise SmartpruneError(f"{path}: larger than {max_bytes:,} bytes, the limit for such a file; check that it is the right one")
     return data
 
 
 def check_readable(path: str | os.PathLike[str]) -> None:
-    """Raises with the reason of the operating system if a file cannot be opened. Some readers hide that reason."""
+    """Raises with the reason of the operating system if a file cannot be opened, or is no regular file. Some readers hide that
+    reason, or wait for ever."""
     try:
-        with open(path, "rb"):
-            pass
+        open_regular(path).close()
     except (OSError, ValueError) as error:
         raise SmartpruneError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
 
 
 def parse_json(data: bytes | str, where: str) -> object:
-    """Plain data from JSON text. Raises for duplicate keys, NaN and infinity."""
+    """Plain data from JSON text. Raises for duplicate keys, for NaN, infinity and larger numbers, and for half characters."""
 
     def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
         out = dict(pairs)
@@ -206,7 +242,17 @@ def parse_json(data: bytes | str, where: str) -> object:
     def refuse(constant: str) -> object:
         raise ValueError(f"{constant} is not a JSON number")
 
+    def finite(digits: str) -> float:
+        if math.isinf(value := float(digits)):
+            raise ValueError(f"{digits[:20]} is not a number that floats can hold")
+        return value
+
     try:
-        return json.loads(data, object_pairs_hook=unique, parse_constant=refuse)
+        text = data if isinstance(data, str) else data.decode(json.detect_encoding(data))
+        check = finite if HUGE_NUMBER.search(text) else None  # a check of every number takes time
+        value = json.loads(text, object_pairs_hook=unique, parse_constant=refuse, parse_float=check)
+        if HALF_CHARACTER.search(text):  # of a pair
+            json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise SmartpruneError(f"{where}: not readable as JSON ({error}); it may be damaged or truncated") from None
+    return value

@@ -15,6 +15,7 @@ from torch import nn
 import smartprune as sp
 from helpers import zoo
 from helpers.pruned_models import model_and_receipt
+from smartprune import files
 from smartprune.artifacts import onnx_read as onnxfile
 from smartprune.artifacts.onnx_read import read_onnx
 from smartprune.artifacts.source import read_source
@@ -233,7 +234,8 @@ def test_duplicate_names_and_indices_are_refused() -> None:
 
 def test_sparse_tensors_are_decoded_once_and_limited_in_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sparse tensor can claim any size. Each one is decoded once, and their total size is limited."""
-    monkeypatch.setattr(onnxfile, "MAX_BYTES", 2 * 4 << 20)
+    monkeypatch.setattr(files, "FREE_BYTES", 2 * 4 << 20)
+    monkeypatch.setattr(files, "MAX_GROWTH", 1)
     one = sparse_tensor(np.eye(1 << 10, dtype=np.float32), by_axis=False)
     for constant in (False, True):
         nodes = [helper.make_node("Constant", [], ["w"], sparse_value=one)] if constant else []

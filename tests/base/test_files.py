@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import stat
 import threading
 from pathlib import Path
@@ -10,7 +11,17 @@ from pathlib import Path
 import pytest
 
 from smartprune.errors import SmartpruneError
-from smartprune.files import as_path, check_folder, check_no_overwrite, check_readable, check_writable, write_atomic
+from smartprune.files import (
+    as_path,
+    check_folder,
+    check_no_overwrite,
+    check_readable,
+    check_writable,
+    open_regular,
+    parse_json,
+    read_limited,
+    write_atomic,
+)
 
 
 def test_write_replaces_the_target_of_a_symlink(tmp_path: Path) -> None:
@@ -107,6 +118,64 @@ def test_check_readable_gives_the_reason_of_the_system(tmp_path: Path) -> None:
     for path, message in ((tmp_path / "none", "No such file or directory"), (tmp_path, "Is a directory")):
         with pytest.raises(SmartpruneError, match=rf"cannot be read \({message}\)"):
             check_readable(path)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes that have paths")
+@pytest.mark.parametrize("kind", ["pipe", "device", "link to a device", "socket"])
+def test_only_regular_files_are_read(kind: str, tmp_path: Path) -> None:
+    """Reading a pipe waits for a writer, and some devices never end."""
+    path = Path("/dev/zero") if kind == "device" else tmp_path / "odd"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "link to a device":
+        path.symlink_to("/dev/zero")
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(str(path))
+    for read in (check_readable, lambda path: read_limited(path, 100)):
+        with pytest.raises(SmartpruneError, match=r"(odd|zero): cannot be read \((it is a|No such device)"):
+            read(path)
+    with pytest.raises(OSError, match=r"it is a|No such device"):
+        open_regular(path)
+
+
+def test_a_file_above_its_limit_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "large"
+    path.write_bytes(b"12345")
+    assert read_limited(path, 5) == b"12345"
+    with pytest.raises(SmartpruneError, match="large: larger than 4 bytes"):
+        read_limited(path, 4)
+    os.truncate(path, 1 << 40)  # sparse: it takes no space on the disk
+    with pytest.raises(SmartpruneError, match="large: larger than"):
+        read_limited(path, 1 << 39)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("[1e400]", "1e400 is not a number that floats can hold"),
+        ("[-1E+0400]", "-1E.0400 is not a number"),
+        ("[1" + "0" * 309 + ".0]", "10000000000000000000 is not a number"),
+        ("[NaN]", "NaN is not a JSON number"),
+        ("[-Infinity]", "Infinity is not a JSON number"),
+        ("[" * 100_000, "recursion"),
+        ('{"a": 1, "a": 2}', "duplicate key"),
+        (r'["\ud83d"]', "surrogates not allowed"),
+        (r'{"\uDC00": 1}', "surrogates not allowed"),
+        ("[" + "1" * 5000 + "]", "limit"),
+        (b"\xff", "codec can't decode"),
+        ("", "Expecting value"),
+    ],
+)
+def test_json_that_is_not_plain_data_is_refused(text: str | bytes, problem: str) -> None:
+    with pytest.raises(SmartpruneError, match=rf"file: not readable as JSON \(.*{problem}.*\); it may be damaged"):
+        parse_json(text, "file")
+
+
+def test_json_numbers_and_texts_are_read_exactly() -> None:
+    text = r'[1e308, -1e-400, 12345678901234567890, 0.1, "\ud83d\ude00 \\ud83d", true, null, {"é": []}]'
+    value = [1e308, -0.0, 12345678901234567890, 0.1, "\U0001f600 \\ud83d", True, None, {"é": []}]
+    assert parse_json(text, "file") == parse_json(text.encode("utf-16"), "file") == value
 
 
 def test_check_writable_raises_what_write_atomic_raises(tmp_path: Path) -> None:

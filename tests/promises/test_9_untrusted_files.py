@@ -69,6 +69,17 @@ def test_duplicate_tensor_names_are_refused(tmp_path: Path) -> None:
         load_weights(model, plain)
 
 
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.bool, torch.int64, torch.float8_e4m3fn])
+def test_weights_of_other_kinds_of_numbers_are_refused(dtype: torch.dtype, tmp_path: Path) -> None:
+    """torch converts them silently: a complex number loses its imaginary part, and a truth value becomes 0 or 1."""
+    model, path = torch.nn.Linear(4, 4), tmp_path / "other.safetensors"
+    save_file({name: value.detach().to(dtype) for name, value in model.state_dict().items()}, path)
+    with pytest.raises(sp.SmartpruneError, match=rf"other\.safetensors does not fit the model: weight is {dtype} in the file"):
+        load_weights(model, path)
+    save_file({name: value.detach().to(torch.bfloat16) for name, value in model.state_dict().items()}, path)
+    load_weights(model, path)
+
+
 def test_pruner_states_load_with_weights_only(tmp_path: Path) -> None:
     case = Case("plain_cnn")
     pruner = case.attach(steps=4)

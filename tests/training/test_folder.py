@@ -97,7 +97,7 @@ def test_unreadable_checkpoint_is_not_called_damaged(number: int, tmp_path: Path
         raise OSError(number, os.strerror(number))
 
     with monkeypatch.context() as patch:
-        patch.setattr("smartprune.training.folder.zipfile.ZipFile", refuse)
+        patch.setattr("smartprune.artifacts.torch_file.zipfile.ZipFile", refuse)
         with pytest.raises(SmartpruneError, match=r"checkpoint\.pt cannot be read .*make it readable, then resume again") as error:
             resume(tmp_path / "a")
     assert os.strerror(number) in str(error.value)

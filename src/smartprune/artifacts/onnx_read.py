@@ -7,6 +7,7 @@ import math
 from collections import ChainMap, Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,16 @@ from torch import Tensor
 from ..core.block import Block, Layout
 from ..errors import SmartpruneError
 from ..fields import Fields
-from ..files import parse_json, read_limited
+from ..files import growth_limit, parse_json, read_limited
 from .receipt import Receipt
 
 MAX_BYTES = 1 << 31  # the limit of one protobuf message
 MAX_STEPS = 8  # nodes between a weight and the layer that uses it
 BLOCK, RECEIPT, ABSENT = "smartprune.block", "smartprune.receipt", "smartprune.absent"  # entries of the model's metadata
 MAX_ABSENT = 100_000
+MAX_GRAPHS = 10_000
+FIXED_SIZES = {1: 8, 5: 4}  # bytes of the fields of protobuf that have a fixed size, by their type
+FREE_MESSAGES, BYTES_PER_MESSAGE = 100_000, 8  # how many parts any file may have, and the average size of more
 QUANTIZED = "_quantized"  # appended to the name of a weight by onnxruntime's quantizer
 STORED = {"value": "t", "sparse_value": "sparse_tensor"}  # attributes of Constant nodes: where their tensor is
 WEIGHT = {"Conv": 1, "ConvTranspose": 1, "Gemm": 1, "MatMul": 1, "QLinearConv": 3, "QLinearMatMul": 3}  # which input is the weight
@@ -91,6 +95,7 @@ def read_onnx(path: Path) -> OnnxFile:
 
 def parse_onnx(data: bytes, where: str) -> OnnxFile:
     onnx = need("onnx")
+    check_messages(data, onnx.ModelProto.DESCRIPTOR, where)
     try:
         model = onnx.load_model_from_string(data)
     except Exception as error:  # the error types of protobuf depend on its version
@@ -99,13 +104,13 @@ def parse_onnx(data: bytes, where: str) -> OnnxFile:
     used: set[str] = set()
     seen: set[int] = set()
     times: Counter[str] = Counter()  # several branches may have a weight of the same name
-    graphs = list(_graphs(onnx, model.graph, where))
+    graphs = list(islice(_graphs(onnx, model.graph, where), MAX_GRAPHS + 1))
+    if len(graphs) > MAX_GRAPHS:
+        raise SmartpruneError(f"{where}: has more than {MAX_GRAPHS:,} graphs inside its nodes; the file is damaged or hostile")
+    graphs[0].limit = growth_limit(len(data))
     for graph in graphs:
         used |= {name for node in graph.nodes if node.op_type in SCALERS for name in node.input[1:]}
-        for weight in (weight for node in graph.nodes for weight in graph.weights(node)):
-            if (message := id(graph.message(weight.initializer))) in seen:
-                continue
-            seen.add(message)
+        for weight in (weight for node in graph.nodes for weight in graph.weights(node, seen)):
             used.add(weight.initializer)
             name = weight.name
             while name in weights:
@@ -130,6 +135,41 @@ def parse_onnx(data: bytes, where: str) -> OnnxFile:
     return OnnxFile(where, weights, others, block, receipt, absent)
 
 
+def check_messages(data: bytes, descriptor: Any, where: str) -> None:
+    """Raises if a protobuf file has far more parts than its size explains: an empty part takes 2 bytes there, and 100 in memory."""
+    left, todo = FREE_MESSAGES + len(data) // BYTES_PER_MESSAGE, [(0, len(data), descriptor)]
+    try:
+        while todo:
+            at, stop, message = todo.pop()
+            inner = {number: field.message_type for number, field in message.fields_by_number.items()}
+            while at < stop:
+                key, at = _varint(data, at)
+                size = FIXED_SIZES.get(key & 7)
+                if size is None:
+                    size, at = _varint(data, at) if key & 7 == 2 else (0, _varint(data, at)[1])
+                if key & 7 == 2 and inner.get(key >> 3) is not None:
+                    left -= 1
+                    todo.append((at, min(at + size, stop), inner[key >> 3]))
+                at += size
+                if left < 0:
+                    raise SmartpruneError(
+                        f"{where}: has far more parts than a file of {len(data):,} bytes should; it is damaged or hostile"
+                    )
+    except IndexError:
+        return  # cut off, which the library reports
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    """A number of variable length, and the place after it."""
+    value = shift = 0
+    while True:
+        byte = data[at]
+        value |= (byte & 127) << shift
+        at, shift = at + 1, shift + 7
+        if byte < 128:
+            return value, at
+
+
 def _graphs(onnx: Any, graph: Any, where: str, outer: _Graph | None = None) -> Iterator[_Graph]:
     """A graph and all graphs inside its nodes. The format limits how deeply they are nested."""
     reader = _Graph(onnx, graph, where, outer)
@@ -146,6 +186,7 @@ class _StoredTensor:
     initializer: str
     array: Tensor
     transposed: bool = False  # the node sees its two axes swapped
+    scales: tuple[tuple[_StoredTensor | None, int], ...] = ()  # zero points to subtract, and their axes
 
 
 class _Graph:
@@ -164,9 +205,10 @@ class _Graph:
         self.producers: ChainMap[str, Any] = ChainMap(producers, *(outer.producers.maps if outer else ()))
         self.root: _Graph = outer.root if outer else self
         self.ready: dict[int, Tensor] = {}  # decoded tensors of the whole file, by the id of their message
-        self.claimed = 0  # bytes of decoded sparse tensors; a small file can claim any number
+        self.claimed, self.limit = 0, 0  # bytes of decoded sparse tensors; a small file can claim any number
 
-    def weights(self, node: Any) -> Iterable[OnnxWeight]:
+    def weights(self, node: Any, seen: set[int]) -> Iterable[OnnxWeight]:
+        """The weight of a node, if it has one that is not yet ``seen``. Many nodes can name one weight, and each costs time."""
         kind = node.op_type
         index = WEIGHT.get(kind)
         if index is None or node.domain not in ("", "ai.onnx", "com.microsoft") or len(node.input) <= index:
@@ -177,15 +219,21 @@ class _Graph:
             stored, matrix = self.find(node.input[0]), False
         if stored is None or stored.array.dim() < 2 or (not convolution and stored.array.dim() != 2):
             return
+        if (message := id(self.message(stored.initializer))) in seen:
+            return
+        seen.add(message)
+        array = stored.array
+        for scale in stored.scales:
+            array = self.subtract_zero_point(array, *scale)
         point = ZERO_POINT.get(kind, len(node.input))
         if len(node.input) > point and node.input[point]:
             axis = 0 if convolution or transposed else 1
-            stored = replace(stored, array=self.subtract_zero_point(stored.array, self.find(node.input[point]), axis))
+            array = self.subtract_zero_point(array, self.find(node.input[point]), axis)
         matrix ^= stored.transposed
         groups = _attribute(node, "group", 1) if convolution else 1
         name = stored.initializer.removesuffix(QUANTIZED)
-        layout = Layout(name.removesuffix(".weight"), kind, tuple(stored.array.shape), groups, kind == "ConvTranspose" or matrix)
-        yield OnnxWeight(name, stored.initializer, stored.array, layout, matrix)
+        layout = Layout(name.removesuffix(".weight"), kind, tuple(array.shape), groups, kind == "ConvTranspose" or matrix)
+        yield OnnxWeight(name, stored.initializer, array, layout, matrix)
 
     def find(self, name: str) -> _StoredTensor | None:
         """The stored tensor behind a name, through nodes that only rename, transpose or scale it."""
@@ -196,9 +244,7 @@ class _Graph:
                 array = self.tensor(name)
                 if transposed and array.dim() != 2:  # all axes are reversed, which is not a layout of a weight
                     return None
-                for scale in scales:
-                    array = self.subtract_zero_point(array, *scale)
-                return _StoredTensor(name, array, transposed)
+                return _StoredTensor(name, array, transposed, tuple(scales))
             node = self.producers.get(name)
             if node is None or not node.input:
                 return None
@@ -227,7 +273,7 @@ class _Graph:
 
     def subtract_zero_point(self, array: Tensor, point: _StoredTensor | None, axis: int) -> Tensor:
         """Quantized numbers minus their zero point, so that zero is represented by zero."""
-        if point is None or not bool(point.array.any()):
+        if point is None or point.array.numel() > array.numel() or not bool(point.array.any()):
             return array
         shift = point.array.to(torch.float32).reshape(-1)
         if shift.numel() > 1:
@@ -278,10 +324,10 @@ class _Graph:
         if any(n < 0 for n in shape) or len(shape) > 16:
             raise SmartpruneError(f"{self.where}: {name} has the shape {str(shape)[:80]}, which no weight has")
         self.root.claimed += math.prod(shape) * values.element_size()
-        if self.root.claimed > MAX_BYTES:
+        if self.root.claimed > self.root.limit:
             raise SmartpruneError(
                 f"{self.where}: {name} has the shape {str(shape)[:80]}, and the sparse tensors of the file "
-                f"would take more than {MAX_BYTES:,} bytes; the file is damaged or hostile"
+                f"would take more than {self.root.limit:,} bytes; the file is damaged or hostile"
             )
         sizes, index = (shape, index) if index.dim() != 1 else ([math.prod(shape)], index[:, None])
         fits = values.dim() == 1 and index.shape == (len(values), len(sizes)) and index.dtype == torch.int64

@@ -187,9 +187,8 @@ def unpack(path: str | os.PathLike[str], model: nn.Module | None = None, *, limi
     Args:
         path: The packed file.
         model: If given, the weights are loaded into it as well. Names, shapes and dtypes must match; otherwise nothing is loaded.
-        limit: The most bytes that the tensors may take, because a small file can claim any size. The default is 1 GiB, or 1000
-            times
-            the size of a larger file.
+        limit: The most bytes that the tensors may take, because a small file can claim any size. The default is 64 MiB, or 256
+            times the size of a larger file.
 
     Returns:
         The state dict.

@@ -14,6 +14,7 @@ from torch import Tensor
 from ..core.block import Axis, Block, Grid, Layout
 from ..core.occupancy import map_hash, nonzero
 from ..errors import SmartpruneError
+from ..files import check_readable
 from .receipt import Receipt
 from .safetensors_file import METADATA, as_integers, dtype_code, safetensors_bytes, tensor_bytes
 from .tiles import from_tiles, tile_shape, to_tiles
@@ -157,6 +158,7 @@ def is_packed(metadata: Mapping[str, str] | None) -> bool:
 def is_packed_file(path: Path) -> bool:
     """Whether a file is a packed one, whatever its name."""
     try:
+        check_readable(path)
         with safe_open(path, framework="pt", device="cpu") as file:
             return is_packed(file.metadata())
     except Exception:  # the library has no common error type for files that are not safetensors

@@ -14,7 +14,7 @@ from ..core.block import Block, Layout
 from ..core.occupancy import nonzero
 from ..errors import SmartpruneError
 from ..fields import MAX_INTEGER, Fields
-from ..files import parse_json
+from ..files import check_readable, growth_limit, parse_json
 from .packfile import COLS, KEY, MAX_AXES, ROWS, VALUES, VERSION, PackedFile, PackedWeight, derived_entry, is_packed
 from .receipt import Receipt
 from .safetensors_file import CODES, DTYPES, check_header
@@ -22,14 +22,13 @@ from .tiles import tile_shape, to_tiles
 
 MAX_TEXT = 1 << 26  # characters of the metadata
 MAX_NAMES = 200_000
-FREE_BYTES = 1 << 30  # that any file may unpack to
-MAX_GROWTH = 1000  # larger files may unpack to this many times their size
 
 
 def read_packed(path: Path, limit: int | None = None) -> PackedFile:
-    """Reads a packed file. ``limit`` is the most bytes that the dense form may take; by default 1 GiB, or 1000 times the size
+    """Reads a packed file. ``limit`` is the most bytes that the dense form may take; by default 64 MiB, or 256 times the size
     of a larger file."""
     where = str(path)
+    check_readable(path)
     try:
         size = path.stat().st_size
         with safe_open(path, framework="pt", device="cpu") as file:
@@ -43,7 +42,7 @@ def read_packed(path: Path, limit: int | None = None) -> PackedFile:
         raise SmartpruneError(f"{where}: not a packed file; its metadata has no {KEY!r}")
     if len(metadata[KEY]) > MAX_TEXT:
         raise SmartpruneError(f"{where}: {KEY} is longer than {MAX_TEXT:,} characters; the file is damaged or hostile")
-    limit = max(FREE_BYTES, MAX_GROWTH * size) if limit is None else limit
+    limit = growth_limit(size) if limit is None else limit
     return _Reader(where, tensors, limit).read(Fields(parse_json(metadata[KEY], f"{where}: {KEY}"), f"{where}: {KEY}"))
 
 
@@ -105,7 +104,7 @@ class _Reader:
         if self.bytes > self.limit:
             raise SmartpruneError(
                 f"{self.where}: the weights up to {name} take {self.bytes:,} bytes when unpacked, and the limit is "
-                f"{self.limit:,}; give a larger limit= if you trust the file"
+                f"{self.limit:,}; if you trust the file, give a larger limit= to unpack (--limit)"
             )
         n = entry.integer("blocks", 0, rows * columns)
         weight = PackedWeight(

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-import pickle
 import textwrap
-import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -31,6 +29,7 @@ from .packfile import is_packed
 from .packfile_read import read_packed
 from .receipt import Receipt
 from .safetensors_file import check_header
+from .torch_file import NotPlainError, read_torch_file
 
 Model = nn.Module | Mapping[str, Tensor] | str | os.PathLike[str]
 
@@ -334,20 +333,11 @@ def _read_checkpoint(path: Path) -> Source:
 
 def _load_checkpoint(path: Path) -> Mapping[str, object]:
     try:
-        if zipfile.is_zipfile(path):
-            with zipfile.ZipFile(path) as archive:
-                if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
-                    raise SmartpruneError("its entries are compressed; torch does not compress checkpoints")
-                if sum(entry.file_size for entry in archive.infolist()) > path.stat().st_size:
-                    raise SmartpruneError("its entries claim more bytes than the file has")
-        data = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError:
-        raise SmartpruneError(
-            f"{path}: holds more than plain tensors, or is damaged; code in files is never run. "
-            "Save model.state_dict() instead of the model"
-        ) from None
-    except Exception as error:
-        raise SmartpruneError(f"{path}: not a readable torch checkpoint ({_first_line(error)})") from None
+        data = read_torch_file(path)
+    except NotPlainError as error:
+        raise SmartpruneError(f"{error}; code in files is never run. Save model.state_dict() instead of the model") from None
+    except OSError as error:
+        raise SmartpruneError(f"{path}: cannot be read ({error.strerror or error})") from None
     for key in NESTED:
         if isinstance(data, Mapping) and isinstance(data.get(key), Mapping):
             data = data[key]

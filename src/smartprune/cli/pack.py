@@ -66,7 +66,9 @@ def add_unpack(subparsers: Subparsers) -> None:
     )
     parser.add_argument("file", help="a packed file")
     parser.add_argument("--out", metavar="FILE", required=True, help=".safetensors file to write")
-    parser.add_argument("--limit", metavar="BYTES", type=int, help="maximum size of the tensors (default: 1 GiB or more)")
+    parser.add_argument(
+        "--limit", metavar="BYTES", type=int, help="maximum size of the tensors (default: 64 MiB, or 256 times the file)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run_unpack)
 

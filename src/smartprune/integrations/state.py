@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..artifacts.torch_file import parse_torch_file
 from ..errors import SmartpruneError
 from ..pruning.pruner import Pruner
 
@@ -87,7 +88,7 @@ def _packed(state: dict[str, Any]) -> Tensor:
 
 def _unpacked(packed: Tensor) -> dict[str, Any]:
     try:
-        state = torch.load(io.BytesIO(packed.cpu().numpy().tobytes()), map_location="cpu", weights_only=True)
-    except Exception as error:
+        state = parse_torch_file(io.BytesIO(packed.cpu().numpy().tobytes()), "load_state_dict()")
+    except (SmartpruneError, RuntimeError, TypeError) as error:
         raise SmartpruneError(f"load_state_dict(): the state of the pruner in the checkpoint is damaged ({error})") from None
     return state if isinstance(state, dict) else {}

@@ -13,7 +13,7 @@ import numpy as np
 from safetensors import safe_open
 
 from ..errors import SmartpruneError
-from ..files import parse_json, read_limited
+from ..files import check_readable, parse_json, read_limited
 from ..run_files import BENCH, COLUMNS, CONFIG, METRICS, RESULT, SCORES, STAGES
 
 SAMPLE_SIZE = 64  # blocks whose mask is logged over time
@@ -114,6 +114,7 @@ def read_rows(path: Path) -> list[Row]:
 def read_scores(folder: Path, n: int) -> np.ndarray[Any, np.dtype[np.float32]] | None:
     """The scores of all ``n`` blocks at the end of the search; None where they are not known."""
     try:
+        check_readable(folder / SCORES)
         with safe_open(folder / SCORES, framework="numpy") as file:
             if list(file.keys()) != ["scores"] or file.get_slice("scores").get_shape() != [n]:
                 return None

@@ -6,11 +6,8 @@ import io
 import json
 import math
 import os
-import pickle
 import shlex
 import shutil
-import zipfile
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -18,19 +15,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from ..artifacts.safetensors_file import check_header
+from ..artifacts.torch_file import NotPlainError, read_torch_file
 from ..core.sharding import full_tensor
 from ..errors import SmartpruneError
-from ..files import check_name, write_atomic
+from ..files import check_name, open_regular, write_atomic
 from ..run_files import CHECKPOINT, CONFIG, METRICS
 from . import ranks
 from .config import Config
 
-DAMAGED = (zipfile.BadZipFile, zlib.error)  # raised for a damaged checkpoint, besides built-in errors
+FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 
 def create_folder(config: Config) -> Path:
@@ -107,19 +104,16 @@ def read_checkpoint(folder: Path) -> dict[str, Any] | None:
     try:
         if not path.exists():
             return None
-        with zipfile.ZipFile(path) as archive:  # torch writes checksums but does not check them
-            if (entry := archive.testzip()) is not None:
-                raise zipfile.BadZipFile(f"the checksum of {entry} is wrong")
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError:
+        state = read_torch_file(path, checksums=True)
+    except NotPlainError:
         raise SmartpruneError(
             f"{path} is damaged or holds more than plain tensors, and code in files is never run; {restart}"
         ) from None
-    except (*DAMAGED, RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
-        if isinstance(error, OSError) and error.errno is not None:  # from the system: the file itself may be intact
-            raise SmartpruneError(
-                f"{path} cannot be read ({error.strerror or error}); the file may be intact: make it readable, then resume again"
-            ) from None
+    except OSError as error:  # from the system: the file itself may be intact
+        raise SmartpruneError(
+            f"{path} cannot be read ({error.strerror or error}); the file may be intact: make it readable, then resume again"
+        ) from None
+    except SmartpruneError as error:
         raise SmartpruneError(f"{path} is damaged ({first_line(error)}); {restart}") from None
     if not isinstance(state, dict) or state.get("version") != 1:
         raise SmartpruneError(f"{path} is not a checkpoint of this version; {restart}")
@@ -180,9 +174,9 @@ def save_weights(model: nn.Module, path: Path) -> None:
 def load_weights(model: nn.Module, path: Path) -> None:
     """Loads a ``.safetensors`` file whose tensors must match the model exactly."""
     try:
-        with path.open("rb"):  # gives a reason if it fails; safetensors does not
+        with open_regular(path):  # gives a reason if it fails; safetensors does not
             tensors = load_file(path)
-    except (OSError, SafetensorError, UnicodeError) as error:
+    except Exception as error:  # safetensors raises many types
         reason = getattr(error, "strerror", None) or error
         raise SmartpruneError(f"{path} cannot be read as a .safetensors file ({reason})") from None
     check_header(path)
@@ -197,6 +191,9 @@ def load_weights(model: nn.Module, path: Path) -> None:
                 f"{path} does not fit the model: {name} has shape {tuple(tensors[name].shape)} in the file and "
                 f"{tuple(value.shape)} in the model"
             )
+        stored = tensors[name].dtype
+        if stored != value.dtype and not {stored, value.dtype} <= FLOATS:  # a conversion would lose signs, parts or digits
+            raise SmartpruneError(f"{path} does not fit the model: {name} is {stored} in the file and {value.dtype} in the model")
         if value.is_floating_point() and not bool(tensors[name].isfinite().all()):
             raise SmartpruneError(f"{path}: {name} holds NaN or infinity; give a model whose training succeeded")
     state.update(tensors)  # keeps the version numbers that torch stores with the tensors and some modules need
