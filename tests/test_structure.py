@@ -1,10 +1,11 @@
-"""The structure of the code: public names, and which package may import which, as the table in docs/architecture.md says."""
+"""The structure of the code: public names, the imports that docs/architecture.md allows, and tests that mirror the modules."""
 
 from __future__ import annotations
 
 import ast
 import pickle
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,84 +14,101 @@ from pathlib import Path
 import pytest
 
 import smartprune as sp
+from helpers.import_graph import ImportGraph
 
+TESTS = Path(__file__).parent
 SOURCE = Path(sp.__file__).parent
-PAGE = Path(__file__).parents[1] / "docs" / "architecture.md"
+PAGE = TESTS.parent / "docs" / "architecture.md"
 CORE_DEPENDENCIES = {"torch", "numpy", "safetensors"}
-MODULES = {
-    ".".join(path.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__"): path for path in SOURCE.rglob("*.py")
-}
-
-
-def package_of(module: str) -> str:
-    """The row of the table that a module belongs to."""
-    first = module.split(".")[0]
-    return first if (SOURCE / first).is_dir() else "base"
-
-
-def imported_modules(module: str) -> Iterator[tuple[str, int]]:
-    """Every module of this package that a module imports, wherever the import stands, with its line."""
-    path = MODULES[module]
-    package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.level:
-            start = package[: len(package) - node.level + 1]
-            target = ".".join([*start, *([node.module] if node.module else [])])
-            for alias in node.names:
-                inner = f"{target}.{alias.name}".lstrip(".")
-                yield (inner if inner in MODULES else target), node.lineno
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("smartprune"):
-            yield (node.module or "").removeprefix("smartprune").lstrip("."), node.lineno
+REGISTRIES = {"budgets", "integrations"}  # tables that name classes in texts, so that listing them loads nothing
+GRAPH = ImportGraph(SOURCE)
 
 
 def allowed_imports() -> dict[str, set[str]]:
     """The table of docs/architecture.md: package -> packages that it may import."""
     section = PAGE.read_text().split("## What may import what", 1)[1].split("\n## ", 1)[0]
-    rows = re.findall(r"^\| `([\w, `]+)` \| (.*) \|$", section, re.M)
-    table: dict[str, set[str]] = {}
-    for packages, cell in rows:
-        for package in packages.replace("`", "").split(", "):
-            table[package] = set(re.findall(r"`(\w+)`", cell)) - {package}
-    return table
+    rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", section, re.M)
+    return {package: set(re.findall(r"`(\w+)`", cell)) for package, cell in rows}
+
+
+TABLE = allowed_imports()
 
 
 def test_every_package_has_a_row() -> None:
-    packages = {package_of(module) for module in MODULES if module not in ("__init__", "__main__")}
-    assert set(allowed_imports()) == packages
+    assert set(TABLE) == GRAPH.rows()
+    assert set().union(*TABLE.values()) <= set(TABLE)
 
 
-@pytest.mark.parametrize("package", sorted(allowed_imports()))
+@pytest.mark.parametrize("package", sorted(TABLE))
 def test_packages_import_only_what_the_table_allows(package: str) -> None:
-    allowed = allowed_imports()[package] | {package, "base"}
-    wrong = [
-        f"{module}:{line} imports {target}"
-        for module in MODULES
-        if package_of(module) == package and module not in ("__init__", "__main__")
-        for target, line in imported_modules(module)
-        if package_of(target) not in allowed and target
-    ]
+    wrong = [edge for edge in GRAPH.wrong_edges(TABLE) if GRAPH.row(edge.module) == package]
+    assert not wrong, "\n".join(map(str, wrong))
+
+
+def test_only_the_tables_of_classes_name_modules_in_texts() -> None:
+    assert {edge.module for edge in GRAPH.edges if edge.kind == "text"} == REGISTRIES
+
+
+def test_packages_do_not_import_each_other_in_a_circle() -> None:
+    assert GRAPH.circles() == []
+
+
+VIOLATIONS = {
+    "direct": ("core/block.py", "from ..pruning import plan\n", "core.block", "pruning.plan", "direct"),
+    "absolute": ("core/block.py", "import smartprune.methods.smart\n", "core.block", "methods.smart", "direct"),
+    "from the package": ("core/block.py", "from smartprune import accelerate\n", "core.block", "runtime", "direct"),
+    "whole package": ("core/block.py", "def lazy():\n    import smartprune\n", "core.block", "", "lazy"),
+    "public name": ("core/block.py", "from .. import attach\n", "core.block", "pruning.pruner", "direct"),
+    "lazy": ("hardware/npu.py", "def lazy():\n    from ..reports.table import report\n", "hardware.npu", "reports.table", "lazy"),
+    "dynamic": (
+        "topk/cpu.py",
+        "def lazy():\n    return importlib.import_module('smartprune.training.train')\n",
+        "topk.cpu",
+        "training.train",
+        "lazy",
+    ),
+    "type": ("tasks/task.py", "if TYPE_CHECKING:\n    from ..training.run import Run\n", "tasks.task", "training.run", "type"),
+    "base": ("text.py", "from .core import block\n", "text", "core.block", "direct"),
+    "sibling": ("models/resnet.py", "from ..tasks.task import Data\n", "models.resnet", "tasks.task", "direct"),
+}
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    ignore = shutil.ignore_patterns("__pycache__", "csrc")
+    return Path(shutil.copytree(SOURCE, tmp_path_factory.mktemp("copy") / "smartprune", ignore=ignore))
+
+
+def test_every_kind_of_forbidden_import_is_found(copy: Path) -> None:
+    """The tests above fail on a copy of the code with more imports."""
+    for file, code, *_ in VIOLATIONS.values():
+        (copy / file).write_text((copy / file).read_text() + "\n" + code)
+    found = [(edge.module, edge.target, edge.kind) for edge in ImportGraph(copy).wrong_edges(TABLE)]
+    assert sorted(found) == sorted((module, target, kind) for _, _, module, target, kind in VIOLATIONS.values())
+
+
+def test_a_circle_of_packages_is_found(copy: Path) -> None:
+    (copy / "core" / "kinds.py").write_text("def lazy():\n    from ..topk import soft_topk\n")
+    assert {"core", "topk"} <= set(ImportGraph(copy).circles())
+
+
+def test_private_names_stay_in_their_module() -> None:
+    wrong = []
+    for module in GRAPH.checked():
+        for node in ast.walk(ast.parse(GRAPH.paths[module].read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").startswith("smartprune")):
+                private = [alias.name for alias in node.names if alias.name.startswith("_") and not alias.name.startswith("__")]
+                wrong += [f"{module}:{node.lineno} imports {name}" for name in private]
     assert not wrong, "\n".join(wrong)
 
 
-def test_modules_do_not_import_each_other_in_a_circle() -> None:
-    """Lazy and type-only imports count, except those of a type by the module that only names it in annotations."""
-    graph = {module: {target for target, _ in imported_modules(module) if target in MODULES} - {module} for module in MODULES}
-    packages: dict[str, set[str]] = {}
-    for module, targets in graph.items():
-        if module in ("__init__", "__main__"):
-            continue
-        packages.setdefault(package_of(module), set()).update(map(package_of, targets))
-    order: list[str] = []
-    while len(order) < len(packages):
-        free = [name for name in packages if name not in order and packages[name] <= {name, *order, "base"}]
-        assert free, f"a circle among {sorted(set(packages) - set(order))}"
-        order += free
-
-
 def test_base_modules_do_not_import_torch() -> None:
-    for module, path in MODULES.items():
-        if package_of(module) == "base" and module not in ("__init__", "__main__"):
-            assert "torch" not in {name.split(".")[0] for name in absolute_imports(path)}, path
+    base = [path for module, path in GRAPH.paths.items() if GRAPH.row(module) == "base"]
+    assert len(base) > 5
+    code = "import sys; import " + ", ".join(f"smartprune.{path.stem}" for path in base if not path.stem.startswith("__"))
+    subprocess.run(
+        [sys.executable, "-c", f"{code}; assert 'torch' not in sys.modules"], check=True, env={"PYTHONPATH": str(SOURCE.parent)}
+    )
 
 
 def absolute_imports(path: Path) -> Iterator[str]:
@@ -102,13 +120,13 @@ def absolute_imports(path: Path) -> Iterator[str]:
             yield node.module or ""
 
 
-@pytest.mark.parametrize("module", sorted(MODULES))
+@pytest.mark.parametrize("module", sorted(GRAPH.paths))
 def test_optional_packages_are_imported_where_they_are_used(module: str) -> None:
     named_after_it = {"integrations.lightning": {"pytorch_lightning", "lightning"}, "integrations.transformers": {"transformers"}}
     allowed = CORE_DEPENDENCIES | set(sys.stdlib_module_names) | named_after_it.get(module, set())
     if module.split(".")[-1] in ("triton", "triton_kernels", "multiply_triton", "multiply_kernels", "kernel"):
         allowed |= {"triton"}
-    assert {name.split(".")[0] for name in absolute_imports(MODULES[module])} <= allowed
+    assert {name.split(".")[0] for name in absolute_imports(GRAPH.paths[module])} <= allowed
 
 
 def test_public_names_exist() -> None:
@@ -125,9 +143,39 @@ def test_import_does_not_load_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": str(SOURCE.parent)})
 
 
-def test_the_package_can_be_sent_to_workers() -> None:
-    """cloudpickle sends functions that use ``sp`` by value, and the package itself by name."""
+SENT = """
+import smartprune as sp
+
+
+def sparsity() -> float:
+    return float(sp.blocks(0.5).share)
+
+
+class Trainer:
+    method = sp.Smart
+    package = sp
+
+    def run(self) -> float:
+        return float(sp.params(0.25).share)
+
+
+lookup = lambda name: getattr(sp, name).__name__
+"""
+
+
+def test_the_package_can_be_sent_to_workers(tmp_path: Path) -> None:
+    """Cloudpickle sends functions and classes of a script by value, and the package that they use by name."""
     cloudpickle = pytest.importorskip("cloudpickle")
-    namespace: dict[str, object] = {"sp": sp}
-    exec("def sparsity(): return float(sp.blocks(0.5).share)", namespace)
-    assert pickle.loads(cloudpickle.dumps(namespace["sparsity"]))() == 0.5
+    assert pickle.loads(cloudpickle.dumps(sp)) is sp
+    script, file = tmp_path / "script.py", tmp_path / "sent.pickle"
+    script.write_text(
+        SENT + f"import cloudpickle\nopen({str(file)!r}, 'wb').write(cloudpickle.dumps((sp, sparsity, Trainer(), lookup)))\n"
+    )
+    environment = {"PYTHONPATH": str(SOURCE.parent)}
+    subprocess.run([sys.executable, str(script)], check=True, env=environment)
+    code = (
+        f"import pickle; sp, sparsity, trainer, lookup = pickle.load(open({str(file)!r}, 'rb')); "
+        "assert (sparsity(), trainer.run(), lookup('Pruner')) == (0.5, 0.25, 'Pruner'); "
+        "assert trainer.package is sp and trainer.method is sp.Smart and sp.__name__ == 'smartprune'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
