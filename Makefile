@@ -2,6 +2,7 @@
 # make test     sets everything up and runs the tests
 # make check    formatter, linter, type checker and tests: what a change must pass
 # make wheel    builds an sdist and a wheel, installs the wheel in an empty environment, and runs the demo there
+# make lowest   runs the tests with the oldest versions of all packages that pyproject.toml allows
 # make hosts    sets up an environment with timm, transformers and others, and prunes their models (docs/hosts.md)
 # make docs     builds the documentation site into build/site
 # make coverage  line and branch coverage of every package (about twice as long as the tests)
@@ -16,7 +17,7 @@ JOBS   ?= 2
 BIN    := $(VENV)/bin
 RUN    := OMP_NUM_THREADS=1 $(BIN)/python -m
 
-.PHONY: demo test check lint hosts docs coverage wheel clean
+.PHONY: demo test check lint lowest hosts docs coverage wheel clean
 
 demo: $(VENV)/.demo
 	$(BIN)/smartprune train
@@ -33,6 +34,9 @@ lint: $(VENV)/.dev
 
 hosts: $(HOSTS)/.ready
 	OMP_NUM_THREADS=1 $(HOSTS)/bin/python -m pytest tests/hosts -n $(JOBS)
+
+lowest: $(VENV)/.lowest
+	OMP_NUM_THREADS=1 $(VENV)/lowest/bin/python -m pytest -n $(JOBS) --dist loadfile
 
 coverage: $(VENV)/.dev
 	$(RUN) pytest -n $(JOBS) --dist loadfile --cov --cov-report=json:$(VENV)/coverage.json --cov-report=
@@ -59,6 +63,12 @@ $(VENV)/.ready: $(VENV)/.demo
 
 $(VENV)/.dev: $(VENV)/.ready
 	$(BIN)/python -m pip install --disable-pip-version-check -e '.[dev]'
+	touch $@
+
+$(VENV)/.lowest: pyproject.toml .ci/lowest.py
+	$(PYTHON) -m venv $(VENV)/lowest
+	$(PYTHON) .ci/lowest.py > $(VENV)/lowest/constraints.txt
+	$(VENV)/lowest/bin/python -m pip install --disable-pip-version-check $(if $(TORCH),'$(TORCH)') -c $(VENV)/lowest/constraints.txt -e '.[test]'
 	touch $@
 
 # The version of PyTorch is a constraint, so that no package replaces it. ultralytics is under the AGPL-3.0: it is installed in this

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 
 from helpers.training_jobs import small_config
 from smartprune import SmartpruneError
+from smartprune.cli.common import Parser
 from smartprune.cli.settings import requested_settings
 from smartprune.cli.train import add_train
 from smartprune.training.config import configure
@@ -19,7 +19,7 @@ from smartprune.training.config import configure
 def test_task_argument_completes_a_file_without_a_task(tmp_path: Path) -> None:
     """What the file does not say comes from the task that the command names."""
     (tmp_path / "f.json").write_text('{"sparsity": 0.8}')
-    parser = argparse.ArgumentParser()
+    parser = Parser()
     add_train(parser.add_subparsers())
     args = parser.parse_args(["train", "scenes", "--config", str(tmp_path / "f.json")])
     settings = requested_settings(args)
@@ -47,7 +47,7 @@ def test_task_argument_completes_a_file_without_a_task(tmp_path: Path) -> None:
 )
 def test_setting_is_parsed_as_its_type(words: list[str], settings: dict[str, object]) -> None:
     """``none`` is a word in one setting and nothing in another, and a folder may be called by a number."""
-    parser = argparse.ArgumentParser()
+    parser = Parser()
     add_train(parser.add_subparsers())
     task, words = (words[1:2], words[2:]) if words[0] == "--task" else ([], words)
     config = configure(requested_settings(parser.parse_args(["train", *task, *words])))
@@ -58,7 +58,7 @@ def test_setting_is_parsed_as_its_type(words: list[str], settings: dict[str, obj
 @pytest.mark.parametrize("words", [["--set", "end=1e-4"], ["--task-set", "width=8"], ["--data", "here"]])
 def test_settings_of_a_wrong_type_in_a_file_are_an_error(words: list[str], tmp_path: Path) -> None:
     (tmp_path / "f.json").write_text('{"settings": 5, "task_settings": [1]}')
-    parser = argparse.ArgumentParser()
+    parser = Parser()
     add_train(parser.add_subparsers())
     with pytest.raises(SmartpruneError, match=r"settings=(5|\[1\]) must be dict"):
         configure(requested_settings(parser.parse_args(["train", "--config", str(tmp_path / "f.json"), *words])))

@@ -18,7 +18,7 @@ from smartprune.cli import main
 def test_watch_shows_a_run_once_or_until_it_is_finished(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = write_run_folder(tmp_path / "run", ROWS)
     assert main(["watch", str(run), "--once"]) == 0
-    assert "now         search, epoch 2, step 20" in capsys.readouterr().out
+    assert "now          search, epoch 2, step 20" in capsys.readouterr().out
     assert main(["watch", str(tmp_path / "absent"), "--once"]) == 1
     assert "holds no run (no config.json); add --wait" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
@@ -79,4 +79,4 @@ def test_watch_follows_a_run_to_its_end(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     out, error = watcher.communicate(timeout=30)
     assert watcher.returncode == 0, error
-    assert "finished: accuracy" in out.splitlines()[-1]
+    assert "finished: test accuracy" in out.splitlines()[-1]

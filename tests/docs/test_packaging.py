@@ -121,3 +121,11 @@ def test_the_page_on_versions_names_what_the_workflow_runs() -> None:
     least = re.search(r"torch>=([\d.]+)", "".join(PROJECT["project"]["dependencies"]))
     assert least is not None
     assert least[1] == min(re.findall(r"\d\.\d+", workflow.partition("torch: [")[2].partition("]")[0]))
+
+
+def test_the_oldest_versions_are_the_lower_bounds_of_every_package_that_the_tests_use() -> None:
+    lowest = runpy.run_path(str(ROOT / ".ci" / "lowest.py"))["lowest"](PROJECT["project"])
+    names = [pin.partition("==")[0] for pin in lowest]
+    assert len(names) == len(set(names)), "a package has two lower bounds"
+    assert set(names) == (extra("test") | {"numpy", "safetensors"}) - {"triton"}
+    assert "numpy==1.26" in lowest

@@ -38,16 +38,16 @@ def test_status_lines(tmp_path: Path) -> None:
     snapshot = monitor.read_snapshot(write_run_folder(tmp_path / "run", ROWS))
     shown = monitor.status_lines(snapshot, ascii_only=True)
     assert shown[1:] == [
-        "dense       ########################      20/20",
-        "search      ################........      20/30",
-        "fine-tuning ........................       0/10",
-        "now         search, epoch 2, step 20",
-        "loss              0.5000  #_#_",
-        "accuracy          75.00%  _#",
-        "tau             1.00e-02  #_",
-        "undecided              7  #_",
-        "churn                  1  #_",
-        "time left   0:06, if later stages run at the same pace",
+        "dense        ########################      20/20",
+        "search       ################........      20/30",
+        "fine-tuning  ........................       0/10",
+        "now          search, epoch 2, step 20",
+        "loss               0.5000  #_#_",
+        "val accuracy       75.00%  _#",
+        "tau              1.00e-02  #_",
+        "undecided               7  #_",
+        "churn                   1  #_",
+        "time left    0:06, if later stages run at the same pace",
     ]
     assert "█" in "".join(monitor.status_lines(snapshot, ascii_only=False))
     assert max(map(len, monitor.status_lines(snapshot, True, width=40))) <= 40
@@ -56,11 +56,20 @@ def test_status_lines(tmp_path: Path) -> None:
     )
 
 
+def test_a_hard_mask_has_no_temperature(tmp_path: Path) -> None:
+    rows = [*ROWS[:2], metric_row("search", 3, 9.0, tau=0.0, undecided=0)]
+    snapshot = monitor.read_snapshot(write_run_folder(tmp_path / "run", rows))
+    assert "tau" not in monitor.status_line(snapshot)
+    (line,) = [line for line in monitor.status_lines(snapshot, True) if line.startswith("tau")]
+    assert "hard mask" in line
+    assert "0.00e+00" not in line
+
+
 def test_stalled_run_is_marked(tmp_path: Path) -> None:
     snapshot = monitor.read_snapshot(write_run_folder(tmp_path / "run", ROWS))
     assert not any(line.startswith("stalled") for line in monitor.status_lines(snapshot, True))
     late = monitor.Snapshot(snapshot.log, age=1000.0)
-    assert monitor.status_lines(late, True)[-1].startswith("stalled     no new output for 16:40")
+    assert monitor.status_lines(late, True)[-1].startswith("stalled      no new output for 16:40")
     assert "may have stopped" not in monitor.status_line(snapshot)
     assert monitor.status_line(late).endswith("undecided 7  no new output; the run may have stopped")
     later = monitor.Snapshot(snapshot.log, age=2000.0)
@@ -108,7 +117,7 @@ def test_follow_continues_through_a_resume_to_the_end(tmp_path: Path) -> None:
     lines = stream.getvalue().splitlines()
     assert [line.split()[0] for line in lines] == ["no", "search", "dense", "fine-tuning", "fine-tuning"]
     assert lines[1].split("  ", 1)[1].strip() == "epoch    2  step     20/30  loss 0.5000  tau 1.00e-02  undecided 7  0:06 left"
-    assert lines[-1].endswith("finished: accuracy 70.00%")
+    assert lines[-1].endswith("finished: test accuracy 70.00%")
     assert "\x1b" not in stream.getvalue()
     assert stream.getvalue().isascii()
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 import smartprune as sp
-from helpers.training_jobs import metric_rows, small_config
+from helpers.training_jobs import EXACT_FILES, StopAfter, assert_same_run, metric_rows, small_config
 from smartprune import METHODS, SmartpruneError, cli
 from smartprune.artifacts.receipt import Receipt
 from smartprune.artifacts.verify import verify
@@ -19,7 +19,7 @@ from smartprune.hardware.npu import read_npu
 from smartprune.tasks.digits import Digits
 from smartprune.training.config import make_task
 from smartprune.training.result import Result
-from smartprune.training.train import train
+from smartprune.training.train import resume, train, train_dense
 
 
 def test_run_folder_has_all_files(finished_run: Path) -> None:
@@ -45,9 +45,45 @@ def test_metrics_have_a_row_for_every_epoch(finished_run: Path) -> None:
     assert [(row["stage"], row["epoch"]) for row in rows] == [
         ("dense", 1), ("dense", 2), ("search", 1), ("search", 2), ("finetune", 1)
     ]  # fmt: skip
-    assert [row["accuracy"] is None for row in rows] == [False, False, True, True, False]
+    assert all(0 < row["accuracy"] <= 1 for row in rows)
     for row in rows[2:4]:
         assert {"tau", "undecided", "changed", "gap", "kept", "collapsed"} <= set(row)
+
+
+def test_the_metric_of_the_search_is_that_of_the_masked_model(tmp_path: Path) -> None:
+    """After the search, before fine-tuning, compared with a model that is stopped there and evaluated by hand."""
+    with pytest.raises(SmartpruneError, match="stopped in search"):
+        train(small_config(tmp_path / "run"), stop=StopAfter(28))  # 7 steps per epoch
+    last = metric_rows(tmp_path / "run")[-1]
+    assert (last["stage"], last["epoch"], last["undecided"]) == ("search", 2, 0)
+    state = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)["model"]
+    task = Digits(width=4)
+    model = task.model("resnet8")
+    model.load_state_dict({name: state[name] for name in model.state_dict()})  # the mask is hard, so removed blocks are zero
+    model.eval()
+    with torch.no_grad():
+        assert last["accuracy"] == task.metric(model, task.data("validation", torch.device("cpu")))
+
+
+def test_the_metric_of_the_search_does_not_change_the_run(
+    finished_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("smartprune.training.train._validate", lambda run, data: None)
+    train(small_config(tmp_path / "blind"))
+    for name in EXACT_FILES:
+        assert (tmp_path / "blind" / name).read_bytes() == (finished_run / name).read_bytes()
+
+
+def test_the_dense_model_alone_is_that_of_the_whole_run(finished_run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "dense"
+    with pytest.raises(SmartpruneError, match="stopped in dense"):
+        train_dense(out, small_config(out), lambda tick: None, StopAfter(5))
+    for _ in range(2):  # it continues, and changes nothing once it is done
+        assert train_dense(out, None, lambda tick: None, lambda: False) == out / "dense.safetensors"
+        assert (out / "dense.safetensors").read_bytes() == (finished_run / "dense.safetensors").read_bytes()
+    assert {row["stage"] for row in metric_rows(out)} == {"dense"}
+    resume(out)
+    assert_same_run(out, finished_run)
 
 
 def test_baked_model_has_the_stated_accuracy(finished_run: Path) -> None:

@@ -61,7 +61,7 @@ def _run(argv: Sequence[str] | None) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"smartprune {__version__}")
-    subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for add in COMMANDS:
         add(subparsers)
     args = parser.parse_args(argv)

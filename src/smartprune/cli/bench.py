@@ -14,7 +14,7 @@ from ..errors import SmartpruneError, explain_memory_errors
 from ..training.config import MAX_THREADS
 from .common import Subparsers, add_command, argument_errors, check_outputs, files_of_run
 from .models import find_model, load_run, load_stored_weights, parse_input, training_inputs
-from .streams import print_message
+from .streams import announce, print_message
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -36,11 +36,13 @@ def add_bench(subparsers: Subparsers) -> None:
     parser.add_argument("model", help="a run folder, a built-in network, or MODULE:FUNCTION that returns a torch.nn.Module")
     parser.add_argument("--weights", metavar="FILE", help="weights to load into the model: any file that verify can read")
     parser.add_argument("--input", metavar="SHAPE", help="shape of one sample, such as 3x32x32 (default: the task's)")
-    parser.add_argument("--block", help="block size to count, output x input channels (default: the receipt's, or 16x8)")
+    parser.add_argument(
+        "--block", metavar="SIZE", help="block size to count, output x input channels (default: the receipt's, or 16x8)"
+    )
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8], metavar="N", help="batch sizes (default: 1 8)")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads of every engine (default: 1)")
-    parser.add_argument("--rounds", type=int, default=3, help="rounds of every engine (default: 3)")
-    parser.add_argument("--seconds", type=float, default=0.3, help="seconds per round (default: 0.3)")
+    parser.add_argument("--threads", type=int, metavar="N", default=1, help="CPU threads of every engine (default: 1)")
+    parser.add_argument("--rounds", type=int, metavar="N", default=3, help="rounds of every engine (default: 3)")
+    parser.add_argument("--seconds", type=float, metavar="X", default=0.3, help="seconds per round (default: 0.3)")
     parser.add_argument(
         "--engines", nargs="+", default=[], metavar="NAME", help="engines to time, such as torch smartprune (default: all)"
     )
@@ -52,6 +54,7 @@ def add_bench(subparsers: Subparsers) -> None:
 
 
 def run_bench(args: argparse.Namespace) -> int:
+    announce("bench")
     from ..core.block import Block
     from ..experiments.bench.engines import CPU, GPU
     from ..experiments.bench.run import bench

@@ -18,16 +18,48 @@ Subparsers = Any  # argparse does not export the type
 Target = str | Path | None
 
 
+# The groups of options in the help of every command, in this order, and the options that are not in the first one.
+COMMON, BUDGET, LAYERS, SCHEDULE, DATA, DEVICES, OUTPUT = "common", "budget", "layers", "schedule", "data", "devices", "output"
+GROUPS = {
+    COMMON: (),
+    BUDGET: ("sparsity", "sparsities", "params", "macs", "cycles", "budget", "npu", "floor"),
+    LAYERS: ("include", "skip", "map"),
+    SCHEDULE: ("rounds", "seconds", "every", "minutes", "jobs", "dense-seed"),
+    DATA: ("data", "task-set", "input", "batch", "split", "calibration", "detections", "annotations"),
+    DEVICES: ("device", "threads", "engines", "cpu"),
+    OUTPUT: ("out", "json", "csv", "html", "figures", "plot", "record", "note"),
+}
+
+
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line and a hint, instead of the whole usage."""
+    """A parser whose options are grouped in its help, and whose errors are one line and a hint, instead of the whole usage."""
+
+    def __init__(self, **options: Any) -> None:
+        self._groups: dict[str, argparse._ArgumentGroup] = {}
+        super().__init__(**options, add_help=False)
+        for title in ("arguments", *GROUPS):
+            self.group(title)
+        self.add_argument("-h", "--help", action="help", help="show this help and exit")
+
+    def group(self, title: str) -> argparse._ArgumentGroup:
+        """The group of that title, which is new if there is none."""
+        if title not in self._groups:
+            self._groups[title] = self.add_argument_group(title)
+        return self._groups[title]
+
+    def add_argument(self, *names: str, **options: Any) -> argparse.Action:
+        """Adds an argument to the group that its name belongs to."""
+        flag = names[-1]
+        listed = (title for title, flags in GROUPS.items() if flag.removeprefix("--") in flags)
+        return self.group("arguments" if not flag.startswith("-") else next(listed, COMMON)).add_argument(*names, **options)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}\n{self.prog} --help lists all options\n")
 
 
-def add_command(subparsers: Subparsers, name: str, summary: str, example: str) -> argparse.ArgumentParser:
+def add_command(subparsers: Subparsers, name: str, summary: str, example: str) -> Parser:
     """A command with its one-line summary and examples."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
+    parser: Parser = subparsers.add_parser(
         name,
         help=summary,
         description=summary[0].upper() + summary[1:] + ".",

@@ -26,7 +26,7 @@ def add_export(subparsers: Subparsers) -> None:
     parser.add_argument("--out", metavar="FILE", help="file to write (default: model.onnx in the run folder)")
     parser.add_argument("--weights", metavar="FILE", help="weights to load into the model: any file that verify can read")
     parser.add_argument("--input", metavar="SHAPE", help="shape of one sample, such as 3x32x32 (default: the task's)")
-    parser.add_argument("--block", help="block size to check, output x input channels (default: the receipt's)")
+    parser.add_argument("--block", metavar="SIZE", help="block size to check, output x input channels (default: the receipt's)")
     parser.add_argument("--receipt", metavar="FILE", help="receipt to store in the file (default: the run folder's)")
     parser.add_argument("--int8", action="store_true", help="quantize weights and activations to 8 bit")
     parser.add_argument("--calibration", metavar="FILE", help="inputs for --int8, an .npy array (default: the run's training data)")

@@ -11,7 +11,7 @@ from ..budgets import budget_fields, budget_names, removal
 from ..errors import SmartpruneError, explain_memory_errors
 from ..files import check_folder, write_atomic
 from ..run_files import CONFIG
-from .common import Subparsers, add_command, argument_errors, check_outputs, files_of_run, print_result
+from .common import BUDGET, Subparsers, add_command, argument_errors, check_outputs, files_of_run, print_result
 from .models import find_model, parse_input
 from .streams import print_message
 
@@ -38,15 +38,15 @@ def add_plan(subparsers: Subparsers) -> None:
     parser.add_argument(
         "model", help="a built-in network, a task, timm/NAME, torchvision/NAME, or MODULE:FUNCTION that returns a torch.nn.Module"
     )
-    parser.add_argument("--block", help="block size, output x input channels (default: the task's, or 16x8)")
-    budget = parser.add_mutually_exclusive_group()
-    budget.add_argument("--sparsity", type=float, help="share of blocks to remove, in [0, 1)")
-    budget.add_argument("--params", type=float, help="share of weights to remove")
-    budget.add_argument("--macs", type=float, help="share of multiply-accumulates to remove; needs --input")
-    budget.add_argument("--cycles", type=float, help="share of the cycles on an NPU to remove; needs --input")
+    parser.add_argument("--block", metavar="SIZE", help="block size, output x input channels (default: the task's, or 16x8)")
+    budget = parser.group(BUDGET).add_mutually_exclusive_group()
+    budget.add_argument("--sparsity", type=float, metavar="X", help="share of blocks to remove, in [0, 1)")
+    budget.add_argument("--params", type=float, metavar="X", help="share of weights to remove")
+    budget.add_argument("--macs", type=float, metavar="X", help="share of multiply-accumulates to remove; needs --input")
+    budget.add_argument("--cycles", type=float, metavar="X", help="share of the cycles on an NPU to remove; needs --input")
     budget.add_argument("--budget", metavar="KIND=SHARE", help="any budget, such as params=0.9")
     parser.add_argument("--npu", metavar="NAME", help="small, edge, server, or a .json file with its settings (default: edge)")
-    parser.add_argument("--floor", type=float, help="smallest share of its blocks that each layer keeps")
+    parser.add_argument("--floor", type=float, metavar="X", help="smallest share of its blocks that each layer keeps")
     parser.add_argument(
         "--include", action="append", metavar="GLOB", default=[], help="prune these layers although they are skipped by default"
     )
@@ -122,7 +122,7 @@ def add_report(subparsers: Subparsers) -> None:
         metavar="FILE",
         help="receipt of the weights (default: that of the run folder or in the file, or receipt.json beside it)",
     )
-    parser.add_argument("--block", help="block size, output x input channels (default: the receipt's, or 16x8)")
+    parser.add_argument("--block", metavar="SIZE", help="block size, output x input channels (default: the receipt's, or 16x8)")
     parser.add_argument("--map", metavar="LAYER", help="draw the blocks of one layer instead of the table")
     parser.add_argument("--html", metavar="FILE", help="write a complete report as an HTML page")
     parser.add_argument("--figures", metavar="DIR", help="write the figures as .svg and, with Pillow, as .png")
@@ -254,7 +254,9 @@ def add_verify(subparsers: Subparsers) -> None:
     )
     parser.add_argument("path", help="a run folder, a .safetensors, packed or .onnx file, or a torch checkpoint")
     parser.add_argument("--receipt", metavar="FILE", help="receipt to compare with (default: the run folder's)")
-    parser.add_argument("--block", help="block size to count; without it and without a receipt, common sizes are tried")
+    parser.add_argument(
+        "--block", metavar="SIZE", help="block size to count; without it and without a receipt, common sizes are tried"
+    )
     parser.add_argument(
         "--model", metavar="NAME", help="the network of a file, as for smartprune plan: gives transposed and grouped layers"
     )

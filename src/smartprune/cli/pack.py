@@ -21,7 +21,7 @@ def add_pack(subparsers: Subparsers) -> None:
         "docs/format.md specifies the file format.",
     )
     parser.add_argument("model", help="a run folder, a .safetensors file or a torch checkpoint")
-    parser.add_argument("--block", help="block size, output x input channels (default: the receipt's)")
+    parser.add_argument("--block", metavar="SIZE", help="block size, output x input channels (default: the receipt's)")
     parser.add_argument("--receipt", metavar="FILE", help="receipt to store in the file (default: the run folder's)")
     parser.add_argument("--out", metavar="FILE", help="file to write (default: the model's name with .packed.safetensors)")
     parser.add_argument("--json", action="store_true", help="print JSON")

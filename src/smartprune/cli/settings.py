@@ -10,27 +10,28 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from ..errors import SmartpruneError
 from ..training.config import BUDGET_SETTINGS, Config, flags
+from .common import BUDGET, COMMON, DEVICES, LAYERS, OUTPUT, SCHEDULE, Parser
 
-GROUPS = {  # the first setting of every group of flags -> its heading; settings are in the order of Config
-    "model": "what to prune",
-    "sparsity": "budget",
-    "include": "layers",
-    "dense": "stages and learning rates",
+FIRST_OF_GROUP = {  # the first setting of every group of flags; settings are in the order of Config
+    "model": COMMON,
+    "sparsity": BUDGET,
+    "include": LAYERS,
+    "dense": SCHEDULE,
     "ema": "averaging, distillation and augmentation",
-    "seed": "device and reproducibility",
-    "tensorboard": "output",
+    "seed": DEVICES,
+    "tensorboard": OUTPUT,
 }
 
 
-def add_flags(parser: argparse.ArgumentParser, without: tuple[str, ...] = ()) -> None:
+def add_flags(parser: Parser, without: tuple[str, ...] = ()) -> None:
     """Adds a flag for every setting of a run, with the name and type of the setting."""
     hints = get_type_hints(Config)
-    group: argparse._ActionsContainer = parser
+    title = COMMON
     for field in flags():
-        if field.name in GROUPS:
-            group = parser.add_argument_group(GROUPS[field.name])
+        title = FIRST_OF_GROUP.get(field.name, title)
         if field.name in without:
             continue
+        group = parser.group(title)
         flag, hint = "--" + field.name.replace("_", "-"), hints[field.name]
         if get_origin(hint) is tuple:
             group.add_argument(flag, action="append", metavar="GLOB", help=field.metadata["help"])
@@ -42,8 +43,8 @@ def add_flags(parser: argparse.ArgumentParser, without: tuple[str, ...] = ()) ->
 
 def _default(field: Field[Any]) -> str:
     """What the help says about the default of a setting."""
-    if field.default is MISSING:
-        return " (default: the recipe of the task)"
+    if field.default is MISSING or field.name == "sparsity":
+        return " (default: by task)"
     return "" if field.default is None else f" (default: {field.default})"
 
 

@@ -37,6 +37,12 @@ def print_message(text: str) -> None:
         discard_unwritten(sys.stderr)
 
 
+def announce(command: str) -> None:
+    """Prints a first line if the command is about to load PyTorch, which takes seconds. Once per run of torchrun."""
+    if "torch" not in sys.modules and os.environ.get("RANK", "0") == "0":
+        print_message(f"smartprune {command}: loading PyTorch")
+
+
 def discard_unwritten(stream: TextIO) -> None:
     """Discards buffered output that cannot be written, which would fail again when the process exits."""
     try:

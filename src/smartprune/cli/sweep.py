@@ -15,7 +15,7 @@ from ..training.config import BUDGET_SETTINGS
 from .common import Subparsers, add_command, argument_errors
 from .settings import add_flags, parse_settings, requested_settings
 from .signals import stop_signals
-from .streams import print_message
+from .streams import announce, print_message
 
 if TYPE_CHECKING:
     from ..experiments.sweep import Outcome
@@ -43,7 +43,7 @@ def add_sweep(subparsers: Subparsers) -> None:
         "Exit code 1: a run failed, or runs are missing because the sweep was stopped or --minutes ran out.",
     )
     parser.usage = "%(prog)s --out DIR [options]"
-    parser.add_argument("--task", help="task to train on (default: digits)")
+    parser.add_argument("--task", metavar="NAME", help="task to train on (default: digits)")
     parser.add_argument("--methods", metavar="LIST", help="methods, such as smart,gradual (default: that of --config, or smart)")
     parser.add_argument(
         "--sparsities", metavar="LIST", help="shares of blocks to remove (default: that of --config, or the task's)"
@@ -66,6 +66,7 @@ def add_sweep(subparsers: Subparsers) -> None:
 
 
 def run_sweep(args: argparse.Namespace) -> int:
+    announce("sweep")
     from ..experiments.sweep import Sweep
     from ..experiments.sweep.grid import expand_grids
     from ..experiments.sweep.progress import SweepProgress

@@ -6,19 +6,19 @@ import argparse
 import io
 import json
 import os
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import run_files
+from ..budgets import budget_label, removal
 from ..errors import SmartpruneError
 from ..files import check_folder
 from .common import Subparsers, add_command, argument_errors
 from .settings import add_flags, requested_settings
 from .signals import stop_signals
-from .streams import print_message
+from .streams import announce, print_message
 
 if TYPE_CHECKING:
     from ..training.config import Config
@@ -37,6 +37,7 @@ def add_train(subparsers: Subparsers) -> None:
         "  smartprune train --resume --out runs/mine                 continues after Ctrl-C, SIGTERM or kill -9\n"
         "  torchrun --nproc-per-node=2 -m smartprune train ...       uses two processes\n"
         "  smartprune train --config runs/mine/config.json           repeats a run\n\n"
+        'Defaults "by task" are those of the task: smartprune train cifar10 --settings prints them.\n'
         "Ctrl-C and SIGTERM finish the step, write a checkpoint and exit with code 1. A second signal stops at once.",
     )
     parser.usage = "%(prog)s [TASK] [options]"
@@ -44,6 +45,8 @@ def add_train(subparsers: Subparsers) -> None:
     parser.add_argument("--out", metavar="DIR", help="run folder (default: runs/TASK-METHOD-BLOCK-SPARSITY-sSEED)")
     parser.add_argument("--resume", action="store_true", help="continue the run in --out from its last checkpoint")
     parser.add_argument("--config", metavar="FILE", help="settings from a config.json; other flags take precedence")
+    parser.add_argument("--dense-only", action="store_true", help="train only the dense model, and write dense.safetensors")
+    parser.add_argument("--settings", action="store_true", help="print all settings as a config.json, and train nothing")
     parser.add_argument("--set", action="append", metavar="NAME=VALUE", help="a setting of the method")
     parser.add_argument("--task-set", action="append", metavar="NAME=VALUE", help="a setting of the task")
     parser.add_argument("--data", metavar="DIR", help="folder of the task's data (default: $SMARTPRUNE_DATA)")
@@ -53,8 +56,7 @@ def add_train(subparsers: Subparsers) -> None:
 
 
 def run_train(args: argparse.Namespace) -> int:
-    if "torch" not in sys.modules and os.environ.get("RANK", "0") == "0":
-        print_message("smartprune train: loading PyTorch")  # which takes seconds
+    announce("train")
     with argument_errors(args):
         settings = requested_settings(args)
     if args.resume or _restarted_by_torchrun(args):
@@ -64,6 +66,9 @@ def run_train(args: argparse.Namespace) -> int:
 
     with argument_errors(args):
         config = configure({"out": "", **settings})
+        if args.settings:
+            print(json.dumps(asdict(config), indent=2))
+            return 0
         if not args.out:
             config = configure({**asdict(config), "out": str(_first_free(_default_out(config)))})
         check_folder(config.out)
@@ -80,19 +85,35 @@ def _restarted_by_torchrun(args: argparse.Namespace) -> bool:
 def _execute(args: argparse.Namespace, folder: Path, config: Config | None) -> int:
     """Starts a run with a configuration, or resumes the run in the folder."""
     from ..training import ranks
+    from ..training.config import load_config
     from ..training.progress import Progress
-    from ..training.train import resume, train
+    from ..training.train import resume, train, train_dense
 
     if config is None and (folder / run_files.RESULT).exists():
         print_message(f"smartprune: the run in {folder} is already finished")
         return _print_result(args, folder, resume(folder))
     progress = Progress(None if ranks.rank() == 0 else io.StringIO())
+    if config is None or not (folder / run_files.CONFIG).exists():  # or the folder holds another run, which is an error
+        progress.message(_first_line(config or load_config(folder / run_files.CONFIG), folder, args.dense_only))
     with stop_signals(progress.message) as stop:
         try:
+            if args.dense_only:
+                dense = train_dense(folder, config, progress, stop)
+                progress.message(f"smartprune train: the dense model is in {dense}")
+                return 0
             result = resume(folder, progress, stop) if config is None else train(config, progress, stop)
         finally:
             progress.close()
     return _print_result(args, Path(result.folder), result) if ranks.rank() == 0 else 0
+
+
+def _first_line(config: Config, folder: Path, dense_only: bool) -> str:
+    """What the run does and where its files go."""
+    if dense_only:
+        return f"smartprune train: {config.model} on {config.task}, the dense model only; folder {folder}"
+    kind, share = config.budget_share
+    goal = removal(share, budget_label(kind))
+    return f"smartprune train: {config.model} on {config.task}, {config.method}, blocks of {config.block}, {goal}; folder {folder}"
 
 
 def _default_out(config: Config) -> Path:
@@ -171,8 +192,8 @@ def _print_result(args: argparse.Namespace, folder: Path, result: Result) -> int
         return 0
     stages = ", ".join(f"{stage} {format_duration(seconds)}" for stage, seconds in result.stage_seconds.items())
     print(receipt)
-    print(f"dense    {result.measure} {result.metrics_line('dense')}")
-    print(f"pruned   {result.measure} {result.metrics_line('pruned')}")
+    print(f"dense    test {result.measure} {result.metrics_line('dense')}")
+    print(f"pruned   test {result.measure} {result.metrics_line('pruned')}")
     print(f"verified {'yes' if result.verified else 'NO'}")
     for name, description in result.files.items():
         print(f"{name:<8} {description}")

@@ -89,35 +89,35 @@ def status_lines(snapshot: Snapshot, ascii_only: bool, width: int = 80) -> list[
         done = stage_rows[-1]["step"] if stage_rows else 0
         if length:
             bar = text.bar(done, length, 24, ascii_only)
-            out.append(f"{STAGE_NAMES[stage]:<11} {bar} {done:>7,}/{length:,}")
+            out.append(f"{STAGE_NAMES[stage]:<12} {bar} {done:>7,}/{length:,}")
     if rows:
         last = rows[-1]
         if not snapshot.finished:
-            out.append(f"now         {STAGE_NAMES[last['stage']]}, epoch {last['epoch']:,}, step {last['step']:,}")
+            out.append(f"now          {STAGE_NAMES[last['stage']]}, epoch {last['epoch']:,}, step {last['step']:,}")
         for key, name, form in (
             ("loss", "loss", "{:.4f}"),
-            (log.measure or "", text.escape(log.measure or ""), "{:.2%}"),
+            (log.measure or "", f"val {text.escape(log.measure or '')}", "{:.2%}"),
             ("tau", "tau", "{:.2e}"),
             ("undecided", "undecided", "{:,.0f}"),
             ("changed", "churn", "{:,.0f}"),
         ):
             values = [value for row in rows if (value := finite_number(row.get(key))) is not None]
             if values:
-                out.append(
-                    f"{name[:11]:<11} {form.format(values[-1]):>12}  {sparkline(values, ascii_only, log=key in ('tau', 'loss'))}"
-                )
+                last_value = "hard mask" if key == "tau" and not values[-1] else form.format(values[-1])
+                out.append(f"{name[:12]:<12} {last_value:>12}  {sparkline(values, ascii_only, log=key in ('tau', 'loss'))}")
     if snapshot.finished:
+        test = f"test {text.escape(log.measure or 'metric')}: "
         figures = [f"{name} {value:.2%}" for name in ("dense", "pruned") if (value := log.result_number(name)) is not None]
         seconds = log.result_number("seconds")
         figures += [] if seconds is None else [f"elapsed {format_duration(seconds)}"]
-        out.append(f"finished    {', '.join(figures)}".rstrip())
+        out.append(f"finished     {test}{', '.join(figures)}".rstrip())
     elif snapshot.seconds_left is not None:
         out.append(
-            f"time left   {format_duration(snapshot.seconds_left)}"
+            f"time left    {format_duration(snapshot.seconds_left)}"
             + ("" if rows[-1]["stage"] == "finetune" else ", if later stages run at the same pace")
         )
     if snapshot.stalled and snapshot.age is not None:
-        out.append(f"stalled     no new output for {format_duration(snapshot.age)}; the run may have stopped")
+        out.append(f"stalled      no new output for {format_duration(snapshot.age)}; the run may have stopped")
     return [text.shorten(line, width) for line in out]
 
 
@@ -191,16 +191,17 @@ def status_line(snapshot: Snapshot) -> str:
     ]
     for key, form in (
         ("loss", "loss {:.4f}"),
-        (log.measure or "", f"{text.escape(log.measure or '')} {{:.2%}}"),
+        (log.measure or "", f"val {text.escape(log.measure or '')} {{:.2%}}"),
         ("tau", "tau {:.2e}"),
     ):
-        if (value := finite_number(last.get(key))) is not None:
+        value = finite_number(last.get(key))
+        if value is not None and (value or key != "tau"):  # 0 once the mask is hard
             parts.append(form.format(value))
     if (undecided := finite_number(last.get("undecided"))) is not None:
         parts.append(f"undecided {undecided:.0f}")
     if snapshot.finished:
         pruned = log.result_number("pruned")
-        parts.append("finished" if pruned is None else f"finished: {text.escape(log.measure or 'metric')} {pruned:.2%}")
+        parts.append("finished" if pruned is None else f"finished: test {text.escape(log.measure or 'metric')} {pruned:.2%}")
     elif snapshot.seconds_left is not None and not snapshot.stalled:
         parts.append(f"{format_duration(snapshot.seconds_left)} left")
     return "  ".join(parts) + STALLED * snapshot.stalled

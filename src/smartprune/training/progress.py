@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import shutil
+import os
 import sys
 import time
 from dataclasses import dataclass
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 PLAIN_SECONDS = 5.0  # between plain lines
-BAR_WIDTH, MIN_BAR_WIDTH = 24, 4
+BAR_WIDTH, MIN_BAR_WIDTH = 24, 6
+GAP = "  "
+DEFAULT_COLUMNS = 100
+LAYOUTS = ((5, False), (4, False), (3, False), (3, True), (2, True), (1, True), (0, True))  # the highest rank, and short forms
 
 
 @dataclass(frozen=True)
 class Tick:
-    """The state of a run. ``step`` of ``steps`` counts this stage, ``done`` of ``total`` all stages."""
+    """The state of a run. ``step`` of ``steps`` and ``epoch`` of ``epochs`` count this stage, ``done`` of ``total`` all stages."""
 
     stage: str
     step: int
@@ -28,6 +31,8 @@ class Tick:
     undecided: int | None
     seconds: float
     empty_layers: int = 0  # layers that lost all their blocks in the search
+    epoch: int = 0  # the current one, from 1
+    epochs: int = 0
 
 
 class Screen:
@@ -36,6 +41,17 @@ class Screen:
     def __init__(self, stream: TextIO | None) -> None:
         self.stream = sys.stderr if stream is None else stream
         self.silent = False
+
+    def columns(self) -> int:
+        """The width of the terminal that this stream writes to."""
+        try:
+            return int(os.environ.get("COLUMNS", "")) or DEFAULT_COLUMNS
+        except ValueError:
+            pass
+        try:
+            return os.get_terminal_size(self.stream.fileno()).columns or DEFAULT_COLUMNS
+        except (AttributeError, OSError, ValueError):  # not a terminal
+            return DEFAULT_COLUMNS
 
     def write(self, text: str) -> None:
         if self.silent:
@@ -55,23 +71,23 @@ class Progress:
         self.live = self.screen.stream.isatty() if live is None else live
         encoding = getattr(self.screen.stream, "encoding", None) or "ascii"
         self.full, self.empty = ("█", "░") if "utf" in encoding.lower() else ("#", "-")
-        self._start: tuple[float, int] | None = None  # time and step of the first tick
+        self._start = (0.0, 0)  # time and step of the first tick of this stage
         self._last_line = 0.0
         self._stage = ""
         self._unfinished_line = False
 
     def __call__(self, tick: Tick) -> None:
         now = time.monotonic()
-        if self._start is None:
-            self._start = (now, tick.done)
+        is_new = tick.stage != self._stage
+        if is_new:
+            self._start, self._stage = (now, tick.step), tick.stage
         ended = tick.step >= tick.steps
         if self.live:
             self.screen.write(f"\r\x1b[K{self._live_line(tick, now)}" + "\n" * ended)
             self._unfinished_line = not ended
-        elif ended or tick.stage != self._stage or now - self._last_line >= PLAIN_SECONDS:
+        elif ended or is_new or now - self._last_line >= PLAIN_SECONDS:
             self.screen.write(f"{self.line(tick, now)}\n")
             self._last_line = now
-        self._stage = tick.stage
 
     def message(self, text: str) -> None:
         """Prints a separate line, below the live line."""
@@ -85,37 +101,76 @@ class Progress:
             self._unfinished_line = False
 
     def line(self, tick: Tick, now: float) -> str:
+        """The whole line, as it is printed where there is no terminal."""
         width = len(str(tick.steps))
-        parts = [f"{tick.stage:<8}", f"{tick.step:>{width}}/{tick.steps}"]
-        if tick.loss is not None:
-            parts.append(f"loss {tick.loss:.4f}")
-        if tick.metric is not None:
-            parts.append(f"{tick.measure} {100 * tick.metric:.1f} %")
-        if tick.tau:  # 0 once the mask is hard
-            parts.append(f"tau {tick.tau:.1e}")
-        if tick.undecided is not None:
-            parts.append(f"undecided {tick.undecided}")
-        if tick.empty_layers:
-            parts.append(f"empty layers {tick.empty_layers}")
-        if tick.step >= tick.steps:
-            parts.append(f"elapsed {format_duration(tick.seconds)}")
-        elif (left := self._seconds_left(tick, now)) is not None:
-            parts.append(f"{format_duration(left)} left")
-        return "  ".join(parts)
+        step = f"step {tick.step:>{width}}/{tick.steps}"
+        return GAP.join([f"{tick.stage:<8}", step, *(part.text for part in self._parts(tick, now))])
 
-    def _seconds_left(self, tick: Tick, now: float) -> float | None:
-        if self._start is None or tick.done <= self._start[1]:
-            return None
-        return (now - self._start[0]) / (tick.done - self._start[1]) * (tick.total - tick.done)
+    def _parts(self, tick: Tick, now: float) -> list[_Part]:
+        """What a line says after the stage."""
+        parts = []
+        if tick.epochs:
+            epoch = f"{tick.epoch:>{len(str(tick.epochs))}}/{tick.epochs}"
+            parts.append(_Part(f"epoch {epoch}", 1, f"ep {epoch}"))
+        if tick.loss is not None:
+            parts.append(_Part(f"loss {tick.loss:.4f}", 2))
+        if tick.metric is not None:
+            parts.append(_Part(f"val {tick.measure} {100 * tick.metric:.1f} %", 0))
+        if tick.tau:  # 0 once the mask is hard
+            parts.append(_Part(f"tau {tick.tau:.1e}", 5))
+        if tick.undecided is not None:
+            parts.append(_Part(f"undecided {tick.undecided}", 4))
+        if tick.empty_layers:
+            parts.append(_Part(f"empty layers {tick.empty_layers}", 2))
+        pace = self._seconds_per_step(tick, now)
+        if pace is not None:
+            parts.append(_Part(format_rate(pace, " step"), 3, format_rate(pace, "")))
+        if tick.step >= tick.steps:
+            parts.append(_Part(f"elapsed {format_duration(tick.seconds)}", 0, f"in {format_duration(tick.seconds)}"))
+        elif pace is not None:
+            parts.append(_Part(f"{format_duration(pace * (tick.total - tick.done))} left", 0))
+        return parts
+
+    def _seconds_per_step(self, tick: Tick, now: float) -> float | None:
+        """The pace of this stage so far; None before its second tick. Later stages are expected to be as fast."""
+        start, first = self._start
+        return (now - start) / (tick.step - first) if tick.step > first and now > start else None
 
     def _live_line(self, tick: Tick, now: float) -> str:
-        """The line with a bar in it, if the terminal is wide enough."""
-        text, columns = self.line(tick, now), shutil.get_terminal_size((100, 20)).columns - 1
-        width = min(BAR_WIDTH, columns - len(text) - 2)
-        if width >= MIN_BAR_WIDTH:
+        """A line with a bar as long as the stage runs. On a narrow terminal, words are shortened and parts left out."""
+        columns = self.screen.columns() - 1
+        parts, ended = self._parts(tick, now), tick.step >= tick.steps
+        least = 0 if ended else MIN_BAR_WIDTH + len(GAP)
+        for rank, short in LAYOUTS:
+            texts = [part.short if short else part.text for part in parts if part.rank <= rank]
+            free = columns - len(GAP.join([f"{tick.stage:<8}", *texts]))
+            if free >= least:
+                break
+        width = min(BAR_WIDTH, free - len(GAP))
+        if not ended and width >= MIN_BAR_WIDTH:
             filled = width * tick.step // max(1, tick.steps)
-            text = f"{text[:8]}  {self.full * filled}{self.empty * (width - filled)}{text[8:]}"
-        return text[:columns]
+            texts.insert(0, self.full * filled + self.empty * (width - filled))
+        return GAP.join([f"{tick.stage:<8}", *texts])[:columns]
+
+
+class _Part(NamedTuple):
+    """A part of a line, and its short form. Parts of a higher rank are left out first."""
+
+    text: str
+    rank: int
+    shorter: str | None = None
+
+    @property
+    def short(self) -> str:
+        return self.text if self.shorter is None else self.shorter
+
+
+def format_rate(seconds_per_step: float, unit: str = " step") -> str:
+    """``52 steps/s``, ``1.3 steps/s``, or ``4.2 s/step`` for slow steps; without a unit ``52/s``."""
+    if seconds_per_step > 1:
+        return f"{seconds_per_step:.1f} s/step" if unit else f"{seconds_per_step:.1f} s"
+    rate = 1 / seconds_per_step
+    return (f"{rate:.0f}" if rate >= 10 else f"{rate:.1f}") + (f"{unit}s/s" if unit else "/s")
 
 
 def format_duration(seconds: float) -> str:

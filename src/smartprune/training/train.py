@@ -77,7 +77,41 @@ def resume(folder: str | Path, progress: Callable[[Tick], None] = _ignore, stop:
         return _run(folder, config, progress, stop)
 
 
+def train_dense(folder: Path, config: Config | None, progress: Callable[[Tick], None], stop: Callable[[], bool]) -> Path:
+    """The dense stage of a new run, or without a configuration of the run in the folder. Returns the file of the dense model."""
+    is_new = config is not None
+    settings = load_config(folder / run_files.CONFIG) if config is None else config
+    if is_new:
+        check(settings)
+    with ranks.process_group(resolve(settings).device):
+        resolved = ranks.on_first(lambda: resolve(settings))
+        if is_new:
+            ranks.on_first(lambda: create_folder(resolved))
+        with _running(folder, resolved, progress) as run:
+            if run.stage == STAGES[0]:
+                _train_dense(run, progress, stop)
+    return folder / run_files.DENSE
+
+
 def _run(folder: Path, config: Config, progress: Callable[[Tick], None], stop: Callable[[], bool]) -> Result:
+    with _running(folder, config, progress) as run:
+        for stage in STAGES[STAGES.index(run.stage) :]:
+            if stage != run.stage:
+                enter_stage(run, stage)
+            if stage == STAGES[0]:
+                _train_dense(run, progress, stop)
+                continue
+            _train_stage(run, progress, stop)
+            if run.ema is not None:
+                run.ema.copy_to_model()
+            if stage == "search" and run.pruner is not None:
+                ranks.require_equal("the mask", _digest(run.pruner.mask))
+        return _finish(run)
+
+
+@contextmanager
+def _running(folder: Path, config: Config, progress: Callable[[Tick], None]) -> Iterator[Run]:
+    """The run in a folder, at its beginning or at its last checkpoint. No other process can work on it meanwhile."""
     with locked(folder) if ranks.rank() == 0 else nullcontext(), deterministic(config), _explain_full_disk(folder):
         run = start_run(folder, config)
         if run.lost_rows:
@@ -86,18 +120,16 @@ def _run(folder: Path, config: Config, progress: Callable[[Tick], None], stop: C
                 f"{folder / run_files.METRICS} has lost {run.lost_rows} rows; the run continues, and its curves have gaps",
             )
         with closing(run):
-            for stage in STAGES[STAGES.index(run.stage) :]:
-                if stage != run.stage:
-                    enter_stage(run, stage)
-                _train_stage(run, progress, stop)
-                if run.ema is not None:
-                    run.ema.copy_to_model()
-                if stage == "dense":
-                    run.dense = _test(run, "dense")
-                    save_weights(run.model, folder / run_files.DENSE)
-                elif stage == "search" and run.pruner is not None:
-                    ranks.require_equal("the mask", _digest(run.pruner.mask))
-            return _finish(run)
+            yield run
+
+
+def _train_dense(run: Run, progress: Callable[[Tick], None], stop: Callable[[], bool]) -> None:
+    """The dense stage, the test of its model, and its file."""
+    _train_stage(run, progress, stop)
+    if run.ema is not None:
+        run.ema.copy_to_model()
+    run.dense = _test(run, "dense")
+    save_weights(run.model, run.folder / run_files.DENSE)
 
 
 @contextmanager
@@ -118,7 +150,7 @@ def _warn(progress: Callable[[Tick], None], text: str) -> None:
     """Prints a message between the ticks if ``progress`` can do that; else warns."""
     message = getattr(progress, "message", None)
     if message is None:
-        warnings.warn(text, stacklevel=4)
+        warnings.warn(text, stacklevel=6)
     else:
         message(text)
 
@@ -163,16 +195,12 @@ def _take_step(run: Run, batches: tuple[Any, ...]) -> None:
 
 
 def _end_epoch(run: Run) -> None:
-    """Writes a row of metrics.
-
-    There is no validation metric during the search, because the batch-norm statistics are those of the soft mask, and in
-    a run without validation data.
-    """
+    """Writes a row of metrics. In the search, the metric is that of the soft mask. It is missing without validation data."""
     require_finite(run)
     run.loss = statistics.fmean(ranks.gather(float(run.losses))) / run.batches_per_epoch
     has_validation = run.validation.steps(run.config.batch) > 0
     with averaged_weights(run):
-        run.metric = _validate(run, run.validation) if has_validation and run.stage != "search" else None
+        run.metric = _validate(run, run.validation) if has_validation else None
     row: dict[str, object] = {
         "stage": run.stage,
         "epoch": run.step // run.steps_per_epoch,
@@ -233,6 +261,8 @@ def _tick(run: Run) -> Tick:
         undecided=undecided if isinstance(undecided, int) else None,
         seconds=run.elapsed(),
         empty_layers=len(telemetry["collapsed"]) if telemetry.get("phase") == "frozen" else 0,
+        epoch=-(-run.step // run.steps_per_epoch),
+        epochs=run.epochs(run.stage),
     )
 
 

@@ -201,6 +201,19 @@ def test_a_failed_run_does_not_stop_the_others(tmp_path: Path, capsys: pytest.Ca
     assert not gradual.folder(out).exists()
 
 
+def test_a_healthy_sweep_ends_every_run_normally(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The process of the dense model ends by itself, and no line of its log says that it was stopped."""
+    out = tmp_path / "out"
+    (cell, *_) = expand_grids([small_grid()])
+    assert main(sweep_arguments(out, "--jobs", "1")) == 0
+    captured = capsys.readouterr()
+    log = (out / "logs" / f"{cell.dense}.log").read_text()
+    assert "--dense-only" in log
+    assert "the dense model is in" in log
+    for text in (captured.out, captured.err, *(path.read_text() for path in (out / "logs").glob("*.log"))):
+        assert "stop" not in text
+
+
 def test_the_time_limit_stops_orphans_with_a_checkpoint(tmp_path: Path) -> None:
     """The sweep that started the run no longer exists."""
     (cell,) = expand_grids(

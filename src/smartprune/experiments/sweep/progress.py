@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from dataclasses import dataclass
 from typing import TextIO
@@ -47,7 +46,7 @@ class SweepProgress:
         if not self.live or now - self._shown < LIVE_SECONDS:
             return
         self._shown = now
-        columns = shutil.get_terminal_size((100, 20)).columns - 1
+        columns = self.screen.columns() - 1
         head = f"sweep  {status.done}/{status.total} done, {len(status.running)} running"
         head += f", {status.failed} failed" if status.failed else ""
         head += f", about {format_duration(status.seconds_left)} left" if status.seconds_left is not None else ""

@@ -204,6 +204,7 @@ class Sweep:
             path = self.out / LOGS / f"{name}.json"
             write_json(path, settings)
             arguments = ["train", "--config", str(path), "--out", str(folder)]
+        arguments += ["--dense-only"] * (kind == "dense")
         self.running[name] = Job(name, kind, folder, self.out / LOGS / f"{name}.log", arguments, self.jobs)
 
     def _end_dense_run(self, name: str, cell: Cell) -> None:
@@ -250,7 +251,7 @@ class Sweep:
             return True
         if not job.adopted:
             self.durations["run"].append(max(job.seconds, result.seconds))
-        self._report(progress, job, f"{result.measure} {result.metrics_line('pruned')}")
+        self._report(progress, job, f"test {result.measure} {result.metrics_line('pruned')}")
         return True
 
     def _fail(self, progress: SweepProgress, job: Job, code: int) -> None:
