@@ -271,19 +271,6 @@ def test_invalid_settings_raise(settings: dict[str, object], message: str, tmp_p
         Scenes(width=0)
 
 
-def test_scenes_are_fixed_and_hold_every_class() -> None:
-    for split, count in SCENES.items():
-        scenes = compose(split, 0)
-        assert scenes.shape == (count, 64, 64, 4)
-        assert scenes[..., 3].unique().tolist() == list(range(11))
-        background = float((scenes[..., 3] == 0).float().mean())
-        assert 0.6 < background < 0.9
-    compose.cache_clear()
-    assert torch.equal(compose("test", 0), scenes)
-    assert not torch.equal(compose("test", 1), scenes)
-    assert len(scenes.flatten(1).unique(dim=0)) == len(scenes)
-
-
 @pytest.fixture
 def few_scenes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SCENES, "train", 48)

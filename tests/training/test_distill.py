@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import math
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from helpers.slow_distance import slow_distance
 from helpers.small_steps import new_run, plain_config
 from helpers.training_jobs import small_config
 from smartprune.tasks.distance import soft_distance
@@ -19,24 +18,6 @@ from smartprune.training.distill import Teacher
 from smartprune.training.run import deterministic
 from smartprune.training.step import steps_of_epoch, take_step
 from smartprune.training.train import train
-
-
-def slow_distance(out: np.ndarray, target: np.ndarray, temperature: float) -> float:
-    """Sample by sample and class by class, classes last."""
-    total = 0.0
-    for a, b in zip(out.reshape(-1, out.shape[-1]), target.reshape(-1, target.shape[-1]), strict=True):
-        p, q = (np.exp(row / temperature) / np.exp(row / temperature).sum() for row in (b, a))
-        total += sum(pi * (math.log(pi) - math.log(qi)) for pi, qi in zip(p, q, strict=True))
-    return temperature**2 * total / (out.size // out.shape[-1])
-
-
-@pytest.mark.parametrize("shape", [(5, 7), (2, 4, 3, 5)])
-def test_distance_matches_a_slow_loop(shape: tuple[int, ...]) -> None:
-    out, target = torch.randn(shape).double(), torch.randn(shape).double()
-    last = [np.moveaxis(tensor.numpy(), 1, -1) for tensor in (out, target)]
-    assert float(soft_distance(out, target, 3.0)) == pytest.approx(slow_distance(*last, 3.0), rel=1e-5)
-    assert float(soft_distance((out, target), [target], 3.0)) == pytest.approx(slow_distance(*last, 3.0), rel=1e-5)  # first heads
-    assert float(soft_distance(out, out, 3.0)) == pytest.approx(0, abs=1e-6)
 
 
 def test_teacher_gets_the_inputs_of_the_student() -> None:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from helpers.finished_runs import VERSIONS, write_run
-from helpers.training_jobs import small_config
 from smartprune.experiments.compare import compare
-from smartprune.experiments.compare.identity import protocol
 from smartprune.experiments.compare.markdown import markdown
 from smartprune.experiments.compare.page import comparison_page
 from smartprune.experiments.compare.record import check_rows
@@ -74,11 +71,3 @@ def test_sparsities_with_a_tiny_difference_are_shown_apart(tmp_path: Path) -> No
     text = comparison_page(comparison, [])
     assert "90.000001 % of blocks" in text
     assert "90.000002 % of blocks" in text
-
-
-def test_protocol_leaves_out_where_a_run_was_trained(tmp_path: Path) -> None:
-    config = asdict(small_config(tmp_path))
-    elsewhere = {**config, "out": "x", "dense": "y", "device": "cuda", "seed": 3, "checkpoint_seconds": 1}
-    assert protocol(config) == protocol(elsewhere)
-    for name, value in (("lr", 0.3), ("floor", 0.1), ("skip", ["a*"]), ("amp", "bf16"), ("schedule_over", "pruning")):
-        assert protocol({**config, name: value}) != protocol(config), name
