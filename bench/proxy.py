@@ -219,7 +219,7 @@ def prune(cell: Cell, folder: Path, device: str) -> Cell:
                 out["losses"].append(round(float(stage.losses) / per_epoch, 5))
                 stage.losses.zero_()
         del stage
-    out["kept"] = pruner.telemetry()["kept"]
+    out["kept"] = list(pruner.telemetry()["kept"].values())
     receipt = sp.bake(model)
     out |= {part: accuracy(model, split(folder, part, 0, device), device) for part in ("validation", "test")}
     out |= {"loss": out["losses"][-1], "kept_blocks": int(sum(out["kept"])), "receipt": receipt.mask_hash[:12]}

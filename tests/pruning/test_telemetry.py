@@ -38,7 +38,7 @@ def test_telemetry_of_a_whole_search() -> None:
     assert all(a > b for a, b in itertools.pairwise(taus))
     assert rows[0]["undecided"] == pruner.plan.n
     assert rows[-2]["undecided"] < pruner.plan.n / 4
-    assert sum(rows[-1]["kept"]) == pruner.plan.keep
+    assert sum(rows[-1]["kept"].values()) == pruner.plan.keep
     assert rows[-1]["phase"] == "frozen"
     assert rows[-1]["collapsed"] == [layer.name for layer in pruner.plan.layers if not pruner.mask[layer.start : layer.stop].any()]
     theta = rows[5]["theta"]

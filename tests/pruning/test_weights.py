@@ -109,7 +109,7 @@ def test_telemetry_is_measured_after_an_evaluation_in_mid_step() -> None:
         mask = pruner.mask if pruner.phase == "frozen" else masks[-1]  # the mask of the step; hard after the last one
         telemetry = pruner.telemetry()
         assert telemetry["undecided"] == sum(0.01 < value < 0.99 for value in mask.tolist())
-        assert telemetry["kept"] == [int((mask[layer.start : layer.stop] > 0.5).sum()) for layer in pruner.plan.layers]
+        assert telemetry["kept"] == {layer.name: int((mask[layer.start : layer.stop] > 0.5).sum()) for layer in pruner.plan.layers}
 
     run_search(before, after)
     assert len(masks) == 20

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from helpers import reference, zoo
+from helpers.pruned_models import model_and_receipt
 from smartprune import text
 from smartprune.core.block import Block
 from smartprune.errors import SmartpruneError
@@ -183,3 +184,22 @@ def test_text_is_ascii_where_the_terminal_needs_it(monkeypatch: pytest.MonkeyPat
     assert text.stdout_is_ascii()
     monkeypatch.undo()
     assert isinstance(result, Report)
+
+
+def test_html_writes_the_page_of_a_model(tmp_path: Path) -> None:
+    """The same page as for its file, and the same result as without a page."""
+    model, receipt = model_and_receipt("plain_cnn", (4, 4), 0.5)
+    result = report(model, receipt=receipt, html=tmp_path / "page.html")
+    assert str(result) == str(report(model, receipt=receipt))
+    page = (tmp_path / "page.html").read_text()
+    assert receipt.mask_hash in page
+    assert all(f"{row.blocks.kept:,} / {row.blocks.total:,}" in page for row in receipt.layers)
+
+
+def test_html_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    save_file({"w": torch.zeros(8, 8)}, tmp_path / "a.safetensors")
+    with pytest.raises(SmartpruneError, match=r"the folder .* does not exist"):
+        report({"w": torch.zeros(8, 8)}, (4, 4), html=tmp_path / "none" / "page.html")
+    with pytest.raises(SmartpruneError, match="report:"):
+        report(tmp_path / "a.safetensors", (4, 4), html=tmp_path / "a.safetensors")
+    assert load_file(tmp_path / "a.safetensors")["w"].shape == (8, 8)

@@ -19,6 +19,7 @@ from ..core.vector import Blocks
 from ..errors import SmartpruneError
 from ..methods import METHODS
 from ..methods.method import Capabilities, Method, settings
+from ..text import stdout_is_ascii
 from . import checkpoint, checks, optimizers
 from .consensus import mask_of_first_rank
 from .hold import hold_plain_copy, release_layers
@@ -26,6 +27,7 @@ from .masked import MaskedModules
 from .plan import Plan, plan
 from .receipt import make_receipt
 from .state import PREFIX, Phase, SearchState
+from .summary import layer_table, one_line
 from .telemetry import theorem_3_7
 from .weights import LiveWeights, MaskedWeights
 
@@ -188,6 +190,30 @@ class Pruner:
         out: Tensor = penalty(self.blocks, self.search.values())
         return out
 
+    def __repr__(self) -> str:
+        return f"<Pruner {one_line(self)}>"
+
+    def summary(self) -> str:
+        """What the mask keeps now: one line, and a table of the layers.
+
+        Returns:
+            Text to print. During the search the mask is soft, and a layer's share of the kept blocks is the sum of its mask.
+
+        Examples:
+            >>> import smartprune as sp
+            >>> model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+            >>> pruner = sp.attach(model, "magnitude", block=(4, 4), sparsity=0.5, steps=1)
+            >>> pruner
+            <Pruner magnitude: 4 blocks of 4x4x1x1 in 1 layer, remove 50% of the blocks; search, step 0 of 1>
+            >>> print(pruner.summary())
+            magnitude: 4 blocks of 4x4x1x1 in 1 layer, remove 50% of the blocks; search, step 0 of 1
+            <BLANKLINE>
+            layer       weight  blocks  kept by the soft mask  sparsity
+            0           8x8          4                    2.0     50.0%  #######.......
+            all layers               4                    2.0     50.0%  #######.......
+        """
+        return layer_table(self, ascii_only=stdout_is_ascii())
+
     # -- the search -------------------------------------------------------------------------------------------------------
 
     def step(self) -> None:
@@ -275,14 +301,24 @@ class Pruner:
         """The state of the search in numbers: undecided blocks, blocks kept by layer, layers that lost every block, temperature.
 
         Returns:
-            A dictionary of plain values. Reading it waits for a GPU; ``step()`` does not.
+            A dictionary of plain values, measured in the last step. ``"kept"`` has the number of blocks by the name of the layer
+            whose mask is above one half. Reading it waits for a GPU; ``step()`` does not.
+
+        Examples:
+            >>> import smartprune as sp
+            >>> model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+            >>> pruner = sp.attach(model, "magnitude", block=(4, 4), sparsity=0.5, steps=1, seed=0)
+            >>> pruner.freeze()
+            >>> sum(pruner.telemetry()["kept"].values())
+            2
         """
         search = self.search
         out: dict[str, Any] = {"step": self.count, "phase": self.phase, "progress": self.progress, "tau": self.tau}
         out |= search.telemetry.read()
+        names = [layer.name for layer in self.plan.layers]
+        out["kept"] = dict(zip(names, out["kept"], strict=False))  # empty before the first step
         is_decided = self.phase != "search" or out["gap"] < DECIDED  # a soft mask has hardly a block above one half
-        empty = [layer.name for layer, kept in zip(self.plan.layers, out["kept"], strict=False) if kept == 0]
-        out["collapsed"] = empty if is_decided else []
+        out["collapsed"] = [name for name, kept in out["kept"].items() if kept == 0] if is_decided else []
         theta = search.tensors.get("theta")
         out["theta"] = None if theta is None else float(theta[1].sum())
         if theta is not None and search.hard is None and math.isfinite(out["theta"]):

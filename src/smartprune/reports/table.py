@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from ..core.block import Block
 from ..core.layers import Skipped, plain_name
 from ..core.occupancy import nonzero
 from ..errors import SmartpruneError
+from ..files import check_writable
 from .stored import Stored, read_stored, summarize
 
 WIDTH = 80
@@ -199,28 +201,28 @@ def report(
     *,
     model: Model | None = None,
     receipt: AnyReceipt | None = None,
+    html: str | os.PathLike[str] | None = None,
 ) -> Report:
-    """Counts the zero blocks of every layer of a model, state dict, file or run folder.
+    """Counts the zero blocks of every layer of a model, state dict, file or run folder, and writes a page about them.
 
     The sparsity is that of the receipt: the share of blocks removed, of the blocks of the pruned layers. Without a receipt it is
-    not
-    known which layers were pruned, and the zero blocks of all layers are counted.
+    not known which layers were pruned, and the zero blocks of all layers are counted.
 
     Args:
         stored: Anything that :func:`smartprune.verify` reads.
         block: The size of a block. By default that of the receipt or of the packed file, or else 16x8.
         model: The ``torch.nn.Module`` that a state dict or a file belongs to. It says which layers are transposed or grouped.
-            Without
-            it and without a receipt, axes are read as (out, in, ...), and ``assumed`` of the result names those weights.
+            Without it and without a receipt, axes are read as (out, in, ...), and ``assumed`` of the result names those weights.
         receipt: A receipt, its JSON data or its path; it must match the weights. By default the receipt in the file or folder, or
-            a
-            ``receipt.json`` next to the file if the weights match it.
+            a ``receipt.json`` next to the file if the weights match it.
+        html: A file for the whole report as a page with the layers, a map of the blocks and the receipt. It needs no network.
 
     Returns:
         The report. ``print`` shows it, and its ``map(layer)`` draws the blocks of a layer.
 
     Raises:
-        SmartpruneError: The weights or the receipt cannot be read, or no weight can be divided into blocks.
+        SmartpruneError: The weights or the receipt cannot be read, no weight can be divided into blocks, or ``html`` cannot be
+            written.
 
     Examples:
         >>> import smartprune as sp
@@ -238,7 +240,13 @@ def report(
     """
     weights, network = stored_and_network(stored, model, "report")
     found = read_stored(weights, network, block, receipt)
-    return report_of(found, cut_source(found.source, block))
+    result = report_of(found, cut_source(found.source, block))
+    if html is not None:
+        from .page import write_page  # which imports this module
+
+        check_writable(html)
+        write_page(os.fspath(html), weights, block, network=network, receipt=receipt)
+    return result
 
 
 @dataclass(frozen=True)
