@@ -58,7 +58,7 @@ VIOLATIONS = {
     "absolute": ("core/block.py", "import smartprune.methods.smart\n", "core.block", "methods.smart", "direct"),
     "from the package": ("core/block.py", "from smartprune import accelerate\n", "core.block", "runtime", "direct"),
     "whole package": ("core/block.py", "def lazy():\n    import smartprune\n", "core.block", "", "lazy"),
-    "public name": ("core/block.py", "from .. import attach\n", "core.block", "pruning.pruner", "direct"),
+    "public name": ("core/block.py", "from .. import attach\n", "core.block", "pruning.attach", "direct"),
     "lazy": ("hardware/npu.py", "def lazy():\n    from ..reports.table import report\n", "hardware.npu", "reports.table", "lazy"),
     "dynamic": (
         "topk/cpu.py",

@@ -14,10 +14,12 @@ if TYPE_CHECKING:
     from .hardware.cycles import cycles
     from .hardware.npu import NPU
     from .methods import METHODS, Acdc, Awg, Gradual, Magnitude, Method, Pas, Pdp, Smart
+    from .pruning.attach import attach
     from .pruning.bake import bake
     from .pruning.hold import hold
+    from .pruning.lookup import find_pruner
     from .pruning.plan import Plan, plan
-    from .pruning.pruner import Pruner, attach, find_pruner
+    from .pruning.pruner import Pruner
     from .reports.table import report
     from .runtime import accelerate
     from .topk import hard_topk, soft_topk
@@ -72,10 +74,12 @@ _MODULES = {
     "hardware.cycles": ["cycles"],
     "hardware.npu": ["NPU"],
     "methods": ["METHODS", "Acdc", "Awg", "Gradual", "Magnitude", "Method", "Pas", "Pdp", "Smart"],
-    "pruning.plan": ["Plan", "plan"],
+    "pruning.attach": ["attach"],
     "pruning.bake": ["bake"],
     "pruning.hold": ["hold"],
-    "pruning.pruner": ["Pruner", "attach", "find_pruner"],
+    "pruning.lookup": ["find_pruner"],
+    "pruning.plan": ["Plan", "plan"],
+    "pruning.pruner": ["Pruner"],
     "reports.table": ["report"],
     "runtime": ["accelerate"],
     "topk": ["hard_topk", "soft_topk"],

@@ -16,7 +16,7 @@ from torch.optim.optimizer import Optimizer, _global_optimizer_post_hooks
 import smartprune as sp
 from helpers import trainers
 from smartprune.integrations import INTEGRATIONS
-from smartprune.pruning.pruner import find_pruner
+from smartprune.pruning.lookup import find_pruner
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),  # the trainers' own: few workers, no accelerator

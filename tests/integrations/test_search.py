@@ -13,7 +13,7 @@ from torch.optim.optimizer import Optimizer
 import smartprune as sp
 from helpers import trainers
 from smartprune.integrations.search import Search
-from smartprune.pruning.pruner import find_pruner
+from smartprune.pruning.lookup import find_pruner
 
 SETTINGS: dict[str, Any] = {"block": (4, 4), "sparsity": 0.75, "include": "*"}
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import smartprune as sp
 from helpers.training_cases import Case
-from smartprune.pruning.pruner import find_pruner
+from smartprune.pruning.lookup import find_pruner
 
 METHODS = [sp.Smart(), sp.Smart(mask_type="stochastic"), sp.Smart(ramp="cubic", clip=1.0), sp.Magnitude()]
 

@@ -128,24 +128,22 @@ def export_onnx(
     """Writes a baked model as ONNX, with a mask file next to it, and checks both.
 
     onnxruntime runs the graph on the example and on random inputs, and the outputs are compared with those of the model. Every
-    zero
-    block of the model must be zero in the file. The model does not change.
+    zero block of the model must be zero in the file. The model does not change.
 
     Args:
         model: A baked or any other plain model.
         path: The file to write; it must end in ``.onnx``.
         example: An input with a batch axis, a tuple of them, or a dictionary of keyword arguments. The inputs of the graph have
-            the
-            names of the arguments of ``forward``. Numbers, texts, booleans and None in the dictionary become part of the graph.
+            the names of the arguments of ``forward``. Numbers, texts, booleans and None in the dictionary become part of the
+            graph.
         block: The size of a block. By default that of the receipt.
         receipt: The receipt of the pruning, which is stored in the file.
         int8: Whether to quantize. Weights are symmetric per channel, so zeros stay zero. Needs ``calibration``.
         calibration: Batches of inputs that set the ranges of the int8 activations.
         fold: Whether to merge batch normalization into the preceding convolution.
         dynamic_batch: Whether the graph accepts any batch size.
-        tolerance: The largest allowed difference of the outputs, relative to the largest output. The default is 1e-4, and 1e-2 in
-            half
-            precision.
+        tolerance: The largest allowed difference of the outputs, relative to the largest output. The default is 1e-4, and 1e-2
+            in half precision.
 
     Returns:
         The counts and differences of the check. ``print`` shows them.

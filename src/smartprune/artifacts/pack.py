@@ -108,21 +108,18 @@ def pack(
 ) -> Packed:
     """Writes a model without its zero blocks.
 
-    :func:`unpack` restores it bit for bit, except that ``-0.0`` in a block of zeros becomes ``0.0``. A weight whose blocks would
-    save
-    no bytes is stored unchanged. The model does not change.
+    :func:`unpack` restores it bit for bit, except that ``-0.0`` in a block of zeros becomes ``0.0``. A weight whose blocks
+    would save no bytes is stored unchanged. The model does not change.
 
-    A state dict or a plain file does not say which layers are transposed or grouped. Weights that no receipt lists are then read
-    as
-    (out, in, ...), and ``assumed`` of the result names them.
+    A state dict or a plain file does not say which layers are transposed or grouped. Weights that no receipt lists are then
+    read as (out, in, ...), and ``assumed`` of the result names them.
 
     Args:
         model: A baked or any other plain model, a state dict, a file or a run folder.
         path: The file to write; by convention it ends in ``.packed.safetensors``.
         block: The size of a block. By default that of the receipt or of the packed file.
-        receipt: The receipt of the pruning. It is checked against the weights and stored in the file. The receipt of a run folder
-            is
-            found.
+        receipt: The receipt of the pruning. It is checked against the weights and stored in the file. The receipt of a run
+            folder is found.
 
     Returns:
         The sizes of the dense and of the packed file, with a row per weight.

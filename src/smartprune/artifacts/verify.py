@@ -188,12 +188,10 @@ def verify(
     """Counts the zero blocks in stored weights, and lists every difference from the receipt.
 
     A receipt that belongs to the file is read as well. In an ONNX file weights were scaled or rounded, so kept blocks may have
-    become
-    zero. For a model that is still masked, the unmasked weights count.
+    become zero. For a model that is still masked, the unmasked weights count.
 
     A state dict, a checkpoint and a plain ``.safetensors`` file do not say which layers are transposed or grouped. Weights that
-    no
-    receipt lists are then read as (out, in, ...), and ``assumed`` of the result names them. Give the model to avoid this.
+    no receipt lists are then read as (out, in, ...), and ``assumed`` of the result names them. Give the model to avoid this.
 
     Args:
         stored: A model, a state dict, a ``.safetensors`` file, a packed file, an ONNX file, a torch checkpoint or a run folder.

@@ -64,8 +64,7 @@ def hard_topk(
     """The hard mask of the highest scores: exactly k blocks, or with costs, blocks that cost at most k.
 
     Equal scores go to the lower index. With costs, the total never exceeds k, and every block that is left out costs more than
-    what
-    remains of k. Integer costs, and costs with a short binary fraction, are added exactly; others are added in float64.
+    what remains of k. Integer costs, and costs with a short binary fraction, are added exactly; others are added in float64.
 
     Args:
         scores: A vector [N] of floating-point numbers.

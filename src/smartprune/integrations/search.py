@@ -15,9 +15,11 @@ from ..artifacts.receipt import Receipt
 from ..errors import SmartpruneError
 from ..methods import Smart
 from ..methods.method import Method
+from ..pruning.attach import attach
 from ..pruning.bake import bake
+from ..pruning.lookup import find_pruner
 from ..pruning.optimizers import add_param_group, listen_to_groups, parameter_of, step_count, stop_listening_to_groups
-from ..pruning.pruner import Pruner, attach, find_pruner
+from ..pruning.pruner import Pruner
 from .state import Carrier
 
 DEFAULT_SHARE = 0.3  # of the training: records with 0.2 and 0.4 differ by no more than their standard deviation

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from ..errors import SmartpruneError
-from ..pruning.pruner import find_pruner
+from ..pruning.lookup import find_pruner
 from .search import Pruning
 
 try:

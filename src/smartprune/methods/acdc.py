@@ -28,8 +28,7 @@ class Acdc:
         cycles: The number of pairs of a compressed and a dense phase, all of equal length.
         mspl: The largest share of its blocks that a layer may lose.
         cap: What happens if ``mspl`` cannot be met: ``"strict"`` (attach raises), ``"relax"`` (layers keep fewer, but at least
-            one
-            block while that fits) or ``"off"``.
+            one block while that fits) or ``"off"``.
 
     Raises:
         SmartpruneError: A setting is unknown; ``attach`` raises for values that are out of range.

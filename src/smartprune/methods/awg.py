@@ -28,8 +28,8 @@ class Awg:
     """AWG: prunes in stages by the accumulated product of weight and gradient.
 
     Paper: its factor for sparse layers is 1 for binary masks. The prose describes blocks over surviving blocks, which is used
-    here.
-    Number and length of the stages are not given; the defaults are eight stages of one part calibration and four parts training.
+    here. Number and length of the stages are not given; the defaults are eight stages of one part calibration and four parts
+    training.
 
     Args:
         stages: The number of stages.
@@ -37,8 +37,7 @@ class Awg:
         gamma: The decay of the running mean.
         mspl: The largest share of its blocks that a layer may lose.
         cap: What happens if ``mspl`` cannot be met: ``"strict"`` (attach raises), ``"relax"`` (layers keep fewer, but at least
-            one
-            block while that fits) or ``"off"``.
+            one block while that fits) or ``"off"``.
 
     Raises:
         SmartpruneError: A setting is unknown; ``attach`` raises for values that are out of range.

@@ -29,8 +29,7 @@ class Pdp:
         tau: The temperature, in units of squared norms.
         ramp: The share of the search in which sparsity rises linearly.
         allocation: ``"uniform"``: every layer loses the same share, by largest remainder. ``"global_once"``: the share that one
-            global
-            choice by norm gives each layer at the start.
+            global choice by norm gives each layer at the start.
 
     Raises:
         SmartpruneError: A setting is unknown; ``attach`` raises for values that are out of range.

@@ -46,24 +46,20 @@ class Smart:
             many scores lie within one temperature of the threshold.
         schedule: ``"geometric"``, ``"paper_exponential"``, ``"linear"``, ``"inverse_exponential"`` or ``"fixed"``.
         init: What the scores start from: ``"mean"`` of |w|, ``"l1"`` (its sum), ``"share"`` (the log of a block's share of its
-            layer),
-            ``"balanced"`` (between magnitude and share) or ``"ones"``.
+            layer), ``"balanced"`` (between magnitude and share) or ``"ones"``.
         follow: Whether scores change by as much as that number changes while the weights train.
         reach: The largest distance that a score moves in a hundredth of the search, in temperatures. None sets no limit; scores
-            then
-            decide every block while the mask is still soft. A reach without ``follow`` is harmful, because scores stay near their
-            start. It does not apply with ``init="ones"`` or ``train_weights=False``, where scores have nothing to follow.
+            then decide every block while the mask is still soft. A reach without ``follow`` is harmful, because scores stay
+            near their start. It does not apply with ``init="ones"`` or ``train_weights=False``, where scores have nothing to
+            follow.
         warmup: The first share of the search, in which the reach grows from zero to its full size. Use it for a network whose
-            loss
-            starts far above chance, such as one with the last layer of another task.
+            loss starts far above chance, such as one with the last layer of another task.
         ramp: How the budget is reached: ``"none"`` (it applies from the start) or ``"cubic"`` (from nearly all blocks down to the
             budget, while the temperature falls).
         hold: With a ramp, the last share of the search, in which the budget is reached and blocks only change places.
-        gain: Whether weights are multiplied by ``mask * sum(mask) / sum(mask ** 2)`` instead of the mask, with both sums weighted
-            by
-            cost. The search then starts with the dense network. Use it for networks without batch norm. Gain without ``follow``
-                and
-            ``reach`` is harmful.
+        gain: Whether weights are multiplied by ``mask * sum(mask) / sum(mask ** 2)`` instead of the mask, with both sums
+            weighted by cost. The search then starts with the dense network. Use it for networks without batch norm. Gain
+            without ``follow`` and ``reach`` is harmful.
         mask_type: ``"deterministic"``, ``"stochastic"`` (Bernoulli samples of the mask), ``"binary"`` (a hard mask in the forward
             pass, straight-through gradients to scores and weights) or ``"binary_soft"`` (a hard mask, gradients of the soft one).
         train_weights: Whether the pruned weights train during the search.

@@ -8,15 +8,14 @@ from torch import nn
 from ..artifacts.receipt import Receipt
 from ..errors import SmartpruneError
 from . import zeros
-from .pruner import find_pruner
+from .lookup import find_pruner
 
 
 def bake(model: nn.Module, hold: bool = True) -> Receipt:
     """Makes a pruned model plain again, with zeros in the removed blocks, and returns the receipt.
 
     The parameters stay the same objects, under their names. A model that is loaded from a file later needs
-    :func:`smartprune.hold` to
-    keep its zeros while it trains.
+    :func:`smartprune.hold` to keep its zeros while it trains.
 
     Args:
         model: The model, after its search.

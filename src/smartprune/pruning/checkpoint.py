@@ -6,7 +6,7 @@ from itertools import zip_longest
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..core.budget import scope
 from ..core.layers import plain_name
@@ -137,17 +137,3 @@ def _first_difference(saved: Any, present: Any) -> tuple[Any, Any]:
     if not isinstance(saved, list) or not isinstance(present, list):
         return saved, present
     return next(pair for pair in zip_longest(saved, present) if pair[0] != pair[1])
-
-
-def unwrap_copy(search: SearchState, copy: nn.Module) -> nn.Module:
-    """The copy of the model inside a wrapper such as AveragedModel."""
-    module: Any = copy
-    while module is not None:
-        names = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-        if all(layer.weight in names for layer in search.plan.layers):
-            return module  # type: ignore[no-any-return]
-        module = module._modules.get("module", module._modules.get("_orig_mod"))
-    raise SmartpruneError(
-        f"pruner.apply_to(): this {type(copy).__name__} is not a copy of the model: {search.plan.layers[0].weight!r} or another "
-        "pruned weight is missing; give a copy of the model"
-    )

@@ -23,6 +23,7 @@ from .consensus import is_distributed, same_on_all_ranks
 if TYPE_CHECKING:
     from .state import SearchState
 
+TOO_WARM = 0.1  # if a soft mask is further than this from its hard form, the search has not decided
 PATIENCE = 10  # steps of other optimizers that the optimizer of the scores may wait for its turn
 
 # -- attach, and the model -----------------------------------------------------------------------------------------------
@@ -195,6 +196,18 @@ def check_smallest_weight(search: SearchState) -> None:
     weight = min(search.blocks.weights, key=Tensor.numel)
     if weight.device.type != "cuda" and not search.is_sharded and not _is_finite([weight]):
         require_finite_weights(search, "step")
+
+
+def require_nearly_hard(search: SearchState) -> None:
+    """The soft mask must be close to its hard form when it is frozen, for a method that measures the distance."""
+    measure = getattr(search.method, "warmth", None)
+    warmth = 0.0 if measure is None else measure(search.blocks, search.values())
+    if warmth > TOO_WARM:
+        raise SmartpruneError(
+            f"pruner.freeze(): the search ends too warm: at temperature {search.tau:.3g} the soft mask is {warmth:.2f} away from "
+            f"its hard form (at most {TOO_WARM} is allowed), so hardening would change the network; end at a lower "
+            "temperature (end=), or call pruner.freeze(force=True) to harden anyway"
+        )
 
 
 def require_finite_gradients(search: SearchState, what: str, gradients: Sequence[Tensor]) -> None:

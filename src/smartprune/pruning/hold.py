@@ -132,16 +132,13 @@ def hold(model: nn.Module, block: Block | str | Sequence[int | None] | Receipt |
     """Keeps the zeros of any model at zero while optimizers train it.
 
     The model can be a baked model, a plain copy, a model prepared for quantization-aware training, or one with weights from a
-    file.
-    After every step of a torch optimizer the zeros are written again, whatever weight decay and momentum do. The model gets no
-    hooks
-    and no new entries in its state dict. Zeros are also held in a deepcopy and in a pickled copy of the model.
+    file. After every step of a torch optimizer the zeros are written again, whatever weight decay and momentum do. The model
+    gets no hooks and no new entries in its state dict. Zeros are also held in a deepcopy and in a pickled copy of the model.
 
     Args:
         model: The model.
         block: The zero blocks of this size are held, in all convolutions and linear layers. With a receipt, the blocks that it
-            lists
-            as removed are held. By default, every single zero in a parameter of two axes or more is held.
+            lists as removed are held. By default, every single zero in a parameter of two axes or more is held.
 
     Returns:
         A handle; its ``remove()`` lets the weights train again.

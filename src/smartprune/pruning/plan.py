@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-import torch
 from torch import Tensor, nn
 
 from .. import text
 from ..core.block import Block
-from ..core.budget import Budget, ExactCost, ResolvedBudget, as_share, block_macs, describe, min_keep
-from ..core.budget import blocks as blocks_budget
+from ..core.budget import Budget, ExactCost, ResolvedBudget, as_share, block_macs, min_keep
 from ..core.layers import Layer, Patterns, Skipped, find_layers
 from ..core.observe import observe
 from ..core.usage import measure
 from ..core.vector import Blocks
 from ..errors import SmartpruneError
 from ..fields import MAX_TEXT, is_valid_name
+from .plan_budget import cheapest, one_budget, resolve_budget, without_example
 from .plan_text import plan_json, plan_text
 
 WIDTH = 100
@@ -260,9 +257,8 @@ def plan(
             list.
         skip: Layers to leave out, in the same form. It takes precedence over ``include``.
         example: One input of the model: a tensor, or a tuple or dictionary of arguments. With it, MACs are counted, and the
-            layers
-            that are skipped by default are found by what the model does with each weight. Without it, they are found by name
-            and position.
+            layers that are skipped by default are found by what the model does with each weight. Without it, they are found by
+            name and position.
 
     Returns:
         The plan. ``print`` shows it as a table.
@@ -283,7 +279,7 @@ def plan(
     """
     if not isinstance(model, nn.Module):
         raise SmartpruneError(f"plan: model is a {type(model).__name__}; give a torch.nn.Module")
-    budget = _one_budget(sparsity, budget)
+    budget = one_budget(sparsity, budget)
     block = Block.of(block)
     budget_example = getattr(budget, "example", None)
     example = budget_example if example is None else example
@@ -294,13 +290,13 @@ def plan(
     for layer in layers:
         _check_name(layer)
     least = None if floor is None else min_keep(layers, floor)
-    resolved = None if budget is None else _resolve(budget, model, layers, least)
+    resolved = None if budget is None else resolve_budget(budget, model, layers, least)
     usage = None if example is None else measure(model, example)
     return Plan(
         block=block,
         layers=layers,
         skipped=skipped,
-        budget=_without_example(budget),
+        budget=without_example(budget),
         resolved=resolved,
         floor=None if floor is None else as_share(floor, "floor"),
         min_keep=least,
@@ -309,56 +305,6 @@ def plan(
         model_macs=None if usage is None else usage.macs,
         not_counted=None if usage is None else usage.not_counted,
     )
-
-
-def _one_budget(sparsity: float | None, budget: Budget | None) -> Budget | None:
-    """The budget that was given, checked; ``sparsity`` stands for one in blocks."""
-    if budget is not None and not isinstance(budget, Budget):
-        raise SmartpruneError(
-            f"plan: budget={budget!r} is a {type(budget).__name__}; write sparsity=0.9 for a share of the blocks, or a "
-            "budget such as smartprune.params(0.9) or smartprune.macs(0.5, example=x)"
-        )
-    if sparsity is not None and budget is not None:
-        raise SmartpruneError(f"plan: sparsity={sparsity} and budget={describe(budget)} are both given; give one of them")
-    if sparsity is not None:
-        as_share(sparsity, "sparsity")  # so that an error names the argument
-        return blocks_budget(sparsity)
-    if budget is not None:
-        if not isinstance(budget.kind, str) or re.fullmatch("[a-z_]{1,32}", budget.kind) is None:
-            raise SmartpruneError(
-                f"plan: a budget is of kind {budget.kind!r}; it must be a word of at most 32 lower-case letters, such as 'energy'"
-            )
-        as_share(budget.share, budget.kind)
-    return budget
-
-
-def _resolve(budget: Budget, model: nn.Module, layers: Sequence[Layer], floor: Tensor | None) -> ResolvedBudget:
-    """Cost and limit of a budget, checked, because a budget may be the user's own."""
-    resolved, n = budget.resolve(model, layers), sum(layer.n for layer in layers)
-    where = f"plan: resolve() of the budget {budget.kind!r}"
-    if not isinstance(resolved, ResolvedBudget):
-        raise SmartpruneError(f"{where} returned a {type(resolved).__name__}; return a ResolvedBudget")
-    if not isinstance(resolved.limit, int):
-        raise SmartpruneError(f"{where} returned limit={resolved.limit!r}; it must be an integer")
-    cost = resolved.cost
-    if cost is None:
-        return resolved
-    if cost.dtype != torch.int64 or tuple(cost.shape) != (n,) or int(cost.min()) < 0:
-        raise SmartpruneError(
-            f"{where} returned a cost of {text.format_shape(cost.shape)} {cost.dtype}; it must be int64 with one entry, not "
-            f"negative, for each of the {n} blocks"
-        )
-    if resolved.exact is not None and floor is not None:  # the floor fits if its exact cost does
-        resolved = dataclasses.replace(resolved, limit=max(resolved.limit, cheapest(layers, cost, floor)))
-    return resolved
-
-
-def _without_example(budget: Budget | None) -> Budget | None:
-    """The budget without its example, which may be large and is not needed any more."""
-    example = getattr(budget, "example", None)
-    if example is not None and dataclasses.is_dataclass(budget) and not isinstance(budget, type):
-        return dataclasses.replace(budget, example=None)
-    return budget
 
 
 def _nothing_to_prune(model: nn.Module, skipped: Sequence[Skipped]) -> str:
@@ -381,12 +327,6 @@ def _check_name(layer: Layer) -> None:
                 f"plan: the name of layer {text.shorten(name, WIDTH)!r} cannot be stored in a receipt; rename it to at most "
                 f"{MAX_TEXT} printable characters, or leave the layer out with skip="
             )
-
-
-def cheapest(layers: Sequence[Layer], cost: Tensor, counts: Tensor) -> int:
-    """The least that so many blocks of each layer cost."""
-    pairs = zip(layers, counts.tolist(), strict=True)
-    return sum(int(cost[layer.start : layer.stop].sort().values[:count].sum()) for layer, count in pairs)
 
 
 def count_params(model: nn.Module) -> int:

@@ -2,43 +2,33 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..artifacts.receipt import Receipt
-from ..core.block import Block
-from ..core.budget import Budget
-from ..core.kinds import is_masked
-from ..core.layers import Patterns
 from ..core.sharding import full_tensor, reshard
 from ..core.vector import Blocks
 from ..errors import SmartpruneError
-from ..methods import METHODS
 from ..methods.method import Capabilities, Method, settings
 from ..text import stdout_is_ascii
-from . import checkpoint, checks, optimizers
+from . import checkpoint, checks, copies, optimizers
 from .consensus import mask_of_first_rank
-from .hold import hold_plain_copy, release_layers
+from .hold import release_layers
+from .hooks import ModelHooks
+from .lookup import LINK
 from .masked import MaskedModules
-from .plan import Plan, plan
+from .plan import Plan
 from .receipt import make_receipt
-from .state import PREFIX, Phase, SearchState
+from .state import Phase, SearchState
 from .summary import layer_table, one_line
-from .telemetry import theorem_3_7
+from .telemetry import describe
 from .weights import LiveWeights, MaskedWeights
-
-LINK = "_smartprune"  # the attribute of the model that holds its pruner
-DECIDED = 0.1  # if a soft mask is closer than this to its hard form, it is known which layers have lost all blocks
-TOO_WARM = 0.1  # if a soft mask is further than this from its hard form, the search has not decided
-HOOK_TABLES = ("_forward_pre_hooks", "_forward_hooks", "_state_dict_pre_hooks", "_load_state_dict_post_hooks")
 
 
 class Pruner:
-    """Masks the weights of a model, follows your training loop, and makes the mask hard. Made by :func:`attach`.
+    """Masks the weights of a model, follows your training loop, and makes the mask hard. Made by :func:`smartprune.attach`.
 
     Its phases are ``"search"``, ``"frozen"`` (the mask is hard and the weights train on) and ``"baked"``.
 
@@ -71,12 +61,14 @@ class Pruner:
         if search.is_sharded and search.capabilities.needs_whole_weights:
             raise SmartpruneError(f"attach: {method.name} needs whole weights, and FSDP has split them; use DDP, or another method")
         self.live = LiveWeights(search)
+        self.hooks = ModelHooks(search, self.live)
         self.modules = MaskedModules(model, planned.layers)
         try:
             search.register(method.state(search.blocks))
             search.advance()
             self.modules.mask(self.live, (search.host_name, search.host) if search.trained else None)
-            self._add_hooks()
+            model.__dict__[LINK] = self
+            self.hooks.add()
         except BaseException:  # an interrupt, or an error in a method: restore the model
             search.calibrate(False)
             self.detach()
@@ -142,16 +134,12 @@ class Pruner:
     @property
     def tau(self) -> float:
         """The current temperature. 0 once the mask is hard, or if the method has no temperature."""
-        search = self.search
-        if search.hard is not None:
-            return 0.0
-        # a scalar if it depends on progress alone, a tensor if it depends on the scores
-        return float(search.scalars["tau"] if "tau" in search.scalars else search.tensors.get("tau", 0.0))
+        return self.search.tau
 
     @property
     def scores(self) -> Tensor:
         """The numbers that rank the blocks now, [n]. For a method with learned scores, these are the scores."""
-        return self.method.rank(self.blocks, self.search.values()).detach()
+        return self.search.scores()
 
     @property
     def ranked(self) -> Tensor | None:
@@ -284,14 +272,8 @@ class Pruner:
         self.require_attached("freeze")
         checks.require_finite_weights(search, "freeze")
         hard = mask_of_first_rank(search.choose_hard_mask())
-        measure = getattr(self.method, "warmth", None)
-        warmth = 0.0 if measure is None or force else measure(self.blocks, search.values())
-        if warmth > TOO_WARM:
-            raise SmartpruneError(
-                f"pruner.freeze(): the search ends too warm: at temperature {self.tau:.3g} the soft mask is {warmth:.2f} away from "
-                f"its hard form (at most {TOO_WARM} is allowed), so hardening would change the network; end at a lower "
-                "temperature (end=), or call pruner.freeze(force=True) to harden anyway"
-            )
+        if not force:
+            checks.require_nearly_hard(search)
         search.telemetry.measure(hard.to(torch.float32))
         search.calibrate(False)
         self.live.last = None
@@ -312,18 +294,7 @@ class Pruner:
             >>> sum(pruner.telemetry()["kept"].values())
             2
         """
-        search = self.search
-        out: dict[str, Any] = {"step": self.count, "phase": self.phase, "progress": self.progress, "tau": self.tau}
-        out |= search.telemetry.read()
-        names = [layer.name for layer in self.plan.layers]
-        out["kept"] = dict(zip(names, out["kept"], strict=False))  # empty before the first step
-        is_decided = self.phase != "search" or out["gap"] < DECIDED  # a soft mask has hardly a block above one half
-        out["collapsed"] = [name for name, kept in out["kept"].items() if kept == 0] if is_decided else []
-        theta = search.tensors.get("theta")
-        out["theta"] = None if theta is None else float(theta[1].sum())
-        if theta is not None and search.hard is None and math.isfinite(out["theta"]):
-            out["theorem_3_7"] = theorem_3_7(self.scores, out["theta"], self.tau, self.count)
-        return out
+        return describe(self.search)
 
     def receipt(self) -> Receipt:
         """What was requested and what was achieved, in integers, counted from the current weights.
@@ -354,9 +325,8 @@ class Pruner:
     def apply_to(self, other: nn.Module) -> None:
         """Gives a copy of the model, such as an EMA copy, the mask, the temperature and the phase of this pruner.
 
-        A copy that was made by deepcopy after :func:`attach` follows. A plain copy, made before, becomes a masked one. If this
-        pruner
-        is frozen, the removed blocks of a plain copy are zeroed and held at zero instead.
+        A copy that was made by deepcopy after :func:`smartprune.attach` follows. A plain copy, made before, becomes a masked
+        one. If this pruner is frozen, the removed blocks of a plain copy are zeroed and held at zero instead.
 
         Args:
             other: A copy of the model.
@@ -364,31 +334,7 @@ class Pruner:
         Raises:
             SmartpruneError: ``other`` is not a copy of the model, or shares layers with it.
         """
-        if not isinstance(other, nn.Module):
-            raise SmartpruneError(f"pruner.apply_to(): {type(other).__name__} is not a model; give a copy of the model")
-        pruner = find_pruner(other)
-        if pruner is self:
-            raise SmartpruneError("pruner.apply_to(): this is the model that the pruner is attached to; give a copy of it")
-        if pruner is None:
-            other = checkpoint.unwrap_copy(self.search, other)
-        hard = self.search.hard
-        if hard is not None and (self.phase == "baked" or pruner is None):
-            reshard(other)
-            weights = self.plan.blocks(other).weights if pruner is None else pruner.blocks.weights
-            self.search.multiplier.multiply_(hard.to(torch.float32), weights)
-            if pruner is None:
-                hold_plain_copy(weights, self.search.multiplier, hard)
-                return
-        if pruner is None:
-            masked = {name for layer in self.plan.layers for name, _ in layer.sites}
-            if shared := [name for name, module in other.named_modules() if name in masked and is_masked(module)]:
-                raise SmartpruneError(
-                    f"pruner.apply_to(): {shared[0]} belongs to a pruner already: the model is not a copy, but shares this layer; "
-                    "give a copy (copy.deepcopy)"
-                )
-            with torch.inference_mode(False):  # the state of the copy is written to later
-                pruner = Pruner(other, self.method, self.plan, self.steps, self.search.seed)
-        pruner.load_state_dict(self.state_dict())
+        copies.apply_to(self, other)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything except the weights, as tensors and plain values.
@@ -417,8 +363,7 @@ class Pruner:
         """Returns the masked weights of the last forward pass and forgets them. For training loops that record CUDA graphs.
 
         The masked weights of a recorded forward pass lie in the memory of the graph, where only replays write to them. Other
-        forward
-        passes must not use them.
+        forward passes must not use them.
 
         Returns:
             The masked weights, or None outside the search.
@@ -437,7 +382,7 @@ class Pruner:
     # -- attaching --------------------------------------------------------------------------------------------------------
 
     def require_attached(self, call: str) -> None:
-        """Raises if layers of the model were replaced after :func:`attach`.
+        """Raises if layers of the model were replaced after :func:`smartprune.attach`.
 
         Args:
             call: The name of the calling function, for the message.
@@ -448,145 +393,9 @@ class Pruner:
         self.modules.require_attached(call)
         checks.require_scores(self.search, call)
 
-    def _add_hooks(self) -> None:
-        model = self.model
-        model.__dict__[LINK] = self
-        model.register_forward_pre_hook(self.live.before_forward, prepend=True)
-        model.register_forward_hook(self.live.after_forward, always_call=True)
-        model.register_state_dict_pre_hook(self._before_save)
-        model.register_load_state_dict_post_hook(self._after_load)
-
     def detach(self) -> None:
         """Restores the model without a mask: modules, parameters and hooks."""
         self.modules.unmask()
         self.search.unregister()
         self.model.__dict__.pop(LINK, None)
-        for table in HOOK_TABLES:
-            hooks = getattr(self.model, table)
-            for key in [key for key, hook in hooks.items() if _owner(hook) in (id(self), id(self.live))]:
-                del hooks[key]
-                self.model._forward_hooks_always_called.pop(key, None)
-
-    def _before_save(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if self.search.hard is not None:
-            self.search.zero_removed_blocks()
-
-    def _after_load(self, module: nn.Module, incompatible: Any) -> None:
-        missing = [name for name in incompatible.missing_keys if name.rpartition(".")[2].startswith(PREFIX)]
-        if missing:
-            raise SmartpruneError(
-                f"load_state_dict(): the checkpoint has no {missing[0]!r}, so it was saved before attach (or after bake); load it "
-                "first and attach afterwards, or resume with a checkpoint of this search"
-            )
-        self.live.last = None
-        self.search.average_gradients()  # assign=True replaces parameters
-        if self.search.calibration is not None:
-            self.search.calibration.pause_parameters()
-
-
-def _owner(hook: Any) -> int:
-    """The id of the object that a bound method belongs to."""
-    return id(getattr(hook, "__self__", None))
-
-
-def attach(
-    model: nn.Module,
-    method: Method | str,
-    block: Block | str | Sequence[int | None] = (16, 8),
-    sparsity: float | None = None,
-    budget: Budget | None = None,
-    *,
-    steps: int,
-    floor: float | None = None,
-    include: Patterns = (),
-    skip: Patterns = (),
-    example: Any = None,
-    seed: int = 0,
-) -> Pruner:
-    """Masks the weights of a model in place and returns the pruner that controls the masks.
-
-    The model keeps its parameters, their names and their order. The scores of a method that learns them are one more parameter,
-    the
-    last one: add ``pruner.param_group()`` to an optimizer that exists already.
-
-    Args:
-        model: The model to prune.
-        method: A method with its settings, such as ``Smart()``, or its name, such as ``"smart"``.
-        block: The size of a block, such as ``(16, 8)`` or ``"16x8"``: output channels, input channels, then the kernel.
-        sparsity: The share of the blocks to remove, in [0, 1).
-        budget: Any other budget, such as ``macs(0.5, example=x)``. Give ``sparsity`` or ``budget``, not both.
-        steps: The length of the search in optimizer steps. Afterwards the mask is hard, and the same loop fine-tunes the model.
-        floor: The smallest share of its blocks that every layer keeps.
-        include: Layers to prune although they are skipped by default: a glob of names such as ``"head.*"``, a layer type, or a
-            list.
-        skip: Layers to leave out, in the same form. It takes precedence over ``include``.
-        example: One input of the model, see :func:`plan`.
-        seed: The seed of methods that draw random numbers.
-
-    Returns:
-        The pruner. Call its ``step()`` after each ``optimizer.step()``.
-
-    Raises:
-        SmartpruneError: The budget cannot be met, the model has a pruner already, or an argument is out of range.
-
-    Examples:
-        >>> import smartprune as sp
-        >>> model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
-        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> pruner = sp.attach(model, sp.Smart(), block=(4, 4), sparsity=0.75, steps=8)
-        >>> optimizer.add_param_group(pruner.param_group())
-        >>> for _ in range(10):  # 8 steps of search, 2 of fine-tuning
-        ...     model(torch.randn(16, 8)).square().mean().backward()
-        ...     optimizer.step()
-        ...     pruner.step()
-        ...     optimizer.zero_grad()
-        >>> sp.bake(model).blocks.kept, pruner.plan.n
-        (6, 24)
-    """
-    if isinstance(method, str) and method in METHODS:
-        method = METHODS[method]()
-    checks.require_arguments(model, method, steps, seed)
-    assert not isinstance(method, str)
-    if find_pruner(model) is not None:
-        raise SmartpruneError("attach: the model already has a pruner; bake it first, or start from a fresh model")
-    if sparsity is None and budget is None:
-        raise SmartpruneError("attach: no budget given; give sparsity=0.95, or budget=smartprune.macs(0.5, example=x)")
-    with torch.inference_mode(False):  # what is made here is trained, or read by backward passes
-        planned = plan(model, block, sparsity, budget, floor=floor, include=include, skip=skip, example=example).require()
-    masked = [layer.name for layer in planned.layers if any(is_masked(model.get_submodule(name)) for name, _ in layer.sites)]
-    if masked:
-        raise SmartpruneError(
-            f"attach: {masked[0]} belongs to another pruner already, that of a larger model or of one that shares the layer; bake "
-            f"that one first, or leave the layer out: skip={masked[0]!r}"
-        )
-    with torch.inference_mode(False):
-        return Pruner(model, method, planned, int(steps), int(seed))
-
-
-def find_pruner(model: nn.Module) -> Pruner | None:
-    """Finds the pruner of a model, also through wrappers such as DDP and ``torch.compile``.
-
-    Args:
-        model: A model, or a wrapper around one.
-
-    Returns:
-        The pruner, or None if the model has none.
-
-    Raises:
-        SmartpruneError: Several parts of the model have a pruner.
-
-    Examples:
-        >>> import smartprune as sp
-        >>> model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
-        >>> sp.find_pruner(model) is None
-        True
-        >>> pruner = sp.attach(model, "magnitude", block=(4, 4), sparsity=0.5, steps=1)
-        >>> sp.find_pruner(nn.Sequential(model)) is pruner
-        True
-    """
-    pruners = {name: module.__dict__[LINK] for name, module in model.named_modules() if LINK in module.__dict__}
-    if len(pruners) > 1:
-        raise SmartpruneError(
-            f"the model has {len(pruners)} pruners, on {' and '.join(pruners)}; give one part, such as model.{next(iter(pruners))}"
-        )
-    return next(iter(pruners.values()), None)
+        self.hooks.remove()

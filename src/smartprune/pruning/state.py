@@ -78,6 +78,18 @@ class SearchState:
         """About how many blocks the budget keeps."""
         return self.blocks.n * self.blocks.limit / max(self.blocks.total, 1)
 
+    @property
+    def tau(self) -> float:
+        """The temperature. 0 once the mask is hard, or if the method has none."""
+        if self.hard is not None:
+            return 0.0
+        # a scalar if it depends on progress alone, a tensor if it depends on the scores
+        return float(self.scalars["tau"] if "tau" in self.scalars else self.tensors.get("tau", 0.0))
+
+    def scores(self) -> Tensor:
+        """The numbers that rank the blocks now, [n]."""
+        return self.method.rank(self.blocks, self.values()).detach()
+
     # -- the state of the method ------------------------------------------------------------------------------------------
 
     def register(self, values: State) -> None:
@@ -153,7 +165,7 @@ class SearchState:
         mask: Tensor | None = None if final is None else final(self.blocks, self.values())
         if mask is not None:
             return mask
-        ranking = self.ranking = self.method.rank(self.blocks, self.values()).detach().clone()
+        ranking = self.ranking = self.scores().clone()
         least = self.blocks.min_keep if floor is None else floor(self.blocks)
         layer = None if least is None else self.blocks.layer.to(ranking.device)
         exact = self.plan.exact

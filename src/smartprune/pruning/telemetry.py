@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from .multiply import kernels
 
+if TYPE_CHECKING:
+    from .state import SearchState
+
 UNDECIDED = 0.01  # a mask between this and one minus this is undecided
+DECIDED = 0.1  # if a soft mask is closer than this to its hard form, it is known which layers have lost all blocks
 
 
 class Telemetry:
@@ -53,6 +59,21 @@ class Telemetry:
         total = [0, *self.side.to("cpu", torch.int64).cumsum(0).tolist()]
         kept = [total[stop] - total[start] for start, stop in pairwise(self.starts)]
         return {"undecided": int(undecided), "changed": int(changed), "gap": gap, "kept": kept}
+
+
+def describe(search: SearchState) -> dict[str, Any]:
+    """The position of a search and its last measurements, as plain values by the names of layers."""
+    out: dict[str, Any] = {"step": search.count, "phase": search.phase, "progress": search.progress, "tau": search.tau}
+    out |= search.telemetry.read()
+    names = [layer.name for layer in search.plan.layers]
+    out["kept"] = dict(zip(names, out["kept"], strict=False))  # empty before the first step
+    is_decided = search.phase != "search" or out["gap"] < DECIDED  # few blocks of a soft mask are above one half
+    out["collapsed"] = [name for name, kept in out["kept"].items() if kept == 0] if is_decided else []
+    theta = search.tensors.get("theta")
+    out["theta"] = None if theta is None else float(theta[1].sum())
+    if theta is not None and search.hard is None and math.isfinite(out["theta"]):
+        out["theorem_3_7"] = theorem_3_7(search.scores(), out["theta"], search.tau, search.count)
+    return out
 
 
 def theorem_3_7(scores: Tensor, theta: float, tau: float, step: int) -> dict[str, float | bool]:

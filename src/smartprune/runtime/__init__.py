@@ -40,18 +40,16 @@ def accelerate(
     kernels.
 
     In these cases the model's own code runs, with its convolutions and linear layers replaced (except those inside modules of
-    torch,
-    such as attention). With int8 they raise an error:
+    torch, such as attention). With int8 they raise an error:
 
     - models that cannot be traced, or whose traced graph gives another result;
     - models that change inputs or buffers, or that change values in place in an order that may matter;
     - calls with inputs of an unknown class.
 
-    Results agree with those of the model to float rounding, or to int8 rounding. The first result for every structure, shape and
-    dtype of the inputs is compared with that of the model, and so is one for random inputs. If rounding alone changes the result,
-    because the model sorts or selects, only the layers are compared. Inputs must be finite: a skipped block does not turn
-    infinity
-    into NaN. There are no gradients, and later changes of the model's weights have no effect.
+    Results agree with those of the model to float rounding, or to int8 rounding. The first result for every structure, shape
+    and dtype of the inputs is compared with that of the model, and so is one for random inputs. If rounding alone changes the
+    result, because the model sorts or selects, only the layers are compared. Inputs must be finite: a skipped block does not
+    turn infinity into NaN. There are no gradients, and later changes of the model's weights have no effect.
 
     Args:
         model: The pruned model.
@@ -62,8 +60,7 @@ def accelerate(
         threads: The number of threads, by default that of torch.
         device: ``"cpu"`` or ``"cuda"``.
         backend: ``"native"``, or ``"reference"``, which runs the graph in torch: it needs no C compiler, and is not faster than
-            the
-            model.
+            the model.
 
     Returns:
         A module that is called like the model.

@@ -33,8 +33,7 @@ def soft_topk(
     """A differentiable top-k: the mask ``sigmoid((scores - theta) / tau)`` with ``theta`` such that ``sum(cost * mask) = k``.
 
     The sum is met to about 5e-7 of k for float32 scores, and to rounding for float64. The gradient is Proposition 3.2 of the
-    paper,
-    ``dx = v / tau * (g - cost * sum(v g) / sum(cost v))`` with ``v = sigmoid'``. It is zero if every block is decided
+    paper, ``dx = v / tau * (g - cost * sum(v g) / sum(cost v))`` with ``v = sigmoid'``. It is zero if every block is decided
     (``sum(cost v) <= 1e-20 sum(cost)``).
 
     Args:
@@ -43,8 +42,8 @@ def soft_topk(
         tau: The temperature, also a number or a 0-dim tensor.
         cost: The cost of each block, [N], at least 0; ones by default. It gets no gradient.
         warm: A float64 tensor [2] of (pivot, delta) with ``theta = pivot + delta``. The solver starts there (NaN: no start) and
-            writes
-            its solution to it. A tensor [2, 2] is read in row 0 and written in row 1, so calls with the same inputs return the
+            writes its solution to it. A tensor [2, 2] is read in row 0 and written in row 1, so calls with the same inputs
+            return the
                 same
             bits.
 

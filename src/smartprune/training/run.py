@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from .. import run_files
 from ..core import sharding
 from ..errors import SmartpruneError
-from ..pruning.pruner import Pruner, attach
+from ..pruning.attach import attach
+from ..pruning.pruner import Pruner
 from ..run_files import STAGES
 from ..tasks import Data, Task
 from ..tasks.augment import Augmented
