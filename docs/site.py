@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import ast
+import posixpath
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import griffe
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[1]
+SOURCE = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Source"]
+LOADED = re.compile(
+    r"""<(?:script|img|iframe|source|video)\b[^>]*\bsrc=["']?(?:https?:)?//[^>]*|"""
+    r"""<link\b(?![^>]*canonical)[^>]*\bhref=["']?(?:https?:)?//[^>]*|url\(["']?(?:https?:)?//[^)]*|data-md-component="source\""""
+)
+LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?:|#)([^)#]+)(#[^)]*)?\)")
 ROLE = re.compile(r":(?:func|class|meth|attr|mod):`~?([^`]+)`")
 DOCTEST = re.compile(r"^>>> .*(?:\n.+)*", re.M)
 KINDS = {  # heading of the reference -> public names
@@ -26,18 +35,40 @@ KINDS = {  # heading of the reference -> public names
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Adds the home page and the reference."""
-    files.append(File.generated(config, "index.md", content=(ROOT / "README.md").read_text().replace("](docs/", "](")))
+    """Adds the home page, the reference, and the pictures of records that pages show."""
+    files.append(File.generated(config, "index.md", content=(ROOT / "README.md").read_text()))
     files.append(File.generated(config, "api.md", content=reference()))
+    pages = "".join(path.read_text() for path in (ROOT / "docs").rglob("*.md"))
+    for picture in sorted(set(re.findall(r"!\[[^\]]*\]\((?:\.\./)+(records/[^)]+)\)", pages))):
+        files.append(File.generated(config, picture, abs_src_path=str(ROOT / picture)))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Links to files outside of the site lead to the repository."""
-    source = config["repo_url"] + "/blob/main/"
-    if page.file.src_uri == "index.md":
-        return re.sub(r"\]\((?=[A-Z][\w.]*\)|[\w.]+/)", f"]({source}", markdown)
-    return re.sub(r"\]\(\.\./", f"]({source}", markdown)
+    home = page.file.src_uri == "index.md"
+    folder = "." if home else posixpath.join("docs", posixpath.dirname(page.file.src_uri))
+
+    def replace(match: re.Match[str]) -> str:
+        picture, text, target, anchor = match.groups("")
+        path = posixpath.normpath(posixpath.join(folder, target))
+        if path.startswith("docs/"):
+            target = posixpath.relpath(path, "docs" if home else folder)
+        elif picture:
+            target = posixpath.relpath(path, posixpath.relpath(folder, "docs"))
+        else:
+            target = f"{SOURCE}/blob/main/{path}"
+        return f"{picture}[{text}]({target}{anchor})"
+
+    return LINK.sub(replace, markdown)
+
+
+def on_post_build(config: Any) -> None:
+    """The site must not load anything from the network when it is viewed."""
+    site = Path(config["site_dir"])
+    for path in sorted(path for suffix in ("html", "css") for path in site.rglob(f"*.{suffix}")):
+        if match := LOADED.search(path.read_text()):
+            raise PluginError(f"{path.relative_to(site)} loads something from the network: {match[0][:200]}")
 
 
 def reference() -> str:

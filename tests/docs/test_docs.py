@@ -20,7 +20,7 @@ from smartprune.training.train import train
 
 ROOT = Path(__file__).parents[2]
 TUTORIAL = ROOT / "docs" / "tutorial.md"  # one program in several code blocks
-PAGES = [page for page in sorted((ROOT / "docs").glob("*.md")) if page != TUTORIAL]
+PAGES = [page for page in sorted((ROOT / "docs").rglob("*.md")) if page != TUTORIAL]
 
 
 def snippets(page: Path) -> list[str]:
