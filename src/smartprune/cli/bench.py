@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from .. import run_files
 from ..errors import SmartpruneError, explain_memory_errors
 from ..training.config import MAX_THREADS
-from .common import Subparsers, add_command, argument_errors, check_outputs, files_of_run
+from .common import Subparsers, add_command, add_trust, argument_errors, check_outputs, files_of_run
 from .models import find_model, load_run, load_stored_weights, parse_input, training_inputs
 from .streams import announce, print_message
 
@@ -50,6 +50,7 @@ def add_bench(subparsers: Subparsers) -> None:
     parser.add_argument("--plot", metavar="FILE", help="draw the times: .svg, or .png with Pillow")
     parser.add_argument("--out", metavar="FILE", help="write the results as JSON (default: bench.json in a run folder)")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    add_trust(parser)
     parser.set_defaults(run=run_bench)
 
 
@@ -117,7 +118,7 @@ def _find_model(args: argparse.Namespace, folder: Path) -> tuple[nn.Module, str,
     if not folder.is_dir():
         model, block, example = find_model(args.model)
         return model, block, example, [], None
-    model, example, receipt, task, config = load_run(folder)
+    model, example, receipt, task, config = load_run(folder, args.trust)
     block = str(receipt.block) if receipt is not None else config.block
     return model, block, example, [arguments[0] for arguments in training_inputs(task, model, config)], receipt
 

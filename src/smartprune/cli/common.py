@@ -57,6 +57,14 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}\n{self.prog} --help lists all options\n")
 
 
+NAME_OR_TRUST = "--model {model} or --trust"  # what allows a file to name a function to import
+
+
+def add_trust(parser: Parser, what: str = "the run folder") -> None:
+    """Adds the flag that allows a file to name a function to import."""
+    parser.add_argument("--trust", action="store_true", help=f"run the function that {what} names as its model, MODULE:FUNCTION")
+
+
 def add_command(subparsers: Subparsers, name: str, summary: str, example: str) -> Parser:
     """A command with its one-line summary and examples."""
     parser: Parser = subparsers.add_parser(

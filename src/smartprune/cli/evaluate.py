@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from .. import run_files
 from ..errors import SmartpruneError, explain_memory_errors
-from .common import Subparsers, add_command, argument_errors
+from .common import NAME_OR_TRUST, Subparsers, add_command, add_trust, argument_errors
 from .settings import parse_settings
+from .streams import print_message
 
 if TYPE_CHECKING:
     from ..training.config import Config
@@ -46,6 +47,7 @@ def add_eval(subparsers: Subparsers) -> None:
     parser.add_argument("--detections", metavar="FILE", help="detections to score, in COCO format; with --annotations")
     parser.add_argument("--annotations", metavar="FILE", help="true boxes, in COCO format; with --detections")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    add_trust(parser)
     parser.set_defaults(run=run_eval)
 
 
@@ -72,6 +74,7 @@ def _find_weights(args: argparse.Namespace) -> tuple[Path, Config]:
     from ..artifacts.packfile import is_packed_file
     from ..training.check import resolve
     from ..training.config import configure, load_config
+    from ..training.trust import check_trusted
 
     source = Path(args.path)
     path = source / (run_files.DENSE if args.dense else run_files.MODEL) if source.is_dir() else source
@@ -98,7 +101,9 @@ def _find_weights(args: argparse.Namespace) -> tuple[Path, Config]:
     values["task_settings"] = {**values["task_settings"], **task_settings}
     if args.model:
         values["model"] = args.model
-    return path, resolve(configure({**values, "device": args.device, "graph": "auto"}))
+    config = resolve(configure({**values, "device": args.device, "graph": "auto"}))
+    check_trusted(config.model, path.parent / run_files.CONFIG, args.model, args.trust, NAME_OR_TRUST, print_message)
+    return path, config
 
 
 def _evaluate(path: Path, config: Config, split: str) -> dict[str, Any]:

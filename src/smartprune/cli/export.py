@@ -8,7 +8,7 @@ from typing import Any
 
 from .. import run_files
 from ..errors import SmartpruneError, explain_memory_errors
-from .common import Subparsers, add_command, argument_errors, check_outputs, files_of_run, print_result
+from .common import Subparsers, add_command, add_trust, argument_errors, check_outputs, files_of_run, print_result
 from .models import SAMPLES, find_model, load_run, load_stored_weights, parse_input, training_inputs
 
 
@@ -32,6 +32,7 @@ def add_export(subparsers: Subparsers) -> None:
     parser.add_argument("--calibration", metavar="FILE", help="inputs for --int8, an .npy array (default: the run's training data)")
     parser.add_argument("--no-fold", action="store_true", help="do not fold batch normalization")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    add_trust(parser)
     parser.set_defaults(run=run_export)
 
 
@@ -53,7 +54,7 @@ def run_export(args: argparse.Namespace) -> int:
         if args.calibration and not args.int8:
             raise SmartpruneError("--calibration is only used with --int8; add --int8 or remove it")
         if folder.is_dir():
-            model, example, receipt, task, config = load_run(folder)
+            model, example, receipt, task, config = load_run(folder, args.trust)
         else:
             model, _, example = find_model(args.model)
             receipt, task, config = None, None, None

@@ -11,7 +11,17 @@ from ..budgets import budget_fields, budget_names, removal
 from ..errors import SmartpruneError, explain_memory_errors
 from ..files import check_folder, write_atomic
 from ..run_files import CONFIG
-from .common import BUDGET, Subparsers, add_command, argument_errors, check_outputs, files_of_run, print_result
+from .common import (
+    BUDGET,
+    NAME_OR_TRUST,
+    Subparsers,
+    add_command,
+    add_trust,
+    argument_errors,
+    check_outputs,
+    files_of_run,
+    print_result,
+)
 from .models import find_model, parse_input
 from .streams import print_message
 
@@ -136,6 +146,7 @@ def add_report(subparsers: Subparsers) -> None:
     )
     parser.add_argument("--input", metavar="SHAPE", help="shape of one sample for --npu, such as 3x32x32")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    add_trust(parser)
     parser.set_defaults(run=run_report)
 
 
@@ -219,8 +230,10 @@ def _cycles(args: argparse.Namespace) -> Estimate:
             model, _, example = find_model(args.model)
         elif (Path(args.path) / CONFIG).is_file():
             from ..training.config import load_config, make_task
+            from ..training.trust import check_trusted
 
             config = load_config(Path(args.path) / CONFIG)
+            check_trusted(config.model, Path(args.path) / CONFIG, None, args.trust, NAME_OR_TRUST, print_message)
             task = make_task(config.task, config.task_settings)
             model, example = task.model(config.model), task.example()
         else:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import run_files
 from ..errors import SmartpruneError, explain_memory_errors
+from .streams import print_message
 
 if TYPE_CHECKING:
     from torch import nn
@@ -52,15 +53,20 @@ def parse_input(text: str) -> Any:
         return torch.zeros(1, *shape)
 
 
-def load_run(folder: Path) -> tuple[nn.Module, Any, Any, Task, Config]:
-    """The pruned model of a finished run, its example input, receipt, task and settings."""
+def load_run(folder: Path, trust: bool) -> tuple[nn.Module, Any, Any, Task, Config]:
+    """The pruned model of a finished run, its example input, receipt, task and settings.
+
+    Raises if the run names a function to import, unless ``trust`` is true.
+    """
     from ..artifacts.receipt import Receipt
     from ..training.config import load_config, make_task
+    from ..training.trust import check_trusted
 
     for name in (run_files.CONFIG, run_files.MODEL):
         if not (folder / name).is_file():
             raise SmartpruneError(f"{folder} has no {name}; give the folder of a finished run")
     config = load_config(folder / run_files.CONFIG)
+    check_trusted(config.model, folder / run_files.CONFIG, trust=trust, tell=print_message)
     task = make_task(config.task, config.task_settings)
     model = task.model(config.model)
     load_stored_weights(model, folder / run_files.MODEL)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ..errors import SmartpruneError
 from ..files import check_folder, check_name
 from ..training.config import BUDGET_SETTINGS
-from .common import Subparsers, add_command, argument_errors
+from .common import NAME_OR_TRUST, Subparsers, add_command, add_trust, argument_errors
 from .settings import add_flags, parse_settings, requested_settings
 from .signals import stop_signals
 from .streams import announce, print_message
@@ -61,6 +61,7 @@ def add_sweep(subparsers: Subparsers) -> None:
     parser.add_argument("--set", action="append", metavar="METHOD.NAME=VALUE", help="a setting of one method")
     parser.add_argument("--task-set", action="append", metavar="NAME=VALUE", help="a setting of the task")
     parser.add_argument("--data", metavar="DIR", help="folder of the task's data (default: $SMARTPRUNE_DATA)")
+    add_trust(parser, "--config or --grid")
     add_flags(parser, without=GRID_SETTINGS)
     parser.set_defaults(run=run_sweep)
 
@@ -71,6 +72,7 @@ def run_sweep(args: argparse.Namespace) -> int:
     from ..experiments.sweep.grid import expand_grids
     from ..experiments.sweep.progress import SweepProgress
     from ..experiments.sweep.records import list_cells, recorded_cells
+    from ..training.trust import check_trusted
 
     with argument_errors(args):
         if args.jobs is not None and args.jobs < 1:
@@ -80,6 +82,8 @@ def run_sweep(args: argparse.Namespace) -> int:
         check_folder(args.out)
         check_name(Path(args.out).absolute())  # part of the path by which the runs load their dense models
         cells = expand_grids(_grids(args))
+        for model in sorted({cell.config.model for cell in cells}):
+            check_trusted(model, args.grid or args.config or "sweep", args.model, args.trust, NAME_OR_TRUST, print_message)
         known = recorded_cells([Path(folder) for folder in args.recorded or ()], cells)
         sweep = Sweep(Path(args.out), [cell for cell in cells if cell.name not in known], args.jobs, args.minutes)
         if not args.list:

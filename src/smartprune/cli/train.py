@@ -15,7 +15,7 @@ from .. import run_files
 from ..budgets import budget_label, removal
 from ..errors import SmartpruneError
 from ..files import check_folder
-from .common import Subparsers, add_command, argument_errors
+from .common import NAME_OR_TRUST, Subparsers, add_command, add_trust, argument_errors
 from .settings import add_flags, requested_settings
 from .signals import stop_signals
 from .streams import announce, print_message
@@ -51,6 +51,7 @@ def add_train(subparsers: Subparsers) -> None:
     parser.add_argument("--task-set", action="append", metavar="NAME=VALUE", help="a setting of the task")
     parser.add_argument("--data", metavar="DIR", help="folder of the task's data (default: $SMARTPRUNE_DATA)")
     parser.add_argument("--json", action="store_true", help="print the result and the receipt as JSON")
+    add_trust(parser, "--config or the run folder")
     add_flags(parser)
     parser.set_defaults(run=run_train)
 
@@ -63,6 +64,7 @@ def run_train(args: argparse.Namespace) -> int:
         return _execute(args, _folder_to_resume(args, settings), config=None)
     from ..training.check import check
     from ..training.config import configure
+    from ..training.trust import check_trusted
 
     with argument_errors(args):
         config = configure({"out": "", **settings})
@@ -72,6 +74,8 @@ def run_train(args: argparse.Namespace) -> int:
         if not args.out:
             config = configure({**asdict(config), "out": str(_first_free(_default_out(config)))})
         check_folder(config.out)
+        if args.config:
+            check_trusted(config.model, args.config, args.model, args.trust, NAME_OR_TRUST, print_message)
         check(config)
     return _execute(args, Path(config.out), config)
 
@@ -91,17 +95,17 @@ def _execute(args: argparse.Namespace, folder: Path, config: Config | None) -> i
 
     if config is None and (folder / run_files.RESULT).exists():
         print_message(f"smartprune: the run in {folder} is already finished")
-        return _print_result(args, folder, resume(folder))
+        return _print_result(args, folder, resume(folder, trust=args.trust))
     progress = Progress(None if ranks.rank() == 0 else io.StringIO())
     if config is None or not (folder / run_files.CONFIG).exists():  # or the folder holds another run, which is an error
         progress.message(_first_line(config or load_config(folder / run_files.CONFIG), folder, args.dense_only))
     with stop_signals(progress.message) as stop:
         try:
             if args.dense_only:
-                dense = train_dense(folder, config, progress, stop)
+                dense = train_dense(folder, config, progress, stop, trust=True)
                 progress.message(f"smartprune train: the dense model is in {dense}")
                 return 0
-            result = resume(folder, progress, stop) if config is None else train(config, progress, stop)
+            result = resume(folder, progress, stop, trust=True) if config is None else train(config, progress, stop)
         finally:
             progress.close()
     return _print_result(args, Path(result.folder), result) if ranks.rank() == 0 else 0
@@ -150,8 +154,9 @@ def _last_used(base: Path) -> Path:
 
 
 def _folder_to_resume(args: argparse.Namespace, settings: dict[str, Any]) -> Path:
-    """The run folder. Raises if the requested settings differ from those of the run."""
+    """The run folder. Raises if the requested settings differ from those of the run, or if it would run code of its own."""
     from ..training.config import check_names, configure, load_config
+    from ..training.trust import check_trusted
 
     with argument_errors(args):
         check_names(settings)
@@ -168,6 +173,8 @@ def _folder_to_resume(args: argparse.Namespace, settings: dict[str, Any]) -> Pat
                     f"--resume uses the settings in {path}: there {name} is {stored!r}, not {value!r}; "
                     f"remove that setting, or start a new run"
                 )
+        if not (folder / run_files.RESULT).exists():
+            check_trusted(config.model, path, args.model, args.trust, NAME_OR_TRUST, print_message)
     return folder
 
 

@@ -22,6 +22,15 @@ def is_external(name: str) -> bool:
     return ":" in name or name.startswith(("timm/", "torchvision/"))
 
 
+def is_function(name: str) -> bool:
+    """Whether a name refers to a function of the user, whose module would be imported.
+
+    >>> is_function("mypackage.net:build"), is_function("resnet18"), is_function("timm/resnet18")
+    (True, False, False)
+    """
+    return ":" in name and name.partition("/")[0] not in ("timm", "torchvision")
+
+
 def build(name: str, **settings: int) -> nn.Module:
     """A new network. ``settings`` are ``num_classes`` and ``in_channels``, as the data requires.
 

@@ -41,6 +41,7 @@ from .progress import Tick
 from .result import Result, versions
 from .run import Run, averaged_weights, closing, deterministic, enter_stage, save_checkpoint, start_run
 from .step import require_finite, steps_of_epoch, take_step
+from .trust import check_trusted
 
 TICK_SECONDS = 0.25  # least time between two ticks
 CHECKPOINT_SHARE = 0.05  # checkpoints take at most about this share of the time
@@ -62,25 +63,38 @@ def train(config: Config, progress: Callable[[Tick], None] = _ignore, stop: Call
         return _run(ranks.on_first(lambda: create_folder(config)), config, progress, stop)
 
 
-def resume(folder: str | Path, progress: Callable[[Tick], None] = _ignore, stop: Callable[[], bool] = _never) -> Result:
-    """Continues the run in a folder with its original settings. A finished run is not changed."""
+def resume(
+    folder: str | Path, progress: Callable[[Tick], None] = _ignore, stop: Callable[[], bool] = _never, trust: bool = False
+) -> Result:
+    """Continues the run in a folder with its original settings. A finished run is not changed.
+
+    Raises if the settings name a function to import, unless ``trust`` is true.
+    """
     folder = Path(folder)
     if not (folder / run_files.CONFIG).exists():
         raise SmartpruneError(f"{folder} holds no run (no {run_files.CONFIG}); start one without --resume")
     if (folder / run_files.RESULT).exists():
         result = Result.load(folder)
         if not (folder / run_files.PAGE).exists():  # the process was killed between the two
-            write_run_page(folder, trusted=True)
+            write_run_page(folder, trusted=trust)
         return result
     config = resolve(load_config(folder / run_files.CONFIG))
+    check_trusted(config.model, folder / run_files.CONFIG, trust=trust, remedy="trust=True")
     with ranks.process_group(config.device):
         return _run(folder, config, progress, stop)
 
 
-def train_dense(folder: Path, config: Config | None, progress: Callable[[Tick], None], stop: Callable[[], bool]) -> Path:
-    """The dense stage of a new run, or without a configuration of the run in the folder. Returns the file of the dense model."""
+def train_dense(
+    folder: Path, config: Config | None, progress: Callable[[Tick], None], stop: Callable[[], bool], trust: bool = False
+) -> Path:
+    """The dense stage of a new run, or without a configuration of the run in the folder. Returns the file of the dense model.
+
+    ``trust`` is that of :func:`resume`.
+    """
     is_new = config is not None
     settings = load_config(folder / run_files.CONFIG) if config is None else config
+    if config is None:
+        check_trusted(settings.model, folder / run_files.CONFIG, trust=trust, remedy="trust=True")
     if is_new:
         check(settings)
     with ranks.process_group(resolve(settings).device):

@@ -204,6 +204,7 @@ class Sweep:
             path = self.out / LOGS / f"{name}.json"
             write_json(path, settings)
             arguments = ["train", "--config", str(path), "--out", str(folder)]
+        arguments += ["--model", cell.config.model]  # the run imports no other function, whatever its folder names
         arguments += ["--dense-only"] * (kind == "dense")
         self.running[name] = Job(name, kind, folder, self.out / LOGS / f"{name}.log", arguments, self.jobs)
 
