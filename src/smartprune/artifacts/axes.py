@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+import textwrap
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
+from .. import text
 from ..core.block import Layout
 from ..core.layers import candidates, plain_name
 
 if TYPE_CHECKING:
     from .counts import Row
     from .source import Source
+
+SHOWN = 3  # names in a message
 
 
 def inputs_first(layers: Iterable[Row]) -> set[str]:
@@ -52,3 +56,18 @@ def bias_says_inputs_first(key: str, tensors: Mapping[str, Tensor]) -> bool:
     if attribute != "weight" or bias is None or bias.dim() != 1 or weight.dim() != 2 or weight.shape[0] == weight.shape[1]:
         return False
     return bias.numel() == weight.shape[1]
+
+
+def assumed_axes_lines(
+    assumed: Sequence[str], width: int, remedy: str = "give the model, by model= or --model NAME", mark: str = ""
+) -> list[str]:
+    """Lines that name the weights whose axes were assumed; empty if there are none. ``mark`` is their mark in a table."""
+    if not assumed:
+        return []
+    names = ", ".join(map(text.escape, assumed[:SHOWN])) + (", ..." if len(assumed) > SHOWN else "")
+    count = "1 weight" if len(assumed) == 1 else f"{len(assumed)} weights"
+    message = (
+        f"{mark}the axes of {count} are assumed to be (out, in, ...), without groups, because it is not known which layers are "
+        f"transposed or grouped: {names}. To be sure, {remedy}"
+    )
+    return ["", *textwrap.wrap(message, width, break_on_hyphens=False)]

@@ -14,12 +14,13 @@ from ..core.block import Block, Layout
 from ..core.kinds import is_masked
 from ..errors import SmartpruneError
 from ..files import as_path, check_no_overwrite, check_writable, write_atomic
+from .axes import assumed_axes_lines
 from .counts import Count, sparsity_line
 from .packfile import MAX_AXES, PackedFile, PackedWeight
 from .packfile_read import read_packed
 from .receipt import Receipt
 from .safetensors_file import safetensors_size
-from .source import Model, Source, assumed_axes_lines, check_not_masked, files_of, read_source, storage_key
+from .source import Model, Source, check_not_masked, files_of, read_source, storage_key
 from .verify import verify
 
 WIDTH = 80

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -35,7 +34,6 @@ Model = nn.Module | Mapping[str, Tensor] | str | os.PathLike[str]
 
 NESTED = ("model", "state_dict", "model_state_dict")
 SPREAD = (nn.DataParallel, nn.parallel.DistributedDataParallel)
-SHOWN = 3  # names in a message
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
@@ -164,21 +162,6 @@ def stored_and_network(stored: Model | None, model: Model | None, where: str) ->
     if not isinstance(model, nn.Module):
         raise SmartpruneError(f"{where}: model= is a {type(model).__name__}; give the torch.nn.Module that the weights belong to")
     return stored, model
-
-
-def assumed_axes_lines(
-    assumed: Sequence[str], width: int, remedy: str = "give the model, by model= or --model NAME", mark: str = ""
-) -> list[str]:
-    """Lines that name the weights whose axes were assumed; empty if there are none. ``mark`` is their mark in a table."""
-    if not assumed:
-        return []
-    names = ", ".join(map(text.escape, assumed[:SHOWN])) + (", ..." if len(assumed) > SHOWN else "")
-    count = "1 weight" if len(assumed) == 1 else f"{len(assumed)} weights"
-    message = (
-        f"{mark}the axes of {count} are assumed to be (out, in, ...), without groups, because it is not known which layers are "
-        f"transposed or grouped: {names}. To be sure, {remedy}"
-    )
-    return ["", *textwrap.wrap(message, width, break_on_hyphens=False)]
 
 
 def _stored_weights(model: Model) -> Source:

@@ -13,10 +13,10 @@ from ..budgets import budget_unit
 from ..core.block import Block
 from ..core.occupancy import is_finite, map_hash, nonzero, occupied
 from ..errors import SmartpruneError
-from .axes import inputs_first, swap_axes
+from .axes import assumed_axes_lines, inputs_first, swap_axes
 from .counts import Row, sparsity_line
 from .receipt import AnyReceipt, Receipt, as_receipt
-from .source import Model, Source, assumed_axes_lines, read_source, stored_and_network
+from .source import Model, Source, read_source, stored_and_network
 
 WIDTH = 80
 NOT_FINITE = "holds NaN or infinity"

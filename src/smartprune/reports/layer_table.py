@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from .. import text
-from ..artifacts.source import assumed_axes_lines
+from ..artifacts.axes import assumed_axes_lines
 from .shell import html_name, html_text
 from .summary import share
 from .view import LayerView, View

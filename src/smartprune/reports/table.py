@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.nn.functional import avg_pool2d
 
 from .. import text
+from ..artifacts.axes import assumed_axes_lines
 from ..artifacts.counts import Count, Row, sparsity_line
 from ..artifacts.receipt import AnyReceipt, Receipt
-from ..artifacts.source import Cut, Model, Source, assumed_axes_lines, stored_and_network
+from ..artifacts.source import Cut, Model, Source, stored_and_network
 from ..core.block import Block
 from ..core.layers import Skipped, plain_name
 from ..core.occupancy import nonzero

@@ -43,9 +43,7 @@ def soft_topk(
         cost: The cost of each block, [N], at least 0; ones by default. It gets no gradient.
         warm: A float64 tensor [2] of (pivot, delta) with ``theta = pivot + delta``. The solver starts there (NaN: no start) and
             writes its solution to it. A tensor [2, 2] is read in row 0 and written in row 1, so calls with the same inputs
-            return the
-                same
-            bits.
+            return the same bits.
 
     Returns:
         The mask [N] in [0, 1]: float64 for float64 scores, float32 otherwise, also under autocast.

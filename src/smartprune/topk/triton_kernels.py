@@ -118,13 +118,9 @@ def _hard(  # type: ignore[no-untyped-def]
     pid = tl.program_id(0)
     stride = tl.num_programs(0) * BLOCK
     p1, p2, p3 = t1.to(DT), t2.to(DT), t3.to(DT)
-    H1 = tl.full([], 0.0, tl.float64)
-    H2 = tl.full([], 0.0, tl.float64)
-    H3 = tl.full([], 0.0, tl.float64)
+    H1, H2, H3 = tl.full([], 0.0, tl.float64), tl.full([], 0.0, tl.float64), tl.full([], 0.0, tl.float64)
     for base in range(pid * BLOCK, n, stride * _RUN):
-        h1 = tl.zeros([BLOCK], DT)
-        h2 = tl.zeros([BLOCK], DT)
-        h3 = tl.zeros([BLOCK], DT)
+        h1, h2, h3 = tl.zeros([BLOCK], DT), tl.zeros([BLOCK], DT), tl.zeros([BLOCK], DT)
         for at in range(base, tl.minimum(base + stride * _RUN, n), stride):
             offs = at + tl.arange(0, BLOCK)
             inside = offs < n
@@ -365,11 +361,9 @@ def backward_kernel(  # type: ignore[no-untyped-def]
     tau = tl.load(state_ptr + 2)
     total = tl.load(state_ptr + 3)
     p, scale, move = pivot.to(DT), (1.0 / tau).to(DT), (delta / tau).to(DT)
-    S = tl.full([], 0.0, tl.float64)
-    V = tl.full([], 0.0, tl.float64)
+    S, V = tl.full([], 0.0, tl.float64), tl.full([], 0.0, tl.float64)
     for base in range(pid * BLOCK, n, stride * _RUN):
-        s = tl.zeros([BLOCK], DT)
-        w = tl.zeros([BLOCK], DT)
+        s, w = tl.zeros([BLOCK], DT), tl.zeros([BLOCK], DT)
         for at in range(base, tl.minimum(base + stride * _RUN, n), stride):
             offs = at + tl.arange(0, BLOCK)
             inside = offs < n

@@ -1,0 +1,121 @@
+/* Operations that slide a window over each channel: depthwise convolutions and pooling. */
+#ifndef SMARTPRUNE_WINDOWS_H
+#define SMARTPRUNE_WINDOWS_H
+#include "values.h"
+
+/* A tile of a depthwise convolution: a vector of channels is multiplied by a vector of weights, which TW pixels share. The
+   weights of a quantized input are integers, so the sums are exact and are scaled afterwards; the bias contains the zero
+   point. KW and SW are 0 if they are not known at compile time. */
+INLINE void depthwise_tile(const Op *op, int item, int h, int w, const int TW, const int SW, const int KW, const int TYPE) {
+  const Tensor X = op->x, Y = op->y, *x = &X, *y = &Y; /* local copies: the compiler assumes that stores may change *op */
+  const float low = op->low, high = op->high;
+  const int simple = op->activation == CLAMP && TYPE == y->type;
+  const int step = SW ? SW : op->sw, kw = KW ? KW : op->kw, apart = KW ? 1 : op->dw;
+  const int channel = item % y->blocks * LANES;
+  const float *weight = (const float *)op->weight + (int64_t)channel * op->kh * kw;
+  const int64_t in = origin(x, item) + (int64_t)(h * op->sh - op->ph) * x->row + (int64_t)(w * op->sw - op->pw) * LANES;
+  vfloat sum[8];
+  UNROLL for (int p = 0; p < TW; p++) sum[p] = (vfloat){0};
+  for (int i = 0; i < op->kh; i++) {
+    const int64_t at = in + (int64_t)i * op->dh * x->row;
+    if (SW == 1 && KW == 3 && TYPE == QUANTUM) { /* convert every pixel once; it contributes to three results */
+      vfloat pixel[10];
+      UNROLL for (int c = 0; c < TW + 2; c++) pixel[c] = raw(TYPE, x, at + c * LANES);
+      UNROLL for (int j = 0; j < 3; j++, weight += LANES) {
+        const vfloat k = *(const vfloat_u *)weight;
+        UNROLL for (int p = 0; p < TW; p++) sum[p] += k * pixel[j + p];
+      }
+    } else {
+      UNROLL for (int j = 0; j < kw; j++, weight += LANES) {
+        const vfloat k = *(const vfloat_u *)weight;
+        UNROLL for (int p = 0; p < TW; p++) sum[p] += k * raw(TYPE, x, at + ((int64_t)j * apart + p * step) * LANES);
+      }
+    }
+  }
+  const vfloat bias = *(const vfloat_u *)(op->bias + channel);
+  vfloat scale = all(1.0f);
+  if (TYPE == QUANTUM) scale = *(const vfloat_u *)(op->scale + channel);
+  const int64_t out = origin(y, item) + h * y->row + (int64_t)w * LANES;
+  if (simple)
+    UNROLL for (int p = 0; p < TW; p++)
+        save_as(TYPE, y, out + p * LANES, clamp(TYPE == FLOAT32 ? sum[p] + bias : sum[p] * scale + bias, low, high));
+  else
+    for (int p = 0; p < TW; p++) save(y, out + p * LANES, activated(op, sum[p] * scale + bias));
+}
+
+INLINE void depthwise_typed(const Op *op, int item, const int TYPE) {
+  const int usual = op->kw == 3 && op->dw == 1;
+  for (int h = 0; h < op->y.height; h++) {
+    int w = 0;
+    if (usual && op->sw == 1)
+      for (; w + 8 <= op->y.width; w += 8) depthwise_tile(op, item, h, w, 8, 1, 3, TYPE);
+    if (usual && op->sw == 1)
+      for (; w + 4 <= op->y.width; w += 4) depthwise_tile(op, item, h, w, 4, 1, 3, TYPE);
+    if (usual && op->sw == 2)
+      for (; w + 4 <= op->y.width; w += 4) depthwise_tile(op, item, h, w, 4, 2, 3, TYPE);
+    for (; w < op->y.width; w++) depthwise_tile(op, item, h, w, 1, 0, 0, TYPE);
+  }
+}
+
+static void depthwise(const Op *op, int item) {
+  if (op->x.type == FLOAT32) depthwise_typed(op, item, FLOAT32);
+  else depthwise_typed(op, item, QUANTUM);
+}
+
+/* Pooling over windows that are cut to the map. A window starts at row `top` and column `left`. */
+INLINE void pool_typed(const Op *op, int item, const int FROM, const int TO, const int LARGEST) {
+  const Tensor X = op->x, Y = op->y, *x = &X, *y = &Y; /* local copies, see depthwise_tile */
+  for (int h = 0; h < y->height; h++) {
+    const int top = h * op->sh - op->ph;
+    int i0 = 0, i1 = op->kh, seen_rows = 0;
+    while (i0 < i1 && top + i0 * op->dh < 0) i0++;
+    while (i1 > i0 && top + (i1 - 1) * op->dh >= x->height) i1--;
+    for (int i = 0; i < op->kh; i++) seen_rows += top + i * op->dh < x->height + op->ph;
+    for (int w = 0; w < y->width; w++) {
+      const int left = w * op->sw - op->pw;
+      int j0 = 0, j1 = op->kw, seen_columns = 0;
+      while (j0 < j1 && left + j0 * op->dw < 0) j0++;
+      while (j1 > j0 && left + (j1 - 1) * op->dw >= x->width) j1--;
+      for (int j = 0; j < op->kw; j++) seen_columns += left + j * op->dw < x->width + op->pw;
+      vfloat sum = all(LARGEST ? -INFINITY : 0.0f);
+      for (int i = i0; i < i1; i++)
+        for (int j = j0; j < j1; j++) {
+          const vfloat v = load_as(FROM, x, origin(x, item) + (int64_t)(top + i * op->dh) * x->row + (int64_t)(left + j * op->dw) * LANES);
+          sum = LARGEST ? choose(sum != sum, sum, at_least(sum, v)) : sum + v;
+        }
+      const int count = op->flag ? seen_rows * seen_columns : (i1 - i0) * (j1 - j0);
+      if (!LARGEST) sum *= 1.0f / (float)(op->argument ? op->argument : count);
+      save_as(TO, y, origin(y, item) + h * y->row + (int64_t)w * LANES, sum);
+    }
+  }
+}
+
+/* Max pooling of quantized numbers, which have no NaN and whose order does not depend on the scale. */
+static void max_pool_quanta(const Op *op, int item) {
+  const Tensor X = op->x, Y = op->y, *x = &X, *y = &Y; /* local copies, see depthwise_tile */
+  for (int h = 0; h < y->height; h++)
+    for (int w = 0; w < y->width; w++) {
+      vquantum sum = {0};
+      for (int i = 0; i < op->kh; i++)
+        for (int j = 0; j < op->kw; j++) {
+          const int r = h * op->sh - op->ph + i * op->dh, c = w * op->sw - op->pw + j * op->dw;
+          if (r < 0 || c < 0 || r >= x->height || c >= x->width) continue;
+          const vquantum q = *(const vquantum_u *)((const quantum *)x->data + origin(x, item) + r * x->row + (int64_t)c * LANES);
+          sum = largest_quanta(sum, q);
+        }
+      *(vquantum_u *)((quantum *)y->data + origin(y, item) + h * y->row + (int64_t)w * LANES) = sum;
+    }
+}
+
+static void pool(const Op *op, int item) {
+  if (op->kind == AVERAGE_POOL) {
+    if (op->x.type == FLOAT32 && op->y.type == FLOAT32) pool_typed(op, item, FLOAT32, FLOAT32, 0);
+    else if (op->x.type == QUANTUM && op->y.type == QUANTUM) pool_typed(op, item, QUANTUM, QUANTUM, 0);
+    else pool_typed(op, item, op->x.type, op->y.type, 0); /* only inputs of convolutions are quantized, so types may differ */
+  } else if (op->x.type == FLOAT32) {
+    pool_typed(op, item, FLOAT32, FLOAT32, 1);
+  } else {
+    max_pool_quanta(op, item);
+  }
+}
+#endif
