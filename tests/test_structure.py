@@ -111,6 +111,119 @@ def test_base_modules_do_not_import_torch() -> None:
     )
 
 
+# Modules without a test module of their own, and the tests that check them. A module of constants alone, or one whose parts only
+# work together, is tested through what uses it.
+TESTED_IN = {
+    "artifacts/counts": "artifacts/test_receipt.py",  # the parts of a receipt
+    "artifacts/torch_pickle": "artifacts/test_torch_file.py",  # the file around it
+    "cli/common": "cli/test_cli.py",  # what all commands share
+    "cli/models": "cli/test_inspect.py",  # --model and --example
+    "cli/signals": "cli/test_train.py",  # runs that are interrupted
+    "core/sharding": "promises/test_7_ranks.py",  # several processes
+    "experiments/bench/adapters": "experiments/bench/test_engines.py",  # the engines that it wraps
+    "experiments/compare/page": "experiments/compare/test_comparison.py",
+    "experiments/compare/panels": "experiments/compare/test_table.py",
+    "integrations/state": "integrations/test_integrations.py",  # all trainers
+    "methods/__init__": "methods/test_contract.py",
+    "models/bisenetv2": "models/test_models.py",  # all networks
+    "models/densenet": "models/test_models.py",
+    "models/googlenet": "models/test_models.py",
+    "models/mobilenetv2": "models/test_models.py",
+    "models/resnet": "models/test_models.py",
+    "models/resnet50": "models/test_models.py",
+    "models/yolov5m": "models/test_models.py",
+    "models/__init__": "models/test_models.py",
+    "pruning/attach": "promises/test_10_no_silent_misuse.py",  # its arguments and errors
+    "pruning/bake": "promises/test_3_your_objects.py",
+    "pruning/calibration": "methods/test_awg.py",  # the method that calibrates
+    "pruning/checkpoint": "promises/test_6_resume.py",
+    "pruning/checks": "promises/test_10_no_silent_misuse.py",
+    "pruning/consensus": "promises/test_7_ranks.py",  # several processes
+    "pruning/copies": "promises/test_4_copies.py",
+    "pruning/hold": "promises/test_5_zeros_stay_zero.py",
+    "pruning/hooks": "promises/test_3_your_objects.py",
+    "pruning/masked": "promises/test_3_your_objects.py",
+    "pruning/multiply_kernels": "pruning/test_multiply_triton.py",  # the launches
+    "pruning/plan_text": "pruning/test_plan.py",
+    "pruning/state": "pruning/test_pruner.py",
+    "pruning/zeros": "promises/test_5_zeros_stay_zero.py",
+    "recipe": "tasks/test_tasks.py",  # fields without functions
+    "reports/block_map": "reports/test_figures.py",
+    "reports/layer_table": "reports/test_page.py",  # parts of the page
+    "reports/shell": "reports/test_page.py",
+    "reports/summary": "reports/test_page.py",
+    "runtime/__init__": "runtime/test_module.py",
+    "runtime/cpu/arena": "runtime/cpu/test_program.py",  # the parts of a program
+    "runtime/cpu/emit": "runtime/cpu/test_program.py",
+    "runtime/cpu/pool": "runtime/cpu/test_program.py",
+    "runtime/gpu/kernel": "runtime/gpu/test_layers.py",
+    "runtime/lower/__init__": "runtime/cpu/test_program.py",
+    "runtime/lower/fuse": "runtime/cpu/test_program.py",
+    "runtime/lower/handlers": "runtime/cpu/test_program.py",
+    "runtime/lower/steps": "runtime/cpu/test_program.py",
+    "runtime/partition": "runtime/test_module.py",
+    "runtime/trace/tracer": "runtime/trace/test_inputs.py",
+    "tasks/__init__": "tasks/test_tasks.py",
+    "tasks/bccd": "tasks/test_detection.py",  # a name and settings of a task
+    "tasks/camvid": "tasks/test_segmentation.py",
+    "tasks/cifar10_files": "tasks/test_cifar10.py",
+    "tasks/images": "tasks/test_imagefolder.py",
+    "tasks/segmentation_files": "tasks/test_segmentation.py",
+    "tasks/voc07sub": "tasks/test_detection.py",
+    "topk/__init__": "topk/test_topk.py",
+    "topk/triton_kernels": "topk/test_triton.py",  # the launches
+    "training/page": "reports/test_page.py",
+    "training/trust": "cli/test_trust.py",
+    "cli/__init__": "cli/test_cli.py",
+    "integrations/__init__": "integrations/test_integrations.py",
+}
+LONG = {  # lines without the docstring, and why
+    "forward_kernel": "one launch does it all: each further launch would cost more than the passes",
+    "conv_kernel": "a kernel is one function",
+}
+
+
+def without_own_tests() -> dict[str, str]:
+    """The modules with code that have no test module in the same place, and where that would be."""
+    out = {}
+    for module, path in GRAPH.paths.items():
+        has_code = any(
+            isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign))
+            for node in ast.parse(path.read_text()).body
+        )
+        if module in ("", "__main__") or not has_code:
+            continue
+        relative = path.relative_to(SOURCE)
+        folder = relative.parent if len(relative.parts) > 1 else Path("base")
+        own = folder / f"test_{path.stem}.py"
+        if not (TESTS / own).exists():
+            out[str(relative.with_suffix(""))] = str(own)
+    return out
+
+
+def test_tests_mirror_the_modules() -> None:
+    missing = without_own_tests()
+    untested = [f"{module}: add tests/{own}, or a line to TESTED_IN" for module, own in missing.items() if module not in TESTED_IN]
+    assert not untested, "\n".join(untested)
+    assert sorted(set(TESTED_IN) - set(missing)) == [], "these modules have tests of their own, or do not exist"
+    assert [file for file in TESTED_IN.values() if not (TESTS / file).exists()] == []
+
+
+def test_files_and_functions_are_short() -> None:
+    too_long = []
+    for path in GRAPH.paths.values():
+        source = path.read_text()
+        if (lines := len(source.splitlines())) > 400:
+            too_long.append(f"{path}: {lines} lines")
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name not in LONG:
+                first = node.body[1] if ast.get_docstring(node) and len(node.body) > 1 else node.body[0]
+                if (lines := (node.end_lineno or 0) - first.lineno + 1) > 60:
+                    too_long.append(f"{path}:{node.lineno} {node.name}: {lines} lines")
+    too_long += [f"{path}: more than 400 lines" for path in SOURCE.rglob("*.[ch]") if len(path.read_text().splitlines()) > 400]
+    assert not too_long, "\n".join(too_long)
+
+
 def absolute_imports(path: Path) -> Iterator[str]:
     """Names of what a file imports from elsewhere at its top level."""
     for node in ast.parse(path.read_text()).body:

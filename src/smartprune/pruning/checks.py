@@ -64,6 +64,13 @@ def require_values(blocks: Blocks) -> None:
         )
 
 
+def require_whole_weights(search: SearchState) -> None:
+    """A method that reads whole weights cannot work with parts of them."""
+    if search.is_sharded and search.capabilities.needs_whole_weights:
+        name = search.method.name
+        raise SmartpruneError(f"attach: {name} needs whole weights, and FSDP has split them; use DDP, or another method")
+
+
 def require_sharded_before_attach(search: SearchState) -> None:
     if is_sharded(search.blocks.layer_weight(0)) and not search.is_sharded:
         raise SmartpruneError(

@@ -58,8 +58,7 @@ class Pruner:
         search = self.search = SearchState(model, method, planned, steps, seed)
         checks.require_values(search.blocks)
         method.check(search.blocks, steps)
-        if search.is_sharded and search.capabilities.needs_whole_weights:
-            raise SmartpruneError(f"attach: {method.name} needs whole weights, and FSDP has split them; use DDP, or another method")
+        checks.require_whole_weights(search)
         self.live = LiveWeights(search)
         self.hooks = ModelHooks(search, self.live)
         self.modules = MaskedModules(model, planned.layers)
