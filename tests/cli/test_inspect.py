@@ -18,8 +18,14 @@ def test_plan(capsys: pytest.CaptureFixture[str]) -> None:
     assert "87,168 in 19 layers" in capsys.readouterr().out
     assert run_cli("plan", "digits", "--sparsity", "0.9", "--json") == 0
     data = json.loads(capsys.readouterr().out)
-    assert (data["block"], data["feasible"]) == ("8x4x1x1", True)
+    assert (data["block"], data["feasible"]) == ("16x8x1x1", True)
     assert data["macs"] is not None
+    assert data["expected"]["model_macs"]["kept"] < data["expected"]["model_macs"]["total"]
+    assert data["expected"]["npu"]["rows"] == 16
+    assert run_cli("plan", "digits", "--sparsity", "0.9", "--npu", "small", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["expected"]["npu"]["rows"] == 8
+    assert run_cli("plan", "digits", "--measure") == 2
+    assert "--measure times the model at a budget: add a budget" in capsys.readouterr().err
 
 
 def test_plan_of_an_external_model(work: Path, capsys: pytest.CaptureFixture[str]) -> None:

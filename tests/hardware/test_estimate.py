@@ -225,12 +225,8 @@ def test_report_of_a_run_folder(tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_plan_by_cycles(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_cli("plan", "resnet18", "--cycles", "0.9", "--input", "3x32x32") == 0
     assert "budget   remove 90% of the NPU cycles: keep at most" in capsys.readouterr().out
-    for arguments, message in (
-        (["--cycles", "0.9"], "--cycles needs the shape of one sample"),
-        (["--npu", "edge", "--macs", "0.5", "--input", "3x32x32"], "--npu needs a budget of cycles: add --cycles"),
-    ):
-        assert run_cli("plan", "resnet18", *arguments) == 2
-        assert message in capsys.readouterr().err
+    assert run_cli("plan", "resnet18", "--cycles", "0.9") == 2
+    assert "--cycles needs the shape of one sample" in capsys.readouterr().err
 
 
 def test_a_plan_of_infeasible_cycles_exits_1(capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from ..core.budget import Budget
     from ..hardware.estimate import Estimate
+    from ..hardware.npu import NPU
     from ..pruning.plan import Plan
 
 
@@ -37,7 +38,7 @@ def add_plan(subparsers: Subparsers) -> None:
     parser = add_command(
         subparsers,
         "plan",
-        "show what would be pruned, what would not and why, and whether the budget can be met",
+        "show what would be pruned, what would not and why, and what speed and size a budget gives",
         "  smartprune plan resnet18 --block 16x8 --sparsity 0.95 --input 3x32x32\n"
         "  smartprune plan digits\n"
         "  smartprune plan timm/resnet50 --input 3x224x224\n"
@@ -56,6 +57,7 @@ def add_plan(subparsers: Subparsers) -> None:
     budget.add_argument("--cycles", type=float, metavar="X", help="share of the cycles on an NPU to remove; needs --input")
     budget.add_argument("--budget", metavar="KIND=SHARE", help="any budget, such as params=0.9")
     parser.add_argument("--npu", metavar="NAME", help="small, edge, server, or a .json file with its settings (default: edge)")
+    parser.add_argument("--measure", action="store_true", help="time the expected model on this CPU, which takes a few seconds")
     parser.add_argument("--floor", type=float, metavar="X", help="smallest share of its blocks that each layer keeps")
     parser.add_argument(
         "--include", action="append", metavar="GLOB", default=[], help="prune these layers although they are skipped by default"
@@ -77,13 +79,21 @@ def run_plan(args: argparse.Namespace) -> int:
             example = parse_input(args.input)
         budget = _budget(args, example)
         options = {"floor": args.floor, "include": args.include, "skip": args.skip, "example": example}
+        if args.measure and (budget is None or example is None):
+            raise SmartpruneError("--measure times the model at a budget: add a budget such as --sparsity 0.8, and --input SHAPE")
         try:
-            result = plan(model, args.block or block, budget=budget, **options)
+            result = plan(model, args.block or block, budget=budget, npu=_npu(args), measure=args.measure, **options)
         except InfeasibleBudgetError as error:
             _print_infeasible(args, plan(model, args.block or block, **options), budget, str(error))
             return 1
     print_result(args, result)
     return 0 if result.feasible else 1
+
+
+def _npu(args: argparse.Namespace) -> NPU | None:
+    from ..hardware.npu import read_npu
+
+    return read_npu(args.npu) if args.npu else None
 
 
 def _budget(args: argparse.Namespace, example: Any) -> Budget | None:
@@ -96,8 +106,6 @@ def _budget(args: argparse.Namespace, example: Any) -> Budget | None:
     fields = budget_fields(budgets[0][0]) if budgets else set()
     if "example" in fields and example is None:
         raise SmartpruneError(f"--{budgets[0][0]} needs the shape of one sample: add --input, such as --input 3x32x32")
-    if args.npu and "npu" not in fields:
-        raise SmartpruneError("--npu needs a budget of cycles: add --cycles, such as --cycles 0.9")
     return make_budget(*budgets[0], example, args.npu or "edge") if budgets else None
 
 

@@ -17,7 +17,7 @@ from ..methods import METHODS
 from ..methods.method import Method
 from . import checks
 from .lookup import find_pruner
-from .plan import plan
+from .plan import make_plan
 from .pruner import Pruner
 
 
@@ -83,7 +83,7 @@ def attach(
     if sparsity is None and budget is None:
         raise SmartpruneError("attach: no budget given; give sparsity=0.95, or budget=smartprune.macs(0.5, example=x)")
     with torch.inference_mode(False):  # what is made here is trained, or read by backward passes
-        planned = plan(model, block, sparsity, budget, floor=floor, include=include, skip=skip, example=example).require()
+        planned = make_plan(model, block, sparsity, budget, floor=floor, include=include, skip=skip, example=example).require()
     masked = [layer.name for layer in planned.layers if any(is_masked(model.get_submodule(name)) for name, _ in layer.sites)]
     if masked:
         raise SmartpruneError(

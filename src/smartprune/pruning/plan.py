@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 from torch import Tensor, nn
@@ -14,10 +14,12 @@ from ..core.block import Block
 from ..core.budget import Budget, ExactCost, ResolvedBudget, as_share, block_macs, min_keep
 from ..core.layers import Layer, Patterns, Skipped, find_layers
 from ..core.observe import observe
-from ..core.usage import measure
+from ..core.usage import measure as measure_usage
 from ..core.vector import Blocks
 from ..errors import SmartpruneError
 from ..fields import MAX_TEXT, is_valid_name
+from ..hardware.npu import NPU
+from .expected import Expected, expect
 from .plan_budget import cheapest, one_budget, resolve_budget, without_example
 from .plan_text import plan_json, plan_text
 
@@ -40,6 +42,8 @@ class Plan:
         uses: How often each weight of a layer is used, by layer name. None without an example.
         model_macs: MACs of the whole model for one sample. None without an example.
         not_counted: Operators that ran and whose MACs are not known. None without an example.
+        expected: What the budget would leave: MACs, bytes, NPU cycles and time on a CPU. None without a budget that can be met, and
+            in the plan of a pruner.
 
     Examples:
         >>> import smartprune as sp
@@ -59,6 +63,7 @@ class Plan:
     uses: Mapping[str, tuple[int, ...]] | None = field(repr=False)  # layer name -> how often each element is used
     model_macs: int | None
     not_counted: tuple[str, ...] | None = None  # operators that ran and whose MACs are not known; None without an example
+    expected: Expected | None = field(default=None, repr=False)
 
     @property
     def n(self) -> int:
@@ -241,8 +246,13 @@ def plan(
     include: Patterns = (),
     skip: Patterns = (),
     example: object = None,
+    npu: NPU | None = None,
+    measure: bool = False,
 ) -> Plan:
     """Lists what pruning a model would remove, keep and skip, before any training. The model does not change.
+
+    With a budget, it also says what to expect: the MACs, the size, the cycles on an NPU and the speed-up on a CPU if the blocks
+    with the smallest weights were removed now. A search chooses other blocks, so its figures differ.
 
     A budget that cannot be met does not raise: ``feasible`` and ``problem`` of the plan say so, and :meth:`Plan.require` raises.
 
@@ -259,6 +269,8 @@ def plan(
         example: One input of the model: a tensor, or a tuple or dictionary of arguments. With it, MACs are counted, and the
             layers that are skipped by default are found by what the model does with each weight. Without it, they are found by
             name and position.
+        npu: The machine whose cycles are expected, by default that of the budget or else ``NPU.edge()``.
+        measure: Whether to time the model on this CPU, dense and with these blocks removed. Takes a few seconds.
 
     Returns:
         The plan. ``print`` shows it as a table.
@@ -276,7 +288,30 @@ def plan(
         'stem: reads the image (3 channels)'
         >>> sp.plan(model, block=(4, 4), sparsity=0.95, floor=0.5).problem
         'floor=0.5 needs 5 blocks, the budget keeps 1'
+        >>> p.expected.kept  # the blocks that the weights of now would keep
+        {'1': 3}
     """
+    if npu is not None and not isinstance(npu, NPU):
+        raise SmartpruneError(f"plan: npu is a {type(npu).__name__}; give an NPU, such as smartprune.NPU.edge()")
+    planned = make_plan(model, block, sparsity, budget, floor=floor, include=include, skip=skip, example=example)
+    budget_npu = getattr(planned.budget, "npu", None)
+    machine = npu if npu is not None else budget_npu if isinstance(budget_npu, NPU) else NPU.edge()
+    used = getattr(budget, "example", None) if example is None else example
+    return replace(planned, expected=expect(planned, model, used, machine, measure))
+
+
+def make_plan(
+    model: nn.Module,
+    block: Block | str | Sequence[int | None],
+    sparsity: float | None,
+    budget: Budget | None,
+    *,
+    floor: float | None,
+    include: Patterns,
+    skip: Patterns,
+    example: object,
+) -> Plan:
+    """The plan without expectations, which a pruner does not need."""
     if not isinstance(model, nn.Module):
         raise SmartpruneError(f"plan: model is a {type(model).__name__}; give a torch.nn.Module")
     budget = one_budget(sparsity, budget)
@@ -291,7 +326,7 @@ def plan(
         _check_name(layer)
     least = None if floor is None else min_keep(layers, floor)
     resolved = None if budget is None else resolve_budget(budget, model, layers, least)
-    usage = None if example is None else measure(model, example)
+    usage = None if example is None else measure_usage(model, example)
     return Plan(
         block=block,
         layers=layers,

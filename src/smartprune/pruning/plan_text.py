@@ -12,6 +12,7 @@ from ..core.layers import FROZEN, TRANSFORMED, UNREACHED
 from ..core.macs import COUNTED
 
 if TYPE_CHECKING:
+    from .expected import Expected
     from .plan import Plan
 
 
@@ -79,7 +80,52 @@ def _totals(plan: Plan) -> list[str]:
     limit, total = plan.bound
     wanted = removal(float(plan.share), plan.budget.label, scope(plan.budget))
     lines.append(f"budget   {wanted}: keep {bound} {limit:,} of {total:,} {plan.unit}")
-    return lines if plan.problem is None else [*lines, f"problem  {plan.problem}"]
+    return [*lines, *_expected(plan)] if plan.problem is None else [*lines, f"problem  {plan.problem}"]
+
+
+def _expected(plan: Plan) -> list[str]:
+    """What the budget would leave, and how that is known."""
+    expected = plan.expected
+    if expected is None:
+        return []
+    lines = ["", "expected, if the blocks with the smallest weights were removed now (a search chooses other blocks)"]
+    if expected.macs is not None:
+        total = expected.macs.total
+        even = (
+            "" if expected.even_macs is None else f"; {text.percent(expected.even_macs, total)} if every layer lost the same share"
+        )
+        lines.append(f"MACs     {text.percent(expected.macs.kept, total)} left in the model{even}")
+    if expected.bytes is not None:
+        plain, packed = expected.bytes.total, expected.bytes.kept
+        lines.append(f"packed   {packed:,} of {plain:,} bytes, {plain / packed:.1f}x smaller")
+    if expected.cycles is not None:
+        dense, pruned, npu = expected.cycles.total, expected.cycles.kept, expected.npu
+        array = f"{npu.rows}x{npu.columns} MACs at {npu.clock_mhz:g} MHz"
+        lines.append(f"NPU      {npu.ms(pruned):.3g} of {npu.ms(dense):.3g} ms, {dense / max(1, pruned):.1f}x as fast ({array})")
+    lines += _expected_speed(expected)
+    return lines
+
+
+def _expected_speed(expected: Expected) -> list[str]:
+    """The expected and the measured speed on a CPU, and the budgets that would give other speeds."""
+    lines = []
+    if expected.macs is None:
+        lines.append("CPU      unknown without an input of the model (example=, or --input)")
+    elif expected.speedup is None:
+        measure = "" if expected.measured is not None else "; measure=True (--measure) times it"
+        lines.append(f"CPU      unknown for so small a network{measure}")
+    else:
+        low, typical, high = expected.speedup
+        lines.append(f"CPU      about {typical:.1f}x as fast ({low:.1f}x to {high:.1f}x) as the fastest dense engine, in float32")
+        goals = [f"{times}x at {share:g}" for times in (2, 3, 4) if (share := expected.macs_for(times)) is not None]
+        if goals:
+            lines.append(f"         a budget in MACs (--macs) chooses the speed: about {', '.join(goals)}")
+    if (speed := expected.measured) is not None:
+        threads = f"{speed.threads} thread{'' if speed.threads == 1 else 's'}"
+        lines.append(
+            f"measured {speed.ms:.3g} ms, {speed.speedup:.1f}x as fast as {speed.engine} ({speed.dense_ms:.3g} ms; {threads})"
+        )
+    return lines
 
 
 def plan_json(plan: Plan) -> dict[str, object]:
@@ -103,6 +149,7 @@ def plan_json(plan: Plan) -> dict[str, object]:
         "model_macs": plan.model_macs,
         "not_counted": None if plan.not_counted is None else list(plan.not_counted),
         "padding": float(plan.padding),
+        "expected": None if plan.expected is None else plan.expected.to_json(),
         "layers": [
             {
                 "name": layer.name,

@@ -32,7 +32,7 @@ class Digits:
 
     recipe: ClassVar[Recipe] = Recipe(
         model="resnet8",
-        block="8x4",
+        block="16x8",
         sparsity=0.9,
         dense_epochs=30,
         search_epochs=40,
