@@ -201,7 +201,9 @@ def without_own_tests() -> dict[str, str]:
 
 def test_tests_mirror_the_modules() -> None:
     missing = without_own_tests()
-    untested = [f"{module}: add tests/{file}, or a line to TESTED_IN" for module, file in missing.items() if module not in TESTED_IN]
+    untested = [
+        f"{module}: add tests/{file}, or a line to TESTED_IN" for module, file in missing.items() if module not in TESTED_IN
+    ]
     assert not untested, "\n".join(untested)
     assert sorted(set(TESTED_IN) - set(missing)) == [], "these modules have tests of their own, or do not exist"
     assert [file for file in TESTED_IN.values() if not (TESTS / file).exists()] == []

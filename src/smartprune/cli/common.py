@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ..budgets import budget_names
 from ..errors import SmartpruneError
 from ..files import check_no_overwrite, check_writable
 from ..run_files import PROTECTED
@@ -22,7 +23,7 @@ Target = str | Path | None
 COMMON, BUDGET, LAYERS, SCHEDULE, DATA, DEVICES, OUTPUT = "common", "budget", "layers", "schedule", "data", "devices", "output"
 GROUPS = {
     COMMON: (),
-    BUDGET: ("sparsity", "sparsities", "params", "macs", "cycles", "budget", "npu", "floor"),
+    BUDGET: (*budget_names(), "sparsities", "budget", "npu", "floor"),
     LAYERS: ("include", "skip", "map"),
     SCHEDULE: ("rounds", "seconds", "every", "minutes", "jobs", "dense-seed"),
     DATA: ("data", "task-set", "input", "batch", "split", "calibration", "detections", "annotations"),
