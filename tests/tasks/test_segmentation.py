@@ -6,6 +6,7 @@ import json
 import math
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -272,10 +273,11 @@ def test_invalid_settings_raise(settings: dict[str, object], message: str, tmp_p
 
 
 @pytest.fixture
-def few_scenes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(SCENES, "train", 48)
-    monkeypatch.setitem(SCENES, "validation", 12)
-    monkeypatch.setitem(SCENES, "test", 12)
+def few_scenes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for split, count in (("train", 48), ("validation", 12), ("test", 12)):
+        monkeypatch.setitem(SCENES, split, count)
+    compose.cache_clear()
+    yield
     compose.cache_clear()
 
 

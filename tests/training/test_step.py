@@ -58,8 +58,8 @@ def test_clipping_does_not_affect_the_scores(tmp_path: Path) -> None:
 
 
 def test_four_accumulated_batches_match_one_large_batch(tmp_path: Path) -> None:
-    train(plain_config(tmp_path / "one", batch=128, clip_norm=1.0, ema=0.5))
-    train(plain_config(tmp_path / "four", batch=32, accumulate=4, clip_norm=1.0, ema=0.5))
+    train(plain_config(tmp_path / "one", block="8x4", batch=128, clip_norm=1.0, ema=0.5))
+    train(plain_config(tmp_path / "four", block="8x4", batch=32, accumulate=4, clip_norm=1.0, ema=0.5))
     assert [row["step"] for row in metric_rows(tmp_path / "four")] == [7, 7, 14, 7]
     for file in ("dense", "model"):
         one, four = (load_file(tmp_path / name / f"{file}.safetensors") for name in ("one", "four"))

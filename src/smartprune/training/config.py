@@ -122,7 +122,7 @@ def configure(settings: Mapping[str, Any]) -> Config:
     """Fills missing settings from the task's recipe and checks every value.
 
     >>> configure({"sparsity": 0.8}).block
-    '8x4'
+    '16x8'
     """
     check_names(settings)
     task_name = _checked("task", settings.get("task", "digits"))
