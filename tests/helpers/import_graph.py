@@ -46,11 +46,11 @@ class ImportGraph:
         return {self.row(module) for module in self.checked()}
 
     def checked(self) -> list[str]:
-        """All modules but the package itself and ``__main__``, which import whatever users ask for."""
+        """All modules but the package itself and ``__main__``, which import what users need."""
         return [module for module in self.paths if module not in ("", "__main__")]
 
     def wrong_edges(self, table: dict[str, set[str]]) -> list[Edge]:
-        """The imports that the table does not allow. A name in a text is no import until somebody asks for it."""
+        """The imports that the table does not allow. A name in a text is imported only when it is used."""
         edges = [edge for edge in self.edges if edge.module in self.checked() and edge.kind != "text"]
         return [
             edge for edge in edges if self.row(edge.target) not in {self.row(edge.module), "base"} | table[self.row(edge.module)]
@@ -80,9 +80,9 @@ class ImportGraph:
     def _targets(self, module: str, node: ast.AST) -> Iterator[str]:
         """The modules that a statement or a call of ``import_module`` imports."""
         if isinstance(node, ast.Import):
-            yield from (self._known(name) for alias in node.names if (name := _own(alias.name)) is not None)
+            yield from (self._known(name) for alias in node.names if (name := _relative(alias.name)) is not None)
         elif isinstance(node, ast.ImportFrom):
-            start = self._absolute(module, "." * node.level + (node.module or "")) if node.level else _own(node.module or "")
+            start = self._absolute(module, "." * node.level + (node.module or "")) if node.level else _relative(node.module or "")
             if start is not None:
                 yield from (self._member(start, alias.name) for alias in node.names if not alias.name.startswith("__"))
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")) and node.args:
@@ -94,7 +94,7 @@ class ImportGraph:
         """The name of a module without that of the package."""
         level = len(name) - len(name.lstrip("."))
         if not level:
-            return _own(name) or name
+            return _relative(name) or name
         is_package = self.paths[module].name == "__init__.py"
         parts = (module.split(".") if module else []) if is_package else module.split(".")[:-1]
         return ".".join([*parts[: len(parts) - level + 1], *filter(None, [name.lstrip(".")])])
@@ -118,7 +118,7 @@ class ImportGraph:
                 yield node.module or "", [alias.name for alias in node.names]
 
 
-def _own(name: str) -> str | None:
+def _relative(name: str) -> str | None:
     """The name of a module without that of the package; None for modules of others."""
     return name.removeprefix(PACKAGE).lstrip(".") if name.split(".")[0] == PACKAGE else None
 
