@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from helpers import reference, zoo
+from helpers.usage import count_macs, count_uses
 from smartprune.core import budget
 from smartprune.core.block import Block
 from smartprune.core.budget import ResolvedBudget, as_share, block_macs, blocks, keep_count, macs, min_keep, params
 from smartprune.core.layers import find_layers
-from smartprune.core.usage import count_macs, count_uses
 from smartprune.errors import SmartpruneError
 
 SHARES = (
@@ -89,8 +89,8 @@ def test_a_wrong_floor_has_its_own_message() -> None:
 def test_floor_rounds_up_in_every_layer() -> None:
     layers, _ = find_layers(zoo.plain_cnn()[0], Block(4, 4))
     for floor in ("0", "0.02", "0.1", "0.5", "0.999"):
-        want = [math.ceil(Fraction(floor) * layer.n) for layer in layers]
-        assert min_keep(layers, float(floor)).tolist() == want
+        expected = [math.ceil(Fraction(floor) * layer.n) for layer in layers]
+        assert min_keep(layers, float(floor)).tolist() == expected
 
 
 @pytest.mark.parametrize("name", sorted(zoo.SMALL))

@@ -11,7 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import smartprune as sp
 from helpers import zoo
-from smartprune.core.usage import count_macs, measure
+from helpers.usage import count_macs
+from smartprune.core.usage import measure
 
 ROWS = 4 * 5  # of the example: 4 samples of 5 rows
 X = torch.randn(4, 5, 8)

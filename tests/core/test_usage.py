@@ -7,11 +7,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from helpers import zoo
+from helpers.usage import count_macs, count_uses
 from smartprune import Magnitude, attach
 from smartprune.core.block import Block
 from smartprune.core.budget import block_macs
 from smartprune.core.layers import Layer, find_layers
-from smartprune.core.usage import count_macs, count_uses
 
 
 @pytest.mark.parametrize("name", sorted(zoo.SMALL))

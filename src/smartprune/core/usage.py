@@ -100,17 +100,6 @@ def measure(model: nn.Module, example: Any) -> Usage:
     return Usage(calls, batch, macs, tuple(sorted(counter.not_counted)))
 
 
-def count_macs(model: nn.Module, example: Any) -> int:
-    """MACs of the model for one sample of ``example``: convolutions, matrix products, attention and recurrent layers."""
-    return measure(model, example).macs
-
-
-def count_uses(model: nn.Module, layers: Sequence[Layer], example: Any) -> dict[str, tuple[int, ...]]:
-    """How often each element of a layer's weight is used for one sample, as in :meth:`Usage.uses`, by layer name."""
-    usage = measure(model, example)
-    return {layer.name: usage.uses(layer) for layer in layers}
-
-
 def find_calls(model: nn.Module, layers: Sequence[Layer], example: Any) -> Calls:
     """Every use of each layer's weight for one sample, in order, by layer name."""
     usage = measure(model, example)
@@ -137,7 +126,7 @@ class _Recorder(TorchFunctionMode):
     """Records the calls of layers, with hooks, and uses of weights outside of their layer, as a function mode.
 
     An example of the latter is ``F.linear(x, layer.weight)`` in the forward method of another module. ``counter`` counts every
-    operation; what it counts for a recorded call is taken off again, so that it is left with everything else.
+    operation; what it counts for a recorded call is subtracted again, so that only everything else remains.
     """
 
     def __init__(self, model: nn.Module, counter: MacCounter) -> None:
@@ -214,7 +203,7 @@ class _Recorder(TorchFunctionMode):
             start = self.started.pop()
             for attribute, (parts, size) in uses.items():
                 self._add(self.calls, weight_name(name, attribute), parts, size)
-                self._take_off(start, _macs(size, [part.uses for part in parts]))
+                self._subtract(start, _macs(size, [part.uses for part in parts]))
 
         self.hooks.append(module.register_forward_pre_hook(enter, with_kwargs=True))
         self.hooks.append(module.register_forward_hook(record, with_kwargs=True))
@@ -230,7 +219,7 @@ class _Recorder(TorchFunctionMode):
                 stored = m._parameters.get(attribute)
                 if stored is not None:
                     self._add(self.calls, weight_name(name, attribute), (Call(rows, rows, rows),), stored.numel())
-                    self._take_off(start, stored.numel() * rows)
+                    self._subtract(start, stored.numel() * rows)
 
         self.hooks.append(module.register_forward_pre_hook(enter))
         self.hooks.append(module.register_forward_hook(record, with_kwargs=True))
@@ -250,7 +239,7 @@ class _Recorder(TorchFunctionMode):
             self.unbatched |= axis == 0
             call = _call(x, out, axis, isinstance(m, TRANSPOSED))
             self._add(self.calls, weight_name(name, "weight"), (call,), size)
-            self._take_off(start, size * call.uses)
+            self._subtract(start, size * call.uses)
             self.running.discard(id(stored))
 
         if (stored := module._parameters.get("weight")) is not None:
@@ -264,8 +253,8 @@ class _Recorder(TorchFunctionMode):
         calls.setdefault(name, []).append(parts)
         self.sizes[name] = size
 
-    def _take_off(self, start: int, macs: int) -> None:
-        """Takes the MACs of a recorded call off those counted since ``start``. A layer may compute more than its weight says."""
+    def _subtract(self, start: int, macs: int) -> None:
+        """Subtracts the MACs of a recorded call from those since ``start``. A layer may compute more than its weight says."""
         self.counter.macs = max(start, self.counter.macs - macs)
 
     def _note_axes(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -286,7 +275,7 @@ class _Recorder(TorchFunctionMode):
                 axis = -1 if func is F.linear else out.dim() - weight.dim() + 1
                 call = _call(x, out, axis, func in TRANSPOSED_FUNCTIONS)
                 self._add(self.outside, name, (call,), weight.numel())
-                self._take_off(start, weight.numel() * call.uses)
+                self._subtract(start, weight.numel() * call.uses)
         elif func is F.multi_head_attention_forward:
             arguments = inspect.signature(func).bind(*args, **kwargs).arguments
             # weights of linear layers, as in the attention pooling of CLIP; those of nn.MultiheadAttention are not in names
@@ -297,7 +286,7 @@ class _Recorder(TorchFunctionMode):
                     count = arguments[source].numel() // arguments[source].shape[-1]
                     if weight is not None and name is not None:
                         self._add(self.outside, name, (Call(count, count, count),), weight.numel())
-                        self._take_off(start, weight.numel() * count)
+                        self._subtract(start, weight.numel() * count)
         return out
 
     def _stored_id(self, weight: Any) -> int:

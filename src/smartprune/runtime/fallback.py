@@ -12,6 +12,7 @@ from .module import Accelerated, Options
 from .trace.inputs import as_float32
 from .trace.tracer import Opaque
 
+REPLACED = (nn.Conv2d, nn.Linear)  # the types of layers that are accelerated one by one
 CONTAINERS = (nn.Module, nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
@@ -81,7 +82,7 @@ def _replace_children(owner: nn.Module, options: Options, replaced: dict[int, Re
     for name, module in list(owner._modules.items()):
         if module is None or isinstance(module, Accelerated):
             continue
-        if type(module) in (nn.Conv2d, nn.Linear):
+        if type(module) in REPLACED:
             if id(module) not in replaced:
                 replaced[id(module)] = ReplacedLayer(module, options, None)
             owner._modules[name] = replaced[id(module)]

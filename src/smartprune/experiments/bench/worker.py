@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from ... import text
 from ...errors import SmartpruneError
 from ...runtime import accelerate
+from ...runtime.fallback import REPLACED
 from .adapters import Run, load_engine
 from .engines import OURS, is_int8
 
@@ -103,7 +104,7 @@ def fastest_call(run: Run, seconds: float) -> float:
 
 
 def time_layers(name: str, model: nn.Module, x: Tensor, seconds: float = 0.05) -> dict[str, tuple[str, float]]:
-    """The kind and the time of every convolution and linear layer alone, with the inputs it has in the network."""
+    """The kind and the time of every layer alone that can be accelerated alone, with the inputs it has in the network."""
     inputs: dict[str, Tensor] = {}
 
     def record(path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -112,7 +113,7 @@ def time_layers(name: str, model: nn.Module, x: Tensor, seconds: float = 0.05) -
     hooks = [
         module.register_forward_pre_hook(partial(record, path), with_kwargs=True)
         for path, module in model.named_modules()
-        if type(module) in (nn.Conv2d, nn.Linear)
+        if type(module) in REPLACED
     ]
     with torch.no_grad():
         model(x)
