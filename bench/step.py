@@ -298,7 +298,7 @@ def main() -> None:
         print(f"{name:38s} {row['eager']['median']:9.4f} {shown:>9s}")
     if args.out is not None:
         args.out.write_text(json.dumps(result, indent=1) + "\n")
-        print(f"\nresults results written to {args.out}")
+        print(f"\nresults written to {args.out}")
 
 
 def triton_version() -> str | None:

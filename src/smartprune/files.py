@@ -223,7 +223,7 @@ def read_limited(path: str | os.PathLike[str], max_bytes: int) -> bytes:
 
 def check_readable(path: str | os.PathLike[str]) -> None:
     """Raises with the reason of the operating system if a file cannot be opened, or is no regular file. Some readers hide that
-    reason, or wait for ever."""
+    reason, or wait forever."""
     try:
         open_regular(path).close()
     except (OSError, ValueError) as error:

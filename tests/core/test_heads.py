@@ -83,7 +83,7 @@ def test_the_ends_of_parallel_branches_are_output_layers() -> None:
     model = modules(model=Scales((8, 12, 16)))
     expected = {f"model.cv{b}.{i}.1": "output layer, parallel to model.cv3.2.1" for b in (2, 3) for i in range(3)}
     assert heads(model) == expected | {"model.cv3.2.1": LAST}
-    assert heads(nn.ModuleList(nn.Linear(n, 4) for n in (8, 12, 16))) == {"2": LAST}  # the model itself is no list in a module
+    assert heads(nn.ModuleList(nn.Linear(n, 4) for n in (8, 12, 16))) == {"2": LAST}  # the model itself is not a list in a module
 
 
 def test_layers_of_a_chain_are_not_parallel() -> None:

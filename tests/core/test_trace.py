@@ -54,7 +54,7 @@ def test_a_calculated_weight_is_a_form_and_a_view_is_not() -> None:
 
     model = Net()
     with torch.no_grad():
-        model.b.weight.copy_(torch.arange(16.0).reshape(4, 4))  # the mean, 7.5, is no entry
+        model.b.weight.copy_(torch.arange(16.0).reshape(4, 4))  # the mean, 7.5, is not an entry
     (form,) = trace(model, torch.randn(1, 4), count_zeros=True).forms
     assert (form.params, form.elements, form.zeros) == ({id(model.b.weight)}, 16, 0)
 

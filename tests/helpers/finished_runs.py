@@ -1,4 +1,4 @@
-"""Folders of finished runs that nobody trained."""
+"""Folders that look like finished runs, without training."""
 
 from __future__ import annotations
 

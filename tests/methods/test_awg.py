@@ -32,7 +32,7 @@ def test_weights_are_paused_during_calibration_and_masks_are_nested() -> None:
 
 
 def test_a_floor_may_bring_removed_blocks_back() -> None:
-    """Of what an earlier stage kept, the floor would cost more than the budget; attach promised that it fits."""
+    """With the blocks that an earlier stage kept, the floor would cost more than the budget, which is feasible by itself."""
     job = MethodCase("awg", "plain_cnn", block=(3, 5), budget=sp.params(0.9), floor=0.15).run()
     plan, mask = job.pruner.plan, job.pruner.mask
     assert plan.cost is not None
@@ -101,7 +101,7 @@ def test_running_statistics_do_not_change_during_calibration(momentum: float | N
 
 
 def test_instance_norms_are_unchanged_during_calibration() -> None:
-    """In evaluation they went over to the statistics of their input, and in training they kept an account of it."""
+    """Calibration neither switches them to the statistics of their input nor updates their running statistics."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(3, 16, 3), nn.InstanceNorm2d(16, track_running_stats=True), nn.Conv2d(16, 16, 3), nn.Conv2d(16, 4, 1)

@@ -81,7 +81,7 @@ def test_apportion_rounds_by_largest_remainder() -> None:
         counts, seats = apportion(sizes, share), math.floor(share * sum(sizes))
         assert sum(counts) == seats
         assert all(0 <= count <= size for count, size in zip(counts, sizes, strict=True))
-        if seats >= len(sizes):  # nobody gets more than the next whole number, or the one that is guaranteed
+        if seats >= len(sizes):  # no layer gets more than the next whole number, or the one block that is guaranteed
             assert all(1 <= count <= max(1, math.ceil(share * size)) for count, size in zip(counts, sizes, strict=True))
 
 
@@ -95,7 +95,7 @@ def test_global_once_uses_one_global_choice() -> None:
 
 
 def test_every_layer_keeps_its_floor() -> None:
-    """Of layers of 3, 3 and 20 blocks: half of 3 is 1 or 2, the floor wants 2. What the soft mask keeps, hardening keeps."""
+    """Of layers of 3, 3 and 20 blocks: half of 3 is 1 or 2, and the floor is 2. The hard mask keeps what the soft mask keeps."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(1, 3), nn.Linear(3, 1), nn.Linear(1, 20))
     pruner = sp.attach(model, sp.Pdp(tau=1e-6), block=(1, 1), sparsity=0.54, floor=0.34, include="*", steps=4)

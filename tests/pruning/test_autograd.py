@@ -26,8 +26,8 @@ def test_value_and_gradients_are_those_of_plain_autograd() -> None:
     expected = compute(a, b)
     assert torch.equal(out, expected)
     grad = torch.arange(6, dtype=torch.float64)
-    for got, want in zip(torch.autograd.grad(out, [a, b], grad), torch.autograd.grad(expected, [a, b], grad), strict=True):
-        assert torch.equal(got, want)
+    for got, value in zip(torch.autograd.grad(out, [a, b], grad), torch.autograd.grad(expected, [a, b], grad), strict=True):
+        assert torch.equal(got, value)
 
 
 def test_a_second_backward_pass_adds_the_same_gradients() -> None:

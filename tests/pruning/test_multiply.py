@@ -29,14 +29,14 @@ def test_products_and_gradients(block: tuple[int | None, ...] | str, dtype: torc
     weights = masked_products.weights_of(multiplier, dtype, channels_last)
     mask = masked_products.mask_of(multiplier)
     made = masked_products.computed(multiplier, mask, weights)
-    want = masked_products.expected(multiplier, mask, weights, masked_products.grads_of(weights))
+    expected = masked_products.expected(multiplier, mask, weights, masked_products.grads_of(weights))
     rtol = 2**-8 if dtype == torch.bfloat16 else 1e-6  # rounded once
-    for weight, product, grad, p, g in zip(weights, made.products, made.weights, want.products, want.weights, strict=True):
+    for weight, product, grad, p, g in zip(weights, made.products, made.weights, expected.products, expected.weights, strict=True):
         close(product, p, rtol, 0)
         close(grad, g, rtol, 0)
         assert product.dtype == weight.dtype
         assert product.stride() == weight.stride()
-    close(made.mask, want.mask)
+    close(made.mask, expected.mask)
 
 
 @given(random_layers())
@@ -65,11 +65,11 @@ def test_straight_through_does_not_mask_the_gradient_of_weights() -> None:
     multiplier = masked_products.multiplier((4, 4))
     weights, mask = masked_products.weights_of(multiplier), masked_products.mask_of(multiplier)
     made = masked_products.computed(multiplier, mask, weights, through=True)
-    want = masked_products.expected(multiplier, mask, weights, masked_products.grads_of(weights))
+    expected = masked_products.expected(multiplier, mask, weights, masked_products.grads_of(weights))
     for grad, given_ in zip(made.weights, masked_products.grads_of(weights), strict=True):
         assert grad is not None
         assert torch.equal(grad, given_)
-    close(made.mask, want.mask)
+    close(made.mask, expected.mask)
 
 
 @pytest.mark.parametrize("hold", [False, True])
@@ -85,8 +85,8 @@ def test_dtypes_round_the_product_once(hold: bool) -> None:
     for product, p, dtype in zip(made.products, plain.products, dtypes, strict=True):
         assert torch.equal(product, p.to(dtype or torch.float32))
     grads = [grad.float() for grad in masked_products.grads_of(made.products)]
-    want = masked_products.expected(multiplier, mask, weights, grads)
-    for grad, g in zip(made.weights, want.weights, strict=True):
+    expected = masked_products.expected(multiplier, mask, weights, grads)
+    for grad, g in zip(made.weights, expected.weights, strict=True):
         assert grad is not None
         assert grad.dtype == torch.float32
         close(grad, g, 1e-6, 0)
@@ -116,13 +116,13 @@ def test_several_backward_passes() -> None:
     out[0].sum().backward()  # no retain_graph: nothing is freed, as reentrant checkpointing needs it
     assert leaves[1].grad is None
     torch.autograd.backward(out, [torch.ones_like(p) for p in out])
-    want = masked_products.expected(multiplier, mask.detach(), [x.detach() for x in leaves], [torch.ones_like(p) for p in out])
+    expected = masked_products.expected(multiplier, mask.detach(), [x.detach() for x in leaves], [torch.ones_like(p) for p in out])
     assert mask.grad is not None
-    assert want.mask is not None
+    assert expected.mask is not None
     once = multiplier.grids[0].sum(leaves[0].detach().double())
-    close(mask.grad, want.mask + torch.cat([once, torch.zeros(multiplier.starts[-1] - multiplier.starts[1])]))
-    close(leaves[0].grad, 2 * want.weights[0])
-    close(leaves[1].grad, want.weights[1])
+    close(mask.grad, expected.mask + torch.cat([once, torch.zeros(multiplier.starts[-1] - multiplier.starts[1])]))
+    close(leaves[0].grad, 2 * expected.weights[0])
+    close(leaves[1].grad, expected.weights[1])
 
 
 def test_weights_without_requires_grad_get_no_gradient() -> None:
@@ -132,9 +132,9 @@ def test_weights_without_requires_grad_get_no_gradient() -> None:
     weights[2].requires_grad_()
     out = multiplier.multiply(mask, weights)
     torch.autograd.backward(out, masked_products.grads_of(out))
-    want = masked_products.expected(multiplier, mask.detach(), [w.detach() for w in weights], masked_products.grads_of(out))
+    expected = masked_products.expected(multiplier, mask.detach(), [w.detach() for w in weights], masked_products.grads_of(out))
     assert [weight.grad is not None for weight in weights] == [i == 2 for i in range(len(weights))]
-    close(mask.grad, want.mask)
+    close(mask.grad, expected.mask)
 
 
 def test_an_in_place_change_before_backward_raises() -> None:
@@ -158,8 +158,8 @@ def test_multiply_in_place(layers: list[int] | None, channels_last: bool) -> Non
     wanted = [multiplier.grids[i].expand(multiplier.layer_mask(mask, i)) * every[i] for i in numbers]
     versions = [weight._version for weight in weights]
     multiplier.multiply_(mask, weights, layers)
-    for weight, want, version in zip(weights, wanted, versions, strict=True):
-        assert torch.equal(weight, want)
+    for weight, expected, version in zip(weights, wanted, versions, strict=True):
+        assert torch.equal(weight, expected)
         assert weight._version > version
 
 
@@ -167,9 +167,9 @@ def test_multiply_in_place_on_a_slice() -> None:
     multiplier = masked_products.multiplier((4, 4), [((9, 6), 1, False)])
     weight = torch.randn(9, 12)[:, ::2]
     mask = masked_products.mask_of(multiplier)
-    want = weight * multiplier.grids[0].expand(mask)
+    expected = weight * multiplier.grids[0].expand(mask)
     multiplier.multiply_(mask, [weight])
-    assert torch.equal(weight, want)
+    assert torch.equal(weight, expected)
 
 
 def test_transposed_storage() -> None:
@@ -177,10 +177,10 @@ def test_transposed_storage() -> None:
     weight = torch.randn(6, 9).t()
     mask = masked_products.mask_of(multiplier)
     made = masked_products.computed(multiplier, mask, [weight])
-    want = masked_products.expected(multiplier, mask, [weight], masked_products.grads_of([weight]))
-    close(made.products[0], want.products[0])
-    close(made.weights[0], want.weights[0])
-    close(made.mask, want.mask)
+    expected = masked_products.expected(multiplier, mask, [weight], masked_products.grads_of([weight]))
+    close(made.products[0], expected.products[0])
+    close(made.weights[0], expected.weights[0])
+    close(made.mask, expected.mask)
 
 
 def test_chunks_cover_every_layer_once() -> None:

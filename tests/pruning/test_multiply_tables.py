@@ -60,8 +60,8 @@ def test_programs_cover_everything_once(
     assert sorted(scratch) == list(range(work.space))
     for place, one, blocks_of in zip(places, owner, held, strict=True):
         assert (one >= 0).all()
-        want = place.grid.expand(torch.arange(place.start, place.start + place.grid.n))
-        assert torch.equal(blocks_of, want.permute(place.order).reshape(-1))
+        expected = place.grid.expand(torch.arange(place.start, place.start + place.grid.n))
+        assert torch.equal(blocks_of, expected.permute(place.order).reshape(-1))
 
 
 def test_flat_outputs_do_not_overlap() -> None:

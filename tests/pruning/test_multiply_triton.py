@@ -59,14 +59,14 @@ def same(a: Tensor | None, b: Tensor | None) -> None:
         assert torch.equal(a, b)
 
 
-def agree(want: masked_products.Products, made: masked_products.Products) -> None:
-    for a, b in zip(want.products, made.products, strict=True):
+def agree(expected: masked_products.Products, made: masked_products.Products) -> None:
+    for a, b in zip(expected.products, made.products, strict=True):
         same(a, b)
-    for g, h in zip(want.weights, made.weights, strict=True):
+    for g, h in zip(expected.weights, made.weights, strict=True):
         same(g, h)
-    assert (want.mask is None) == (made.mask is None)
-    if want.mask is not None:
-        torch.testing.assert_close(want.mask, made.mask, rtol=1e-4, atol=1e-4)
+    assert (expected.mask is None) == (made.mask is None)
+    if expected.mask is not None:
+        torch.testing.assert_close(expected.mask, made.mask, rtol=1e-4, atol=1e-4)
 
 
 KINDS: list[dict[str, object]] = [
@@ -131,10 +131,10 @@ def test_unsupported_weights_fall_back_to_torch() -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(module, "BACKEND", "triton")
             made = masked_products.computed(multiplier, masked_products.mask_of(multiplier), [weight])
-            want = masked_products.expected(
+            expected = masked_products.expected(
                 multiplier, masked_products.mask_of(multiplier), [weight], masked_products.grads_of([weight])
             )
-        torch.testing.assert_close(made.products[0].double(), want.products[0], rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(made.products[0].double(), expected.products[0], rtol=1e-6, atol=1e-6)
     assert list(multiplier.kernel_cache.values()) == [None, None]
 
 
@@ -158,13 +158,13 @@ def test_missing_strided_and_unaligned_gradients(monkeypatch: pytest.MonkeyPatch
             leaf.grad = None
         torch.autograd.backward([out[i] for i in used], [grads[i] for i in used])
         given = [grads[i] if i in used else torch.zeros_like(grads[i]) for i in range(5)]
-        want = masked_products.expected(multiplier, mask.detach(), [leaf.detach() for leaf in leaves], given)
-        torch.testing.assert_close(mask.grad.double(), want.mask, rtol=1e-5, atol=1e-5)
+        expected = masked_products.expected(multiplier, mask.detach(), [leaf.detach() for leaf in leaves], given)
+        torch.testing.assert_close(mask.grad.double(), expected.mask, rtol=1e-5, atol=1e-5)
         for i, leaf in enumerate(leaves):
             if i == 2 or i not in used:
                 assert leaf.grad is None
             else:
-                torch.testing.assert_close(leaf.grad.double(), want.weights[i], rtol=1e-6, atol=0)
+                torch.testing.assert_close(leaf.grad.double(), expected.weights[i], rtol=1e-6, atol=0)
 
 
 @needs_interpreter
@@ -190,13 +190,13 @@ def test_multiply_in_place(hard: bool, monkeypatch: pytest.MonkeyPatch) -> None:
             w for i, w in enumerate(masked_products.weights_of(multiplier, channels_last=True)) if layers is None or i in layers
         ]
         some = some if layers is None else some[::-1]
-        want = [weight.clone() for weight in some]
-        multiplier.multiply_(mask, want, layers)
+        expected = [weight.clone() for weight in some]
+        multiplier.multiply_(mask, expected, layers)
         monkeypatch.setattr(module, "BACKEND", "triton")
         versions = [weight._version for weight in some]
         multiplier.multiply_(mask, some, layers)
         monkeypatch.setattr(module, "BACKEND", "torch")
-        for a, b, version in zip(want, some, versions, strict=True):
+        for a, b, version in zip(expected, some, versions, strict=True):
             assert torch.equal(a, b)
             assert b._version > version
 
@@ -204,18 +204,18 @@ def test_multiply_in_place(hard: bool, monkeypatch: pytest.MonkeyPatch) -> None:
 @needs_interpreter
 def test_telemetry(monkeypatch: pytest.MonkeyPatch) -> None:
     n = 3000
-    told = []
+    measured = []
     for backend in ("torch", "triton"):
         monkeypatch.setattr(module, "BACKEND", backend)
         telemetry = Telemetry([0, 1000, n], 300.0)
         generator = torch.Generator().manual_seed(0)
         for _ in range(2):
             telemetry.measure(torch.rand(n, generator=generator) ** 4)
-            told.append(telemetry.read())
+            measured.append(telemetry.read())
             assert telemetry.side is not None
             assert telemetry.side.dtype == torch.bool
-    for want, got in zip(told[:2], told[2:], strict=True):
-        assert got == {**want, "gap": pytest.approx(want["gap"], rel=1e-5)}
+    for expected, got in zip(measured[:2], measured[2:], strict=True):
+        assert got == {**expected, "gap": pytest.approx(expected["gap"], rel=1e-5)}
 
 
 def search(backend: str, device: str = "cpu") -> tuple[Tensor, list[Tensor]]:
@@ -282,9 +282,9 @@ def test_gpu_agrees_with_torch(block: tuple[int | None, ...] | str, channels_las
     if KINDS[kind].get("hold"):
         mask = mask > 0.5
         multiplier.multiply_(mask.float(), weights)
-    want, made = both(multiplier, mask, weights, **KINDS[kind])
-    sums, others, want.mask, made.mask = want.mask, made.mask, None, None
-    agree(want, made)
+    expected, made = both(multiplier, mask, weights, **KINDS[kind])
+    sums, others, expected.mask, made.mask = expected.mask, made.mask, None, None
+    agree(expected, made)
     if sums is not None:
         torch.testing.assert_close(others, sums, rtol=1e-4, atol=1e-3)
 
@@ -295,11 +295,11 @@ def test_gpu_half_precision_unaligned_and_repeated() -> None:
     multiplier, weights, mask = on_device(LARGE)
     weights = [torch.cat([weight.new_zeros(1), weight.flatten()])[1:].view(weight.shape) for weight in weights]
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        want, made = both(multiplier, mask, [weight.to(dtype) for weight in weights])
-        want.mask, sums = None, made.mask
+        expected, made = both(multiplier, mask, [weight.to(dtype) for weight in weights])
+        expected.mask, sums = None, made.mask
         again = both(multiplier, mask, [weight.to(dtype) for weight in weights])[1].mask
         made.mask = None
-        agree(want, made)
+        agree(expected, made)
         assert sums is not None
         assert torch.equal(sums, again)  # no atomics: the same every time
     odd = [weight.detach().requires_grad_() for weight in weights]
@@ -313,9 +313,9 @@ def test_gpu_half_precision_unaligned_and_repeated() -> None:
 @on_gpu
 def test_gpu_multiply_in_place_and_telemetry() -> None:
     multiplier, weights, mask = on_device(LARGE)
-    want = [weight * multiplier.grids[i].expand(multiplier.layer_mask(mask, i)) for i, weight in enumerate(weights)]
+    expected = [weight * multiplier.grids[i].expand(multiplier.layer_mask(mask, i)) for i, weight in enumerate(weights)]
     multiplier.multiply_(mask, weights)
-    for a, b in zip(want, weights, strict=True):
+    for a, b in zip(expected, weights, strict=True):
         assert torch.equal(a, b)
     ours, theirs = Telemetry(multiplier.starts, 100.0), Telemetry(multiplier.starts, 100.0)
     for power in (1, 3):

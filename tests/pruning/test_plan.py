@@ -237,6 +237,6 @@ def test_the_suggested_share_of_a_model_is_feasible() -> None:
     for share, floor, most in ((0.99, None, 36 / 84), (0.7, None, 36 / 84), (0.7, 0.4, 0.0), (0.45, None, 36 / 84)):
         with pytest.raises(SmartpruneError, match="at most") as caught:
             plan(model, (6, 6), budget=macs(share, x, of="model"), floor=floor, include=["0", "1"], skip="2").require()
-        said = float(str(caught.value).partition("at most ")[2].split()[0])
-        assert said == math.floor(10_000 * most) / 10_000
-        plan(model, (6, 6), budget=macs(said, x, of="model"), floor=floor, include=["0", "1"], skip="2").require()
+        suggested = float(str(caught.value).partition("at most ")[2].split()[0])
+        assert suggested == math.floor(10_000 * most) / 10_000
+        plan(model, (6, 6), budget=macs(suggested, x, of="model"), floor=floor, include=["0", "1"], skip="2").require()

@@ -21,7 +21,7 @@ from smartprune.reports.view import gather
 
 @pytest.fixture
 def pruned() -> tuple[nn.Module, sp.Receipt]:
-    """A model with two transposed convolutions, whose axes a file does not tell."""
+    """A model with two transposed convolutions, whose axes a file does not define."""
     torch.manual_seed(1)
     return model_and_receipt("unet", (4, 8), 0.6)
 

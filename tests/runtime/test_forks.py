@@ -46,7 +46,7 @@ status = []
 for _ in range(int(sys.argv[3])):
     child = os.fork()
     if child == 0:  # exceptions must not leave this branch
-        signal.alarm(120)  # ends a child that waits for ever
+        signal.alarm(120)  # ends a child that would wait forever
         try:
             new = sp.accelerate(model, threads=2)(x) if makes_plans else fast(x)
             close = torch.equal(fast(x), expected) and float((new - expected).abs().max()) < 1e-4

@@ -229,7 +229,7 @@ def test_loss_can_be_captured_in_a_cuda_graph() -> None:
     assert float(value.detach()) == pytest.approx(float(wanted), rel=1e-4)
 
 
-def slow_distance(maps: list[Tensor], wanted: list[Tensor], temperature: float) -> float:
+def slow_distance(maps: list[Tensor], targets: list[Tensor], temperature: float) -> float:
     """Loops over cells, with the logarithms of the definition."""
 
     def sigmoid(x: float) -> float:
@@ -240,8 +240,8 @@ def slow_distance(maps: list[Tensor], wanted: list[Tensor], temperature: float) 
         return temperature**2 * (p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q)))
 
     total = 0.0
-    for raw, told, balance in zip(maps, wanted, (4.0, 1.0, 0.4), strict=True):
-        cells = list(zip(raw.flatten(0, 3).tolist(), told.flatten(0, 3).tolist(), strict=True))
+    for raw, teacher, balance in zip(maps, targets, (4.0, 1.0, 0.4), strict=True):
+        cells = list(zip(raw.flatten(0, 3).tolist(), teacher.flatten(0, 3).tolist(), strict=True))
         sure = [sigmoid(b[4]) for _, b in cells]
         boxes = sum(
             w * sum((sigmoid(x) - sigmoid(y)) ** 2 for x, y in zip(a[:4], b[:4], strict=True))
@@ -260,30 +260,30 @@ def slow_distance(maps: list[Tensor], wanted: list[Tensor], temperature: float) 
 @pytest.mark.parametrize("temperature", [1.0, 4.0])
 @pytest.mark.parametrize("classes", [1, 5])
 def test_distance_matches_a_slow_loop(classes: int, temperature: float) -> None:
-    maps, wanted = raw_maps(2, classes), raw_maps(2, classes, seed=1)
-    assert float(yolo_distance(maps, wanted, temperature)) == pytest.approx(slow_distance(maps, wanted, temperature), rel=1e-9)
+    maps, targets = raw_maps(2, classes), raw_maps(2, classes, seed=1)
+    assert float(yolo_distance(maps, targets, temperature)) == pytest.approx(slow_distance(maps, targets, temperature), rel=1e-9)
     assert float(yolo_distance(maps, maps, temperature)) == pytest.approx(0, abs=1e-9)
-    assert float(yolo_distance(maps, wanted, temperature)) > 1
+    assert float(yolo_distance(maps, targets, temperature)) > 1
 
 
 def test_gradients_of_the_distance_match_finite_differences() -> None:
-    maps, wanted = (
+    maps, targets = (
         [m[:, :, :2, :2].clone().requires_grad_() for m in raw_maps(1, 3)],
         [m[:, :, :2, :2] for m in raw_maps(1, 3, seed=1)],
     )
-    assert torch.autograd.gradcheck(lambda *raw: yolo_distance(raw, wanted, 2.0), maps)
+    assert torch.autograd.gradcheck(lambda *raw: yolo_distance(raw, targets, 2.0), maps)
 
 
 def test_distance_ignores_boxes_and_classes_of_empty_cells() -> None:
-    maps, wanted = raw_maps(1, 3), raw_maps(1, 3, seed=1)
-    for raw, told in zip(maps, wanted, strict=True):
-        told[..., 4] = -60  # the teacher sees no object
-        told[0, 0, 0, 0, 4] = raw[..., 4] = 2.0
-    before = float(yolo_distance(maps, wanted, 1.0))
-    for told in wanted:
-        told[0, 1:, ..., :4] += 1  # boxes
-        told[0, 1:, ..., 5:] -= 1  # classes
-    assert float(yolo_distance(maps, wanted, 1.0)) == pytest.approx(before, rel=1e-9)
-    for told in wanted:
-        told[0, 0, 0, 0, 5:] -= 1
-    assert float(yolo_distance(maps, wanted, 1.0)) != pytest.approx(before, rel=1e-6)
+    maps, targets = raw_maps(1, 3), raw_maps(1, 3, seed=1)
+    for raw, teacher in zip(maps, targets, strict=True):
+        teacher[..., 4] = -60  # the teacher sees no object
+        teacher[0, 0, 0, 0, 4] = raw[..., 4] = 2.0
+    before = float(yolo_distance(maps, targets, 1.0))
+    for teacher in targets:
+        teacher[0, 1:, ..., :4] += 1  # boxes
+        teacher[0, 1:, ..., 5:] -= 1  # classes
+    assert float(yolo_distance(maps, targets, 1.0)) == pytest.approx(before, rel=1e-9)
+    for teacher in targets:
+        teacher[0, 0, 0, 0, 5:] -= 1
+    assert float(yolo_distance(maps, targets, 1.0)) != pytest.approx(before, rel=1e-6)

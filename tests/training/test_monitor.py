@@ -87,7 +87,7 @@ def test_sparkline() -> None:
 
 
 class Changes:
-    """A run that goes on while it is watched: each sleep makes the next thing happen."""
+    """A run that continues while it is watched: each sleep makes the next change."""
 
     def __init__(self, *changes: Any) -> None:
         self.changes = list(changes)

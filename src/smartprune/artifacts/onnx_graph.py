@@ -112,7 +112,8 @@ def _equal(array: Any, cut: Cut) -> bool:
 
 
 def _split_merged(graph: Any, arrays: Mapping[str, Any], cuts: Sequence[Cut], missing: Sequence[Cut]) -> set[str]:
-    """Gives equal weights that the exporter merged a tensor each, and returns them. Small weights without kept blocks are equal.
+    """Gives weights that the exporter merged a tensor each, and returns their names. It merges small weights that are equal,
+    such as those without kept blocks.
 
     The metadata of a node names its module, but after folding that may be the normalization. The remaining nodes go to the
     remaining weights in order, which changes no result because the values are equal.

@@ -157,17 +157,17 @@ def pack(
     file, rows, assumed = _packed(source, block, receipt)
     data = file.to_bytes()
     write_atomic(target, data)
-    own = receipt if receipt is not None and receipt.block == block else None  # a receipt for other blocks is only stored
+    matching = receipt if receipt is not None and receipt.block == block else None  # a receipt for other blocks is only stored
     return Packed(
         path=str(target),
         block=block,
         dense=_dense_size(source, file),
         size=len(data),
-        mask_hash=file.mask_hash if own is None else own.mask_hash,
+        mask_hash=file.mask_hash if matching is None else matching.mask_hash,
         layers=rows,
         assumed=assumed,
         stored_hash=file.mask_hash,
-        pruned=None if own is None else own.blocks,
+        pruned=None if matching is None else matching.blocks,
     )
 
 

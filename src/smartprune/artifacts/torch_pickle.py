@@ -149,7 +149,7 @@ class Unpickler(pickle.Unpickler):
 
 
 def _check_operations(stream: io.BytesIO) -> None:
-    """Moves behind the next pickle in a stream. Raises for operations that no checkpoint has."""
+    """Moves past the next pickle in a stream. Raises for operations that no checkpoint has."""
     argument: Any
     for count, (opcode, argument, _) in enumerate(pickletools.genops(stream), 1):
         if opcode.name in FORBIDDEN or (opcode.name.endswith("PUT") and int(argument) > count):

@@ -46,7 +46,7 @@ class ExactCost(Protocol):
         """
 
     def cheapest(self, floor: Tensor) -> Tensor:
-        """So many blocks of each layer as cheaply as they come, bool [n]."""
+        """The cheapest choice of ``floor`` blocks of each layer, bool [n]."""
 
 
 @dataclass(frozen=True)

@@ -50,9 +50,9 @@ class _Walk:
         self.depth: list[int] = []  # of each node: most layers on a path to it
         self.sources: list[Mapping[int, bool]] = []  # of each node: the layers it is computed from -> whether a hidden layer's
         for number, node in enumerate(self.nodes):
-            self._follow(number, node)
+            self._visit(number, node)
 
-    def _follow(self, number: int, node: Node) -> None:
+    def _visit(self, number: int, node: Node) -> None:
         depth = max((self.depth[i] for i in node.inputs), default=0)
         if self._is_layer(node):
             self.used.update(*(self.sources[i] for i in node.inputs))

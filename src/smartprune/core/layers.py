@@ -143,8 +143,8 @@ def find_layers(
     module, globs allowed). ``skip`` skips more layers, and takes precedence over ``include``.
 
     Weights that are transformed before use, as in weight standardization, are always skipped: their zeros do not survive.
-    ``facts``, what a run of an example shows, tell which layers these are, and which are output layers. Without it, output
-    layers are found by position and name.
+    ``facts`` come from a run of an example. They say which weights are used and transformed, and which layers are output layers.
+    Without them, output layers are found by position and name.
     """
     included, excluded = as_patterns(include, "include"), as_patterns(skip, "skip")
     weights = _weights(model)
@@ -152,10 +152,10 @@ def find_layers(
     defaults = _default_reasons(model, weights, facts)
 
     def reason(users: Sequence[Candidate]) -> Reason | None:
-        found = _unprunable(users) or _named_in_skip(users, excluded) or _transformed(users, included, facts)
-        if found is None and not any(user.matches(included) for user in users):
-            found = defaults.get(id(users[0].weight))
-        return found
+        always = _unprunable(users) or _named_in_skip(users, excluded) or _transformed(users, included, facts)
+        if always is not None or any(user.matches(included) for user in users):
+            return always
+        return defaults.get(id(users[0].weight))
 
     return _divide(weights, block, reason)
 
@@ -273,7 +273,7 @@ def _named_in_skip(users: Sequence[Candidate], excluded: Sequence[Pattern]) -> R
 
 
 def _transformed(users: Sequence[Candidate], included: Sequence[Pattern], facts: Facts | None) -> Reason | None:
-    """Why zeros of a weight would be no zeros of inference, if so. Raises if ``include`` gives its full name."""
+    """Why zeros of a weight do not survive, or None if they do. Raises if ``include`` gives its full name."""
     weight = users[0]
     if facts is not None and id(weight.weight) in facts.transformed:
         text = "the model transforms this weight before use, so zeros do not survive"

@@ -52,7 +52,7 @@ def _flash_attention(args: Sequence[Any], out: Any, name: str) -> int:
 
 
 def _recurrent(args: Sequence[Any], out: Any, name: str) -> int:
-    """Every row of the input meets every element of the weight matrices once."""
+    """Every row of the input is multiplied by every element of the weight matrices once."""
     x = args[0]
     lists = [value for value in args[1:5] if isinstance(value, (list, tuple)) and value and isinstance(value[0], Tensor)]
     weights = [value for value in args[1:5] if isinstance(value, Tensor)] if name == "mkldnn_rnn_layer" else lists[-1]

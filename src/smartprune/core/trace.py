@@ -72,7 +72,7 @@ class Trace:
     nodes: list[Node] = field(default_factory=list)
     outputs: list[int] = field(default_factory=list)
     reached: set[int] = field(default_factory=set)  # parameters, by id, that something is computed from
-    forms: list[Form] = field(default_factory=list)  # the weights that layers compute with, where they are no parameters
+    forms: list[Form] = field(default_factory=list)  # the weights that layers compute with, that are not parameters themselves
     depends_on_values: bool = False  # whether a value decided what runs, as in the routing of experts
 
 

@@ -135,6 +135,6 @@ def _squared(weight: Tensor) -> Tensor:
 
 
 def _copy_to(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy on another device. It is no inference tensor, so a later backward pass can use it."""
+    """A copy on another device. It is not an inference tensor, so a later backward pass can use it."""
     with torch.inference_mode(False):
         return tensor.to(device)

@@ -65,7 +65,7 @@ class Latency:
         return _first(order, fits)
 
     def cheapest(self, floor: Tensor) -> Tensor:
-        """So many blocks of each layer where they take least, bool [n].
+        """A choice of ``floor`` blocks of each layer that takes few cycles, bool [n].
 
         Two arrangements are tried: as few rows of outputs as possible, and one block of every row in turn, which keeps all lanes
         busy. Each starts at the first block and at the last one, because partial blocks come last.
@@ -107,7 +107,8 @@ class CycleBudget:
     label: ClassVar[str] = "NPU cycles"
 
     def resolve(self, model: nn.Module, layers: Sequence[Layer]) -> ResolvedBudget:
-        """A block costs the slope of a line near the latency of its layer. Where the lines start is taken off the limit."""
+        """A block costs the slope of a line near the latency of its layer. The cycles at which the lines start are
+        subtracted from the limit."""
         counted = layers if self.of == "layers" else every_layer(model, Block(1, None, None))[0]
         calls = find_calls(model, [*layers, *counted], self.example)
         if not any(calls[layer.name] for layer in layers):
@@ -134,7 +135,7 @@ class CycleBudget:
         return sum(dense(self.npu, Work(layer.grid, layer.transposed), call).latency for call in calls)
 
     def _linear(self, latency: Latency) -> tuple[Tensor, int]:
-        """A cost per block, int64 [n], and the cycles that are taken to be independent of the blocks."""
+        """A cost per block, int64 [n], and the cycles that are assumed not to depend on the blocks."""
         costs, start = [], latency.fixed
         for work, calls in latency.layers:
             cost = torch.zeros(work.grid.n, dtype=torch.int64, device="cpu")

@@ -86,7 +86,7 @@ class NPU:
 
     @staticmethod
     def small() -> NPU:
-        """The size of a microcontroller's accelerator: 64 MACs at 200 MHz with narrow memory. No vendor's part.
+        """The size of a microcontroller's accelerator: 64 MACs at 200 MHz with narrow memory. It is not a real product.
 
         Returns:
             The machine.
@@ -95,7 +95,7 @@ class NPU:
 
     @staticmethod
     def edge() -> NPU:
-        """The size of a camera's accelerator: 128 MACs at 1 GHz, 16 GB/s for weights and for activations. No vendor's part.
+        """The size of a camera's accelerator: 128 MACs at 1 GHz, 16 GB/s for weights and for activations. It is not a real product.
 
         Returns:
             The machine.
@@ -104,7 +104,7 @@ class NPU:
 
     @staticmethod
     def server() -> NPU:
-        """The size of a data-centre accelerator: four systolic arrays of 32x32 at 1 GHz. No vendor's part.
+        """The size of a data-centre accelerator: four systolic arrays of 32x32 at 1 GHz. It is not a real product.
 
         Returns:
             The machine.

@@ -132,19 +132,19 @@ def line(npu: NPU, work: Work, call: Sequence[Call], share: Fraction) -> tuple[i
     every = torch.ones(work.grid.n, dtype=torch.bool, device="cpu")
     most_moved, order = min(_skipping(npu, work, call, work.ordered(every)), key=_by_latency)
     fixed = Fraction(min(most_moved.activation_cycles, top))  # assumed to be moved for every mask
-    want = (1 - share) * top
+    target = (1 - share) * top
     cycles = _block_cycles(npu, work, call, order.passes)
     rows = cycles.sum((2, 3)).reshape(-1).tolist()
     unevenness = Fraction(_makespan(rows, npu.lanes), sum(rows))
     corners = (Fraction(0), min(top / unevenness, sum(rows)), Fraction(sum(rows)))
-    base, slope = _tangent([(x, max(fixed, min(x * unevenness, Fraction(top)))) for x in corners], want)
+    base, slope = _tangent([(x, max(fixed, min(x * unevenness, Fraction(top)))) for x in corners], target)
     cost = _scale_up(cycles, slope)
     per_cycle = npu.weight_bits_per_cycle
     if per_cycle is not None:
         bits = ((npu.weight_bits * work.elements + 8 * npu.index_bytes) * order.passes).expand(cycles.shape)
         longest = int(bits.sum()) / per_cycle
         points = [(x, max(fixed, min(x, Fraction(top)))) for x in (Fraction(0), min(Fraction(top), longest), longest)]
-        base2, slope = _tangent(points, want)
+        base2, slope = _tangent(points, target)
         base, cost = max(base, base2), torch.maximum(cost, _scale_up(bits, slope / per_cycle))
     return math.ceil(base) + around, work.flat(cost)
 
@@ -259,8 +259,8 @@ def _scale_up(values: Tensor, factor: Fraction) -> Tensor:
     return torch.tensor([math.ceil(value * factor) for value in distinct.tolist()], device="cpu")[index]
 
 
-def _tangent(points: Sequence[tuple[Fraction, Fraction]], want: Fraction) -> tuple[Fraction, Fraction]:
-    """Constant and slope of the upper hull of rising ``points`` where it reaches ``want``. No point lies above that line."""
+def _tangent(points: Sequence[tuple[Fraction, Fraction]], target: Fraction) -> tuple[Fraction, Fraction]:
+    """Constant and slope of the upper hull of rising ``points`` where it reaches ``target``. No point lies above that line."""
     hull: list[tuple[Fraction, Fraction]] = []
     for x, y in sorted(set(points)):
         while len(hull) > 1 and _slope(hull[-2], hull[-1]) <= _slope(hull[-2], (x, y)):
@@ -270,7 +270,7 @@ def _tangent(points: Sequence[tuple[Fraction, Fraction]], want: Fraction) -> tup
     for left, right in pairwise(hull):
         slope = _slope(left, right)
         base = left[1] - slope * left[0]
-        if right[1] >= want:
+        if right[1] >= target:
             break
     return base, slope
 

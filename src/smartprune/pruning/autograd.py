@@ -15,7 +15,7 @@ class _ReusableBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, compute: Callable[[], Tensor], sources: list[Tensor], *inputs: Tensor) -> Tensor:
         # The hooks keep saved tensors away from activation checkpointing, which would look for them when it recomputes a part of
-        # the model. They save values only: an operation that saves its own result would otherwise keep itself alive for ever.
+        # the model. They save values only: an operation that saves its own result would otherwise keep itself alive forever.
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(Tensor.detach, _identity):
             ctx.result, ctx.sources = compute(), sources
         return ctx.result.detach()  # type: ignore[no-any-return]

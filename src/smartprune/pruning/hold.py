@@ -160,20 +160,20 @@ def hold(model: nn.Module, block: Block | str | Sequence[int | None] | Receipt |
         raise SmartpruneError(
             f"hold: {masked or 'the model'} has a pruner, which holds zeros itself once it is frozen; call smartprune.bake first"
         )
-    found = _zeros_of_receipt(model, block) if isinstance(block, Receipt) else _zeros(model, block)
+    layers = _zeros_of_receipt(model, block) if isinstance(block, Receipt) else _zeros(model, block)
     size = block.block if isinstance(block, Receipt) else None if block is None else Block.of(block)
-    if not found:
+    if not layers:
         what = "zero weight" if size is None else f"zero block of {size}"
         raise SmartpruneError(f"hold: the model has no {what}; load the pruned weights first, and give the block of its receipt")
     _release(model)
     optimizers.install()
     mask = ZeroMask(
-        BlockMultiplier([layer.grid for layer in found]),
-        torch.cat([layer.live for layer in found]).to(found[0].weight.device),
+        BlockMultiplier([layer.grid for layer in layers]),
+        torch.cat([layer.live for layer in layers]).to(layers[0].weight.device),
     )
-    zeros.hold_zeros([layer.weight for layer in found], mask)
-    _mark(model, found, mask)
-    return Hold(model, size, found)
+    zeros.hold_zeros([layer.weight for layer in layers], mask)
+    _mark(model, layers, mask)
+    return Hold(model, size, layers)
 
 
 def _release(model: nn.Module) -> None:

@@ -7,7 +7,7 @@ For all optimizers of this process the registry
 - resets the momentum of parameters before their next step,
 - keeps removed blocks of frozen, baked and held models at zero, whatever momentum and weight decay do (``zeros.py``),
 - lets a listener place parameters into groups when an optimizer is built. PyTorch has no hook for this, so
-  ``Optimizer.add_param_group`` is replaced while somebody listens. (The only other patch of PyTorch is in ``zeros.py``.)
+  ``Optimizer.add_param_group`` is replaced while there are listeners. (The only other patch of PyTorch is in ``zeros.py``.)
 """
 
 from __future__ import annotations

@@ -186,7 +186,7 @@ _ensure_uncompiled = torch._disable_dynamo(LiveWeights.ensure)  # type: ignore[a
 
 
 def _refresh(live: LiveWeights, mask: Tensor | None = None) -> list[Tensor]:
-    """A hook on which the compiler gave up runs uncompiled, but the functions that it calls would be compiled. So this goes around
+    """A hook on which the compiler gave up runs uncompiled, but the functions that it calls would be compiled. So this bypasses
     the compiler whenever it is loaded."""
     if torch.compiler.is_compiling() or "torch._dynamo" in sys.modules:
         masked: list[Tensor] = _refresh_uncompiled(live, mask)

@@ -240,8 +240,8 @@ def report(
         ...
     """
     weights, network = stored_and_network(stored, model, "report")
-    found = read_stored(weights, network, block, receipt)
-    result = report_of(found, cut_source(found.source, block))
+    loaded = read_stored(weights, network, block, receipt)
+    result = report_of(loaded, cut_source(loaded.source, block))
     if html is not None:
         from .page import write_page  # which imports this module
 

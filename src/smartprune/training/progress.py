@@ -36,7 +36,7 @@ class Tick:
 
 
 class Screen:
-    """A stream that ignores write errors: a run does not fail because nobody reads its output any more."""
+    """A stream that ignores write errors: a run continues after the reader of its output has closed it."""
 
     def __init__(self, stream: TextIO | None) -> None:
         self.stream = sys.stderr if stream is None else stream

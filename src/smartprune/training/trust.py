@@ -19,7 +19,7 @@ def check_trusted(
     remedy: str = "--trust",
     tell: Callable[[str], None] | None = None,
 ) -> None:
-    """Raises if ``model``, which the file ``where`` names, is a function of the user that nobody but the file asked for.
+    """Raises if ``model``, which the file ``where`` names, is a function that would be imported and that only this file names.
 
     ``named`` is the model that the user named, and ``trust`` whether the user trusts the file. ``remedy`` is what to add.
     ``tell`` gets a line that says what is imported.

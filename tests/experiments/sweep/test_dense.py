@@ -10,7 +10,7 @@ from smartprune.experiments.sweep.dense import DenseModels
 def test_a_dense_model_is_copied_once_when_its_stage_is_over(tmp_path: Path) -> None:
     models = DenseModels(tmp_path)
     run = models.run_folder("digits-s0")
-    assert run.name.startswith(".")  # hidden, so that it is no run of the sweep
+    assert run.name.startswith(".")  # hidden, so that it does not count as a run of the sweep
     assert not models.collect("digits-s0")
     run.mkdir()
     (run / "checkpoint.pt").write_bytes(b"unfinished")

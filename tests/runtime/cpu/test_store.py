@@ -43,7 +43,7 @@ def test_files_that_others_could_have_written_are_not_loaded(
         else:
             library.mkdir()
     assert store.find(empty_cache, "*", ".so") == []
-    assert library.exists()  # it may be somebody's
+    assert library.exists()  # it may belong to another program
 
 
 def test_files_have_safe_permissions_whatever_the_umask_is(empty_cache: Path) -> None:

@@ -69,7 +69,7 @@ def find(folder: Path, stem: str, suffix: str) -> list[Path]:
             status, content = _read(path)
         except OSError:
             continue
-        if status is None:  # not a file, or one that somebody else could have written
+        if status is None:  # not a file, or one that other users can write to
             continue
         if path.name.endswith(f"-{_digest(content)}{suffix}"):
             out.append((status.st_mtime_ns, path))
