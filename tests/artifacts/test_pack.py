@@ -16,12 +16,7 @@ from torch import Tensor, nn
 
 import smartprune as sp
 from helpers import zoo
-from helpers.packed_files import (
-    check_unpacks,
-    equal_states,
-    raw_bytes,
-    zero_random_blocks,
-)
+from helpers.packed_files import check_unpacks, equal_states, raw_bytes, zero_random_blocks
 from helpers.pruned_models import model_and_receipt
 from smartprune.artifacts.packfile_read import read_packed
 from smartprune.cli import main

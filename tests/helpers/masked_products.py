@@ -3,12 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import pytest
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from helpers.triton_interpreter import INTERPRETED
 from smartprune.core.block import Block
-from smartprune.pruning.multiply import BlockMultiplier
+from smartprune.pruning import multiply
 
 Shape = tuple[tuple[int, ...], int, bool]  # a weight's shape, its groups, whether it is transposed
 
@@ -40,12 +42,12 @@ class Products:
     mask: Tensor | None = None
 
 
-def multiplier(block: tuple[int | None, ...] | str, shapes: Sequence[Shape] = SHAPES) -> BlockMultiplier:
-    return BlockMultiplier([Block.of(block).grid(shape, groups, transposed) for shape, groups, transposed in shapes])
+def multiplier(block: tuple[int | None, ...] | str, shapes: Sequence[Shape] = SHAPES) -> multiply.BlockMultiplier:
+    return multiply.BlockMultiplier([Block.of(block).grid(shape, groups, transposed) for shape, groups, transposed in shapes])
 
 
 def weights_of(
-    multiplier: BlockMultiplier, dtype: torch.dtype = torch.float32, channels_last: bool = False, device: str = "cpu"
+    multiplier: multiply.BlockMultiplier, dtype: torch.dtype = torch.float32, channels_last: bool = False, device: str = "cpu"
 ) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
     out = [torch.randn(grid.weight_shape, generator=generator).to(device, dtype) for grid in multiplier.grids]
@@ -54,7 +56,7 @@ def weights_of(
     return out
 
 
-def mask_of(multiplier: BlockMultiplier, device: str = "cpu") -> Tensor:
+def mask_of(multiplier: multiply.BlockMultiplier, device: str = "cpu") -> Tensor:
     return torch.rand(multiplier.starts[-1], generator=torch.Generator().manual_seed(2)).to(device)
 
 
@@ -63,7 +65,7 @@ def grads_of(products: Sequence[Tensor]) -> list[Tensor]:
     return [torch.randn(p.shape, generator=generator).to(p.device, p.dtype) for p in products]
 
 
-def expected(multiplier: BlockMultiplier, mask: Tensor, weights: Sequence[Tensor], grads: Sequence[Tensor]) -> Products:
+def expected(multiplier: multiply.BlockMultiplier, mask: Tensor, weights: Sequence[Tensor], grads: Sequence[Tensor]) -> Products:
     """The reference: Grid.expand and autograd in float64."""
     leaf = mask.double().requires_grad_()
     leaves = [weight.double().requires_grad_() for weight in weights]
@@ -76,7 +78,7 @@ def expected(multiplier: BlockMultiplier, mask: Tensor, weights: Sequence[Tensor
 
 
 def computed(
-    multiplier: BlockMultiplier,
+    multiplier: multiply.BlockMultiplier,
     mask: Tensor,
     weights: Sequence[Tensor],
     through: bool = False,
@@ -89,6 +91,40 @@ def computed(
     products = multiplier.mask_gradients(leaf, leaves, (), dtypes) if hold else multiplier.multiply(leaf, leaves, through, dtypes)
     torch.autograd.backward(products, grads_of(products))
     return Products([p.detach() for p in products], [leaf.grad for leaf in leaves], leaf.grad)
+
+
+def both(multiplier: multiply.BlockMultiplier, mask: Tensor, weights: list[Tensor], **options: object) -> tuple[Products, Products]:
+    """The results of torch and of the fused kernels."""
+    out = []
+    for backend in ("torch", "triton"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(multiply, "BACKEND", backend)
+            out.append(computed(multiplier, mask, weights, **options))  # type: ignore[arg-type]
+    assert any(runs is not None for runs in multiplier.kernel_cache.values())
+    return out[0], out[1]
+
+
+def assert_same(a: Tensor | None, b: Tensor | None) -> None:
+    """Equal bits, dtypes and memory layouts."""
+    assert a is not None
+    assert b is not None
+    assert a.dtype == b.dtype
+    assert all(x == y for x, y, size in zip(a.stride(), b.stride(), a.shape, strict=True) if size > 1)
+    if INTERPRETED and a.dtype == torch.bfloat16:  # the interpreter cuts bits off where a GPU rounds to nearest
+        torch.testing.assert_close(a, b, rtol=2**-7, atol=0)
+    else:
+        assert torch.equal(a, b)
+
+
+def assert_agree(expected: Products, made: Products) -> None:
+    """The products and the gradients of weights are equal, those of the mask to rounding."""
+    for a, b in zip(expected.products, made.products, strict=True):
+        assert_same(a, b)
+    for g, h in zip(expected.weights, made.weights, strict=True):
+        assert_same(g, h)
+    assert (expected.mask is None) == (made.mask is None)
+    if expected.mask is not None:
+        torch.testing.assert_close(expected.mask, made.mask, rtol=1e-4, atol=1e-4)
 
 
 @st.composite

@@ -49,6 +49,6 @@ def make_costs(n: int, seed: int = 1) -> Tensor:
     return 10 ** (6 * torch.rand(n, generator=torch.Generator().manual_seed(seed)))
 
 
-def no_start() -> Tensor:
+def no_start(device: str = "cpu") -> Tensor:
     """A warm-start tensor without a start."""
-    return torch.full((2,), math.nan, dtype=torch.float64)
+    return torch.full((2,), math.nan, dtype=torch.float64, device=device)

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 import smartprune
 from helpers import masked_products, zoo
+from helpers.masked_products import assert_agree, assert_same, both
 from helpers.triton_interpreter import INTERPRETED, loaded_loop_bounds, needs_interpreter, needs_triton, on_gpu, run_interpreted  # noqa: F401 (a fixture)
 from smartprune.errors import SmartpruneError
 from smartprune.pruning import multiply as module
@@ -35,40 +36,6 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(multiply_tables, "SUMMED", 16)
 
 
-def both(
-    multiplier: BlockMultiplier, mask: Tensor, weights: list[Tensor], **options: object
-) -> tuple[masked_products.Products, masked_products.Products]:
-    """The results of torch and of the kernels."""
-    out = []
-    for backend in ("torch", "triton"):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(module, "BACKEND", backend)
-            out.append(masked_products.computed(multiplier, mask, weights, **options))  # type: ignore[arg-type]
-    assert any(runs is not None for runs in multiplier.kernel_cache.values())
-    return out[0], out[1]
-
-
-def same(a: Tensor | None, b: Tensor | None) -> None:
-    assert a is not None
-    assert b is not None
-    assert a.dtype == b.dtype
-    assert all(x == y for x, y, size in zip(a.stride(), b.stride(), a.shape, strict=True) if size > 1)
-    if INTERPRETED and a.dtype == torch.bfloat16:  # the interpreter cuts bits off where a GPU rounds to nearest
-        torch.testing.assert_close(a, b, rtol=2**-7, atol=0)
-    else:
-        assert torch.equal(a, b)
-
-
-def agree(expected: masked_products.Products, made: masked_products.Products) -> None:
-    for a, b in zip(expected.products, made.products, strict=True):
-        same(a, b)
-    for g, h in zip(expected.weights, made.weights, strict=True):
-        same(g, h)
-    assert (expected.mask is None) == (made.mask is None)
-    if expected.mask is not None:
-        torch.testing.assert_close(expected.mask, made.mask, rtol=1e-4, atol=1e-4)
-
-
 KINDS: list[dict[str, object]] = [
     {},
     {"dtypes": [torch.bfloat16] * 5},
@@ -91,7 +58,7 @@ def test_agrees_with_torch(block: tuple[int, ...], channels_last: bool, kind: in
     if KINDS[kind].get("hold"):
         mask = mask > 0.5
         multiplier.multiply_(mask.float(), weights)
-    agree(*both(multiplier, mask, weights, **KINDS[kind]))
+    assert_agree(*both(multiplier, mask, weights, **KINDS[kind]))
 
 
 @needs_interpreter
@@ -100,14 +67,14 @@ def test_agrees_with_torch(block: tuple[int, ...], channels_last: bool, kind: in
 def test_any_block(block: tuple[int | None, ...] | str) -> None:
     multiplier = masked_products.multiplier(block, SMALL)
     for dtype in (torch.float32, torch.bfloat16):
-        agree(*both(multiplier, masked_products.mask_of(multiplier), masked_products.weights_of(multiplier, dtype)))
+        assert_agree(*both(multiplier, masked_products.mask_of(multiplier), masked_products.weights_of(multiplier, dtype)))
 
 
 @needs_interpreter
 def test_large_tiles() -> None:
     multiplier = masked_products.multiplier((16, 8), [((33, 64, 3, 3), 1, False), ((20, 24), 1, False)])
-    agree(*both(multiplier, masked_products.mask_of(multiplier), masked_products.weights_of(multiplier)))
-    agree(*both(multiplier, masked_products.mask_of(multiplier), masked_products.weights_of(multiplier, channels_last=True)))
+    assert_agree(*both(multiplier, masked_products.mask_of(multiplier), masked_products.weights_of(multiplier)))
+    assert_agree(*both(multiplier, masked_products.mask_of(multiplier), masked_products.weights_of(multiplier, channels_last=True)))
 
 
 @needs_interpreter
@@ -119,7 +86,7 @@ def test_many_layers_of_different_dtypes(monkeypatch: pytest.MonkeyPatch) -> Non
     multiplier = masked_products.multiplier((4, 4), SMALL)
     weights = masked_products.weights_of(multiplier)
     weights[1], weights[3] = weights[1].half(), weights[3].half()
-    agree(*both(multiplier, masked_products.mask_of(multiplier), weights))
+    assert_agree(*both(multiplier, masked_products.mask_of(multiplier), weights))
     (runs,) = [runs for runs in multiplier.kernel_cache.values() if runs is not None]
     assert [run.layers for run in runs] == [[0, 2], [4], [1, 3]]
 
@@ -284,7 +251,7 @@ def test_gpu_agrees_with_torch(block: tuple[int | None, ...] | str, channels_las
         multiplier.multiply_(mask.float(), weights)
     expected, made = both(multiplier, mask, weights, **KINDS[kind])
     sums, others, expected.mask, made.mask = expected.mask, made.mask, None, None
-    agree(expected, made)
+    assert_agree(expected, made)
     if sums is not None:
         torch.testing.assert_close(others, sums, rtol=1e-4, atol=1e-3)
 
@@ -299,7 +266,7 @@ def test_gpu_half_precision_unaligned_and_repeated() -> None:
         expected.mask, sums = None, made.mask
         again = both(multiplier, mask, [weight.to(dtype) for weight in weights])[1].mask
         made.mask = None
-        agree(expected, made)
+        assert_agree(expected, made)
         assert sums is not None
         assert torch.equal(sums, again)  # no atomics: the same every time
     odd = [weight.detach().requires_grad_() for weight in weights]
@@ -423,4 +390,4 @@ def test_gradients_of_zeros_may_have_no_memory(monkeypatch: pytest.MonkeyPatch) 
         multiplier.multiply(mask, weights), [mask, *weights], [grads[0], *map(torch.zeros_like, products[1:])]
     )
     for a, b in zip(made, expected, strict=True):
-        same(a, b)
+        assert_same(a, b)

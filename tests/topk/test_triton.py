@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from helpers.scores import no_start
 from helpers.triton_interpreter import environment, loaded_loop_bounds, needs_interpreter, needs_triton, on_gpu, run_interpreted  # noqa: F401 (a fixture)
 from smartprune import topk
 from smartprune.errors import SmartpruneError
@@ -101,10 +102,6 @@ def make(kind: str, n: int, dtype: torch.dtype = torch.float32, device: str = "c
 
 def costs(n: int, device: str = "cpu") -> Tensor:
     return (10 ** (6 * torch.rand(n, generator=torch.Generator().manual_seed(1)))).to(device)
-
-
-def no_start(device: str = "cpu") -> Tensor:
-    return torch.full((2,), math.nan, dtype=torch.float64, device=device)
 
 
 def reference(x: Tensor, k: float, tau: float, cost: Tensor | None, g: Tensor) -> tuple[Tensor, Tensor]:
