@@ -59,7 +59,7 @@ def save_charts(charts: Sequence[Chart], path: str | Path) -> None:
 def svg(charts: Sequence[Chart]) -> str:
     """The panels as one SVG document."""
     if not charts:
-        raise SmartpruneError("nothing to draw: no run has a budget in blocks, MACs or cycles")
+        raise SmartpruneError("nothing to draw: no run has a budget")
     longest = min(MAX_NAME, max(len(series.name) for chart in charts for series in chart.series))
     width, height = round(RIGHT + LEGEND_MARGIN + LETTER_WIDTH * max(longest, 8)), HEIGHT * len(charts)
     parts = [
