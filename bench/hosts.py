@@ -103,13 +103,13 @@ def run_limited(host: str, path: Path, chosen: list[str], seconds: int, gigabyte
 
 
 def versions() -> dict[str, str]:
-    found = {}
+    out = {}
     for package in PACKAGES:
         try:
-            found[package] = version(package)
+            out[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found
+    return out
 
 
 def rows_of(results: list[dict[str, Any]]) -> list[dict[str, Any]]:

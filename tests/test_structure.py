@@ -85,8 +85,8 @@ def test_every_kind_of_forbidden_import_is_found(copy: Path) -> None:
     """The tests above fail on a copy of the code with more imports."""
     for file, code, *_ in VIOLATIONS.values():
         (copy / file).write_text((copy / file).read_text() + "\n" + code)
-    found = [(edge.module, edge.target, edge.kind) for edge in ImportGraph(copy).wrong_edges(TABLE)]
-    assert sorted(found) == sorted((module, target, kind) for _, _, module, target, kind in VIOLATIONS.values())
+    edges = [(edge.module, edge.target, edge.kind) for edge in ImportGraph(copy).wrong_edges(TABLE)]
+    assert sorted(edges) == sorted((module, target, kind) for _, _, module, target, kind in VIOLATIONS.values())
 
 
 def test_a_circle_of_packages_is_found(copy: Path) -> None:

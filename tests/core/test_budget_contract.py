@@ -28,9 +28,9 @@ PAGE = Path(__file__).parents[2] / "docs" / "extend.md"
 
 def snippet() -> str:
     section = PAGE.read_text().split("## A budget", 1)[1].split("\n## ", 1)[0]
-    found = re.search(r"```python\n(.*?)```", section, re.S)
-    assert found is not None
-    return found[1]
+    code = re.search(r"```python\n(.*?)```", section, re.S)
+    assert code is not None
+    return code[1]
 
 
 @pytest.fixture

@@ -115,5 +115,5 @@ def test_tensors_are_found_in_nested_objects() -> None:
             self.value = value
 
     a, b, c = (torch.full((1,), float(i)) for i in range(3))
-    found = list(tensors_in({"x": [a, (Answer(b, Plain(c)),)], "text": "no tensor", "number": 3}))
-    assert [float(tensor) for tensor in found] == [0.0, 1.0, 2.0]
+    tensors = list(tensors_in({"x": [a, (Answer(b, Plain(c)),)], "text": "no tensor", "number": 3}))
+    assert [float(tensor) for tensor in tensors] == [0.0, 1.0, 2.0]

@@ -70,8 +70,8 @@ def test_layers_that_transform_their_weight_are_never_matched_by_a_pattern() -> 
     assert ["zeros do not survive" in s.reason for s in skipped if s.kind != "Gated"] == [True, True, True, False]
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     for include in ("*", nn.Conv2d, nn.Module, ["1.[012]", "?.?"]):
-        found = [layer.name for layer in find_layers(model, Block(4, 4), include=include)[0]]  # type: ignore[arg-type]
-        assert [name for name in found if name != "2"] == ["0.0", "0.1", "0.2", "0.3"]
+        chosen = [layer.name for layer in find_layers(model, Block(4, 4), include=include)[0]]  # type: ignore[arg-type]
+        assert [name for name in chosen if name != "2"] == ["0.0", "0.1", "0.2", "0.3"]
     for include in ("1.0", ["2", "1.0"]):
         with pytest.raises(SmartpruneError, match=r"^include: 1\.0 cannot be pruned: transforms its weight .*leave it out"):
             find_layers(model, Block(4, 4), include=include)

@@ -112,6 +112,6 @@ def test_missing_parts_are_found() -> None:
             1
         """
 
-    found = list(problems(documented.__doc__, ["x", "y"]))
-    assert found == ["Args describes ['x'], and the parameters are ['x', 'y']", "no Returns", "no Raises"]
+    lines = list(problems(documented.__doc__, ["x", "y"]))
+    assert lines == ["Args describes ['x'], and the parameters are ['x', 'y']", "no Returns", "no Raises"]
     assert list(problems(None, [])) == ["no Returns", "no Raises", "no Examples"]

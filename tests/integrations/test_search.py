@@ -97,8 +97,8 @@ def test_groups_of_the_user_keep_their_numbers(search: Search) -> None:
     parts = [[p for p in layer.parameters() if p is not scores] for layer in (model.net[0], model.net[2], model.net[4])]
     optimizer = torch.optim.SGD([{"params": parts[0]}, {"params": parts[1], "lr": 0.2}], lr=0.1, weight_decay=0.1)
     optimizer.add_param_group({"params": parts[2], "lr": 0.3})
-    found = [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups]
-    assert found == [(0.1, 0.1), (0.2, 0.1), (0.3, 0.1), (0.1, 0.0)]
+    groups = [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups]
+    assert groups == [(0.1, 0.1), (0.2, 0.1), (0.3, 0.1), (0.1, 0.0)]
     assert optimizer.param_groups[3]["params"] == [scores]
     given = [{"params": parts[0]}, {"params": [scores], "lr": 0.4}, {"params": parts[1]}]
     assert [group["lr"] for group in torch.optim.SGD(given, lr=0.1).param_groups] == [0.1, 0.4, 0.1]

@@ -124,8 +124,8 @@ def test_two_processes(tmp_path: Path) -> None:
     (tmp_path / "rank.py").write_text(RANK)
     tests, source = Path(trainers.__file__).parents[1], Path(sp.__file__).parents[1]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "rank.py", "run"]
-    found = {**os.environ, "PYTHONPATH": f"{tests}{os.pathsep}{source}", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=found, capture_output=True, text=True, timeout=200)
+    environment = {**os.environ, "PYTHONPATH": f"{tests}{os.pathsep}{source}", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-3000:]
     masks = re.findall(r"mask (sha256:[0-9a-f]{64})", done.stdout)  # two processes may print into one line
     assert len(masks) == 2

@@ -340,9 +340,9 @@ def test_an_evaluation_survives_the_end_of_another_evaluation_in_a_thread(monkey
     is_valid = LiveWeights.is_valid
 
     def spied(self: LiveWeights, *args: object) -> bool:
-        found = is_valid(self, *args)  # type: ignore[arg-type]
+        result = is_valid(self, *args)  # type: ignore[arg-type]
         pruner.live.after_forward(model, (), None)
-        return found
+        return result
 
     with torch.no_grad():
         expected = model(x)

@@ -125,7 +125,7 @@ LINES: list[tuple[str, tuple[str | None, ...]]] = [
 
 def check_text(text: str, figures: Figures, primary: bool = True, stored_zeros: bool = True) -> None:
     """Every percentage of a text has a known label and its value. ``primary``: whether the sparsity is known."""
-    found = 0
+    sparsities = 0
     for line in text.splitlines():
         values = re.findall(r"(\d+(?:\.\d+)?)%", line)
         layer = re.match(r"(\w+) +\d+x\d+.* ([\d.]+)%( +\*)?$", line)
@@ -142,8 +142,8 @@ def check_text(text: str, figures: Figures, primary: bool = True, stored_zeros: 
         for label, value in zip(labels, values, strict=True):
             if label is not None and (stored_zeros or label != "single zeros"):
                 assert value == figures.by_label[label], line
-        found += labels == ("sparsity",)
-    assert bool(found) == primary, text
+        sparsities += labels == ("sparsity",)
+    assert bool(sparsities) == primary, text
 
 
 PAGE_LABELS: list[tuple[str, str | None]] = [
@@ -171,7 +171,7 @@ def visible(page: str) -> Iterator[str]:
 
 
 def check_page(page: str, figures: Figures, primary: bool = True) -> None:
-    found = 0
+    sparsities = 0
     for piece in visible(page):
         values = re.findall(r"([\d.]+) %", piece)
         if not values:
@@ -180,8 +180,8 @@ def check_page(page: str, figures: Figures, primary: bool = True) -> None:
         assert label != "unknown", f"no label: {piece}"
         if label is not None:
             assert values == [figures.by_label[label]], piece
-        found += label == "sparsity"
-    assert bool(found) == primary
+        sparsities += label == "sparsity"
+    assert bool(sparsities) == primary
     section = re.search(r'<section id="layers".*?</section>', page, re.S)
     assert section is not None
     titles = re.findall(r'<th scope="col"[^>]*>(.*?)</th>', section[0])

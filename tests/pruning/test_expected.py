@@ -27,15 +27,15 @@ POSITIONS = 64  # outputs of every convolution
 
 def blocks_of(model: nn.Sequential, out: int, inn: int) -> dict[tuple[int, int, int, int, int], list[float]]:
     """The absolute weights of every block of the second and the third convolution, element by element."""
-    found: dict[tuple[int, int, int, int, int], list[float]] = {}
+    blocks: dict[tuple[int, int, int, int, int], list[float]] = {}
     for layer in (2, 4):
         weight = model[layer].weight.detach()
         for o in range(weight.shape[0]):
             for i in range(weight.shape[1]):
                 for y in range(weight.shape[2]):
                     for x in range(weight.shape[3]):
-                        found.setdefault((layer, o // out, i // inn, y, x), []).append(abs(float(weight[o, i, y, x])))
-    return found
+                        blocks.setdefault((layer, o // out, i // inn, y, x), []).append(abs(float(weight[o, i, y, x])))
+    return blocks
 
 
 def expected_of(model: nn.Module, *args: object, **options: object) -> Expected:

@@ -38,15 +38,15 @@ RESNET18 = [
 def test_resnet18(block: str, n: int, smallest: int, kept: tuple[int, ...], least: int) -> None:
     model, _ = zoo.resnet18()
     for sparsity, keep in zip((0.93, 0.95, 0.97), kept, strict=True):
-        found = plan(model, block, sparsity, floor=0.02)
-        assert (found.n, found.keep, found.limit) == (n, keep, keep)
-        assert found.feasible
-        assert found.min_keep is not None
-        assert int(found.min_keep.sum()) == least
-    assert len(found.layers) == 19
-    assert min(layer.n for layer in found.layers) == smallest
-    assert (found.params, found.model_params) == (11_157_504, 11_173_962)
-    assert found.padding == 0
+        planned = plan(model, block, sparsity, floor=0.02)
+        assert (planned.n, planned.keep, planned.limit) == (n, keep, keep)
+        assert planned.feasible
+        assert planned.min_keep is not None
+        assert int(planned.min_keep.sum()) == least
+    assert len(planned.layers) == 19
+    assert min(layer.n for layer in planned.layers) == smallest
+    assert (planned.params, planned.model_params) == (11_157_504, 11_173_962)
+    assert planned.padding == 0
     assert plan(model, block, 0.999, floor=0.02).problem == f"floor=0.02 needs {least:,} blocks, the budget keeps " + (
         f"{math.ceil(Fraction(1, 1000) * n):,}"
     )
@@ -54,13 +54,13 @@ def test_resnet18(block: str, n: int, smallest: int, kept: tuple[int, ...], leas
 
 def test_resnet18_macs() -> None:
     model, x = zoo.resnet18()
-    found = plan(model, sparsity=0.95, example=x)
+    planned = plan(model, sparsity=0.95, example=x)
     model.eval()
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(x[:1])
-    assert found.model_macs == counter.get_total_flops() // 2 == 555_422_720
-    assert found.macs == 555_422_720 - 64 * 27 * 1024 - 5120
-    text = str(found)
+    assert planned.model_macs == counter.get_total_flops() // 2 == 555_422_720
+    assert planned.macs == 555_422_720 - 64 * 27 * 1024 - 5120
+    text = str(planned)
     assert max(map(len, text.splitlines())) <= 100
     assert sum("Conv2d" in line for line in text.splitlines()) == 20
     assert "keep exactly 4,359 of 87,168 blocks" in text
@@ -102,25 +102,25 @@ def test_long_names_fit_the_table() -> None:
 @pytest.mark.parametrize("name", sorted(zoo.SMALL))
 def test_json_is_plain_and_matches_the_plan(name: str) -> None:
     model, x = zoo.SMALL[name]()
-    found = plan(model, (4, 4), budget=params(0.7), floor=0.1, include="*", example=x)
-    data = found.to_json()
+    planned = plan(model, (4, 4), budget=params(0.7), floor=0.1, include="*", example=x)
+    data = planned.to_json()
     assert json.loads(json.dumps(data, allow_nan=False)) == data
-    assert (data["n"], data["limit"], data["keep"]) == (found.n, found.limit, None)
+    assert (data["n"], data["limit"], data["keep"]) == (planned.n, planned.limit, None)
     rows = data["layers"]
     assert isinstance(rows, list)
-    assert sum(row["blocks"] for row in rows) == found.n
-    assert sum(row["macs"] for row in rows) == found.macs == (found.model_macs or 0) - zoo.ATTENTION_MACS.get(name, 0)
+    assert sum(row["blocks"] for row in rows) == planned.n
+    assert sum(row["macs"] for row in rows) == planned.macs == (planned.model_macs or 0) - zoo.ATTENTION_MACS.get(name, 0)
     assert data["not_counted"] == []
-    assert max(map(len, str(found).splitlines())) <= 100
+    assert max(map(len, str(planned).splitlines())) <= 100
     assert plan(model, (4, 4)).to_json()["budget"] is None
 
 
 def test_padding_counts_the_slots_of_full_blocks() -> None:
     model = nn.Sequential(nn.Linear(3, 20), nn.Linear(20, 16), nn.Linear(16, 2))
-    found = plan(model, (16, 8), 0.5)
-    assert found.layer_padding(found.layers[0]) == 1 - Fraction(60, 2 * 16 * 8)  # 3 inputs fill 3 of 8 slots
-    assert found.layer_padding(found.layers[1]) == 1 - Fraction(20 * 16, 3 * 16 * 8)
-    assert found.padding == 1 - Fraction(60 + 320, 5 * 16 * 8)
+    planned = plan(model, (16, 8), 0.5)
+    assert planned.layer_padding(planned.layers[0]) == 1 - Fraction(60, 2 * 16 * 8)  # 3 inputs fill 3 of 8 slots
+    assert planned.layer_padding(planned.layers[1]) == 1 - Fraction(20 * 16, 3 * 16 * 8)
+    assert planned.padding == 1 - Fraction(60 + 320, 5 * 16 * 8)
     whole = plan(model, (1, None), 0.5)
     assert whole.padding == 0
     deconv = plan(nn.Sequential(nn.ConvTranspose2d(6, 20, 1), nn.Conv2d(20, 2, 1)), (16, 8), 0.5)
@@ -129,12 +129,12 @@ def test_padding_counts_the_slots_of_full_blocks() -> None:
 
 def test_an_infeasible_floor_is_reported_and_require_raises() -> None:
     model, x = zoo.plain_cnn()
-    found = plan(model, (4, 4), 0.97, floor=0.05)
-    assert not found.feasible
-    assert found.problem == "floor=0.05 needs 10 blocks, the budget keeps 6"
-    assert "problem  floor=0.05 needs 10 blocks" in str(found)
+    planned = plan(model, (4, 4), 0.97, floor=0.05)
+    assert not planned.feasible
+    assert planned.problem == "floor=0.05 needs 10 blocks, the budget keeps 6"
+    assert "problem  floor=0.05 needs 10 blocks" in str(planned)
     with pytest.raises(SmartpruneError, match=r"needs 10 blocks, the budget keeps 6; lower floor, or remove less: at most 0.9487"):
-        found.require()
+        planned.require()
     assert plan(model, (4, 4), 0.9487, floor=0.05).require().keep == 11
     by_macs = plan(model, (4, 4), budget=macs(0.97, x), floor=0.05)
     assert by_macs.problem == "floor=0.05 needs 10,240 MACs, the budget keeps 5,990"
@@ -152,10 +152,10 @@ def test_cheapest_blocks_decide_whether_a_floor_fits() -> None:
 
 def test_a_budget_that_keeps_nothing_is_a_problem() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
-    found = plan(model, (4, 4), budget=params(0.9))
-    assert found.problem == "the budget keeps 6 of 64 weights, less than the smallest block (16)"
+    planned = plan(model, (4, 4), budget=params(0.9))
+    assert planned.problem == "the budget keeps 6 of 64 weights, less than the smallest block (16)"
     with pytest.raises(SmartpruneError, match="remove less"):
-        found.require()
+        planned.require()
 
 
 def test_units_of_every_budget() -> None:
@@ -174,18 +174,18 @@ def test_units_of_every_budget() -> None:
 
 def test_plan_gives_the_blocks_of_a_model() -> None:
     model, _ = zoo.plain_cnn()
-    found = plan(model, (4, 4), budget=params(0.9), floor=0.1)
-    made = found.blocks(model)
-    assert (made.n, made.limit, made.total) == (found.n, 312, 3120)
-    assert made.min_keep is found.min_keep
+    planned = plan(model, (4, 4), budget=params(0.9), floor=0.1)
+    made = planned.blocks(model)
+    assert (made.n, made.limit, made.total) == (planned.n, 312, 3120)
+    assert made.min_keep is planned.min_keep
     with pytest.raises(SmartpruneError, match="it has no budget"):
         plan(model, (4, 4)).blocks(model)
     model[3] = nn.Conv2d(16, 24, 3)
     with pytest.raises(SmartpruneError, match=r"3.weight is 20x16x3x3 in the plan, and in the model it is 24x16x3x3"):
-        found.blocks(model)
+        planned.blocks(model)
     model[3] = nn.Identity()
     with pytest.raises(SmartpruneError, match="the model has no such weight; plan the model that you prune"):
-        found.blocks(model)
+        planned.blocks(model)
 
 
 def test_planning_does_not_change_the_model() -> None:

@@ -261,10 +261,10 @@ def test_gpu_hard_topk_in_deterministic_mode() -> None:
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     try:
-        found = hard_topk(scores.cuda(), k, cost.cuda()).cpu()
+        kept = hard_topk(scores.cuda(), k, cost.cuda()).cpu()
     finally:
         torch.use_deterministic_algorithms(before)
-    assert torch.equal(found, hard_topk(scores, k, cost))
+    assert torch.equal(kept, hard_topk(scores, k, cost))
 
 
 @pytest.mark.gpu
