@@ -167,10 +167,8 @@ TESTED_IN = {
     "models/yolov5m": "models/test_models.py",
     "models/__init__": "models/test_models.py",
     "pruning/attach": "promises/test_10_no_silent_misuse.py",  # its arguments and errors
-    "pruning/bake": "promises/test_3_your_objects.py",
     "pruning/calibration": "methods/test_awg.py",  # the method that calibrates
     "pruning/checkpoint": "promises/test_6_resume.py",
-    "pruning/checks": "promises/test_10_no_silent_misuse.py",
     "pruning/consensus": "promises/test_7_ranks.py",  # several processes
     "pruning/copies": "promises/test_4_copies.py",
     "pruning/hold": "promises/test_5_zeros_stay_zero.py",

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from smartprune.core.example import run_example
+from smartprune.core.example import outputs_depend_on, run_example
 from smartprune.errors import SmartpruneError
 
 
@@ -47,3 +47,21 @@ def test_errors_of_the_model_say_what_to_give() -> None:
     assert model.training
     with pytest.raises(SmartpruneError, match="example is a int; give a tensor, or a tuple or dict of arguments"):
         run_example(model, 3, nullcontext())
+
+
+class Constant(nn.Module):
+    def forward(self, x: Tensor, ids: Tensor | None = None) -> dict[str, Tensor]:
+        return {"out": torch.ones(len(x))}
+
+
+class Lookup(nn.Module):
+    def forward(self, ids: Tensor) -> Tensor:
+        return ids * 2
+
+
+def test_outputs_depend_on_every_kind_of_input() -> None:
+    assert outputs_depend_on(nn.Linear(3, 2), torch.zeros(1, 3))
+    assert not outputs_depend_on(Constant(), torch.zeros(1, 3))
+    assert not outputs_depend_on(Constant(), {"x": torch.zeros(1, 3), "ids": torch.arange(3)})
+    assert outputs_depend_on(Lookup(), (torch.arange(5),))
+    assert outputs_depend_on(Lookup(), torch.zeros(3, dtype=torch.int64)), "equal integers cannot be changed, so nothing is known"

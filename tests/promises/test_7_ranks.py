@@ -56,6 +56,9 @@ METHODS = {
 DIFFERENT_WEIGHTS = {"smart": sp.Smart(), "magnitude": sp.Magnitude(), "acdc": sp.Acdc(cycles=1)}
 
 
+DIFFERENT_ARGUMENTS: dict[str, dict[str, object]] = {"sparsity": {"sparsity": 0.8}, "floor": {"floor": 0.1}}  # of rank 1
+
+
 def worker(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
@@ -70,6 +73,8 @@ def worker(rank: int, folder: str) -> None:
     for steps in (2, 5):
         load_on_one_rank(rank, steps, f"{folder}/alone-{steps}-{rank}")
     frozen_weights(data(0, rank), f"{folder}/idle-{rank}")
+    for name in DIFFERENT_ARGUMENTS:
+        different_arguments(rank, name, f"{folder}/other-{name}-{rank}")
     numbers = ([1.0, math.nan, math.inf], [1.0, float(rank)], [1.0, math.nan if rank else 1.0])
     torch.save([same_on_all_ranks(torch.tensor(values)) for values in numbers], f"{folder}/same-{rank}")
     torch.distributed.barrier()
@@ -147,6 +152,16 @@ def load_on_one_rank(rank: int, steps: int, file: str) -> None:
         torch.save(str(error), file)
 
 
+def different_arguments(rank: int, name: str, file: str) -> None:
+    arguments = {"block": (4, 4), "sparsity": 0.7} | (DIFFERENT_ARGUMENTS[name] if rank else {})
+    model = make_model()
+    pruner = sp.attach(model, sp.Smart(), steps=4, **arguments)  # type: ignore[arg-type]
+    try:
+        train(nn.parallel.DistributedDataParallel(model, find_unused_parameters=True), pruner, [data(0, rank)])
+    except sp.SmartpruneError as error:
+        torch.save(str(error), file)
+
+
 def frozen_weights(batch: tuple[Tensor, Tensor], file: str) -> None:
     """Weights get no gradient, so DDP needs find_unused_parameters=True."""
     model = make_model()
@@ -211,6 +226,14 @@ def test_loading_a_state_on_one_rank_only_raises(folder: Path, steps: int) -> No
         message = torch.load(folder / f"alone-{steps}-{rank}", weights_only=True)
         assert "the ranks are at different steps of the search" in message
         assert "load the state of the pruner on every rank" in message
+
+
+@pytest.mark.parametrize("name", ["sparsity", "floor"])
+def test_different_arguments_of_attach_raise_on_every_rank(folder: Path, name: str) -> None:
+    for rank in (0, 1):
+        message = torch.load(folder / f"other-{name}-{rank}", weights_only=True)
+        assert "the ranks prune differently" in message
+        assert "same arguments on every rank" in message
 
 
 def test_ddp_without_find_unused_parameters_raises_for_frozen_weights(folder: Path) -> None:

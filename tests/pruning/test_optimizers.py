@@ -108,6 +108,7 @@ def test_a_listener_places_its_groups_until_it_stops() -> None:
 
 
 def test_pytorch_is_restored_when_the_last_listener_is_freed() -> None:
+    optimizers.stop_watching_scores(list(optimizers._scores))  # of other tests
     original = Optimizer.add_param_group
     listener = Listener(parameter())
     optimizers.listen_to_groups(listener)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shlex
@@ -223,6 +224,20 @@ def test_resume_without_a_checkpoint_restarts(finished_run: Path, tmp_path: Path
     (out / "checkpoint.pt").unlink()
     resume(out)
     assert_same_run(finished_run, out)
+
+
+@pytest.mark.parametrize(("name", "value"), [("lr", 0.5), ("sparsity", 0.61), ("settings", {"reach": 2.0})])
+def test_an_edited_configuration_is_refused(name: str, value: object, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    with pytest.raises(SmartpruneError):
+        train(small_config(out, checkpoint_seconds=0), stop=StopAfter(3))
+    config = json.loads((out / "config.json").read_text())
+    changed = config | {name: {**config[name], **value} if isinstance(value, dict) else value}
+    (out / "config.json").write_text(json.dumps(changed))
+    with pytest.raises(SmartpruneError, match=rf"config\.json was changed after the run began: {name}=.*\(was .*restore these"):
+        resume(out)
+    (out / "config.json").write_text(json.dumps(config | {"checkpoint_seconds": 60, "out": "elsewhere", "onnx": "off"}))
+    resume(out)
 
 
 def test_resuming_a_finished_run_changes_nothing(finished_run: Path) -> None:

@@ -84,6 +84,7 @@ def attach(
         raise SmartpruneError("attach: no budget given; give sparsity=0.95, or budget=smartprune.macs(0.5, example=x)")
     with torch.inference_mode(False):  # what is made here is trained, or read by backward passes
         planned = make_plan(model, block, sparsity, budget, floor=floor, include=include, skip=skip, example=example).require()
+    checks.require_blocks_that_fit(planned)
     masked = [layer.name for layer in planned.layers if any(is_masked(model.get_submodule(name)) for name, _ in layer.sites)]
     if masked:
         raise SmartpruneError(

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import warnings
+from typing import Any
+
 import torch
 from torch import nn
 
 from ..artifacts.receipt import Receipt
+from ..core.example import outputs_depend_on
 from ..errors import SmartpruneError
 from . import zeros
 from .lookup import find_pruner
 
+NAMES = 10  # of layers in a warning
 
-def bake(model: nn.Module, hold: bool = True) -> Receipt:
+
+def bake(model: nn.Module, hold: bool = True, example: Any = None) -> Receipt:
     """Makes a pruned model plain again, with zeros in the removed blocks, and returns the receipt.
 
     The parameters stay the same objects, under their names. A model that is loaded from a file later needs
@@ -20,9 +26,14 @@ def bake(model: nn.Module, hold: bool = True) -> Receipt:
     Args:
         model: The model, after its search.
         hold: Whether torch optimizers of this process keep the zeros when they train the model, or a deepcopy of it, further.
+        example: One input of the model, as for :func:`smartprune.plan`. With it, a warning is given if the outputs of the pruned
+            model no longer depend on the input.
 
     Returns:
         What was requested and what was achieved.
+
+    Warns:
+        UserWarning: Layers lost every block; the message names them. What such a layer computes no longer depends on its input.
 
     Raises:
         SmartpruneError: The model has no pruner, or its search is not finished.
@@ -47,6 +58,7 @@ def bake(model: nn.Module, hold: bool = True) -> Receipt:
             "mask now; if this is a copy of a model whose search is over (EMA), call pruner.apply_to(copy) first"
         )
     receipt = pruner.receipt()
+    problems = _dead_layers(receipt) + ([] if example is None else _dead_outputs(model, example))
     with torch.no_grad():
         torch._foreach_add_(list(pruner.blocks.weights), 0.0)  # a negative weight times zero is -0.0; files store +0.0
     pruner.detach()
@@ -54,4 +66,26 @@ def bake(model: nn.Module, hold: bool = True) -> Receipt:
     pruner.live.last = None
     if not hold:
         zeros.release_zeros(pruner.blocks.weights)
+    for problem in problems:  # last, since warnings may be errors, and then the model is baked already
+        warnings.warn(f"bake: {problem}", stacklevel=2)
     return receipt
+
+
+def _dead_layers(receipt: Receipt) -> list[str]:
+    dead = [row.name for row in receipt.layers if not row.occupied]
+    if not dead:
+        return []
+    names = ", ".join(dead[:NAMES]) + (f" and {len(dead) - NAMES} more" if len(dead) > NAMES else "")
+    return [
+        f"{len(dead)} of {len(receipt.layers)} layers kept no block, so nothing passes through them: {names}; attach with "
+        "floor=0.01 to keep some blocks of every layer, or remove less"
+    ]
+
+
+def _dead_outputs(model: nn.Module, example: Any) -> list[str]:
+    if outputs_depend_on(model, example):
+        return []
+    return [
+        "the outputs of the pruned model do not depend on its input, because layers on every path from the input kept no block; "
+        "attach with floor=0.01, or remove less"
+    ]

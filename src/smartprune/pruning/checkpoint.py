@@ -8,10 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.budget import scope
-from ..core.layers import plain_name
 from ..errors import SmartpruneError
-from ..methods.method import settings
 from . import optimizers, zeros
 from .state import Observations, SearchState
 
@@ -30,7 +27,7 @@ def state_dict(search: SearchState) -> dict[str, Any]:
     telemetry = search.telemetry
     return {
         "format": 1,
-        **_identity(search),
+        **search.identity(),
         "seed": search.seed,
         "count": search.count,
         "phase": search.phase,
@@ -40,23 +37,6 @@ def state_dict(search: SearchState) -> dict[str, Any]:
         "side": None if telemetry.side is None else telemetry.side.clone(),
         "measured": None if telemetry.values is None else telemetry.values.clone(),
         "forgets": search.momentum_resets(),
-    }
-
-
-def _identity(search: SearchState) -> dict[str, Any]:
-    """What must be equal to continue a search. The number of blocks alone could belong to a different one."""
-    plan, blocks = search.plan, search.blocks
-    kind, of = ("", "") if plan.budget is None else (plan.budget.kind, scope(plan.budget))
-    return {
-        "method": search.method.name,
-        "blocks": blocks.n,
-        "limit": blocks.limit,
-        "steps": search.steps,
-        "block": str(plan.block),
-        "settings": settings(search.method),
-        "layers": [f"{plain_name(layer.weight)}: {layer.n} blocks" for layer in plan.layers],
-        "floor": 0.0 if plan.floor is None else float(plan.floor),
-        "budget": f"{kind} of {of}",
     }
 
 
@@ -91,7 +71,7 @@ def _require_loadable(search: SearchState, state: dict[str, Any], adopt_steps: b
         raise SmartpruneError("pruner.load_state_dict(): this is not the state of a pruner; give what pruner.state_dict() returned")
     if not _is_complete(state, search.blocks.n):
         raise SmartpruneError(DAMAGED)
-    expected = _identity(search)
+    expected = search.identity()
     if adopt_steps:
         expected["steps"] = state["steps"]
     for name, value in expected.items():

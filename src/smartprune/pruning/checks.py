@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import numbers
 from collections.abc import Sequence
@@ -19,12 +20,15 @@ from ..methods.method import Method
 from ..topk import check_device
 from . import optimizers
 from .consensus import is_distributed, same_on_all_ranks
+from .plan import Plan, slots
 
 if TYPE_CHECKING:
     from .state import SearchState
 
 TOO_WARM = 0.1  # if a soft mask is further than this from its hard form, the search has not decided
 PATIENCE = 10  # steps of other optimizers that the optimizer of the scores may wait for its turn
+LARGE_BLOCK = 16  # times the layer
+MOST_UNSTEPPED = 200  # optimizer steps without a step of the pruner
 
 # -- attach, and the model -----------------------------------------------------------------------------------------------
 
@@ -79,6 +83,22 @@ def require_sharded_before_attach(search: SearchState) -> None:
         )
 
 
+def require_blocks_that_fit(plan: Plan) -> None:
+    """Blocks that are much larger than every layer would remove whole kernel positions of layers, and nothing smaller."""
+    if all(slots(layer, plan.block) >= LARGE_BLOCK * layer.params for layer in plan.layers):
+        largest = max(plan.layers, key=lambda layer: layer.params)
+        raise SmartpruneError(
+            f"attach: blocks of {plan.block} are at least {LARGE_BLOCK} times as large as every layer (the largest is "
+            f"{largest.name}, {text.format_shape(largest.grid.weight_shape)}), so only whole layers could be removed; give a "
+            "smaller block"
+        )
+
+
+def require_unbaked(search: SearchState) -> None:
+    if search.baked:
+        raise SmartpruneError("pruner.step(): the model is baked, so no step is left; remove the call from the loop")
+
+
 def require_shapes(search: SearchState, weights: Sequence[Tensor]) -> None:
     for layer, weight in zip(search.blocks.layers, weights, strict=True):
         if weight.shape != layer.grid.weight_shape and not search.is_sharded:
@@ -102,6 +122,7 @@ def require_scores(search: SearchState, call: str) -> None:
 
 def require_trained(search: SearchState) -> None:
     """The scores must move when other parameters do, at the first step and later, since optimizers may be replaced."""
+    _require_order(search)
     if not search.trained:
         return
     scores = search.parameters()
@@ -121,6 +142,42 @@ def require_trained(search: SearchState) -> None:
     raise SmartpruneError(
         f"pruner.step(): the optimizer trains the weights but not the scores{', which were trained before' * seen.scores_trained}; "
         "after attach, call optimizer.add_param_group(pruner.param_group()), or create the optimizer after attach"
+    )
+
+
+def _require_order(search: SearchState) -> None:
+    """One step of the pruner belongs to one step of the optimizer, and follows it.
+
+    A gradient scaler may skip a step of the optimizer, but not the forward pass. After a forward pass and a backward pass the
+    optimizer steps, so a forward pass between the two steps is in the wrong place.
+    """
+    seen, steps = search.seen, optimizers.step_count()
+    if seen.replays:
+        return
+    if steps == seen.last_step:
+        if seen.forward is None and seen.optimizer_stepped:
+            raise SmartpruneError(
+                "pruner.step(): called twice after one optimizer step, so the search would end too early; call it once after each "
+                "optimizer.step()"
+            )
+        return
+    seen.optimizer_stepped = True
+    seen.early = seen.early + 1 if seen.forward == steps else 0
+    if seen.early >= PATIENCE:
+        raise SmartpruneError(
+            "pruner.step(): called between the forward pass and optimizer.step(), so every check and the final mask are one step "
+            "late; call it directly after optimizer.step()"
+        )
+
+
+def require_steps(search: SearchState) -> None:
+    """A search must advance while the model trains."""
+    idle = optimizers.step_count() - search.seen.last_step
+    if idle < MOST_UNSTEPPED or search.hard is not None or search.seen.replays or not _has_moved(search):
+        return
+    raise SmartpruneError(
+        f"forward: the optimizers took {idle} steps since the last pruner.step(), so the search stays at step {search.count} of "
+        f"{search.steps}; call pruner.step() after each optimizer.step()"
     )
 
 
@@ -163,6 +220,7 @@ def require_agreement(search: SearchState) -> None:
         return
     search.seen.ranks_agree = True
     device = search.blocks.device
+    require_equal_plans(search, device)
     position = torch.tensor([search.count, search.steps, search.hard is not None], dtype=torch.float64, device=device)
     if not same_on_all_ranks(position):
         raise SmartpruneError(
@@ -180,6 +238,19 @@ def require_agreement(search: SearchState) -> None:
             "pruner.step(): the scores differ between ranks, because their gradients are not averaged: DistributedDataParallel "
             "only averages gradients of parameters that the model has when it is wrapped; attach first, then wrap (with "
             "find_unused_parameters=True if some parameters get no gradient, as with train_weights=False)"
+        )
+
+
+def require_equal_plans(search: SearchState, device: torch.device) -> None:
+    """All ranks must prune the same layers with the same budget and method: their masks are exchanged as vectors."""
+    described = repr(sorted((search.identity() | {"steps": 0}).items()))
+    digest = hashlib.sha256(described.encode()).digest()
+    parts = [int.from_bytes(digest[i : i + 4], "big") for i in range(0, 16, 4)]
+    if not same_on_all_ranks(torch.tensor(parts, dtype=torch.float64, device=device)):
+        budget = "" if search.plan.budget is None else f" at {search.plan.budget.kind} {float(search.plan.share):g}"
+        raise SmartpruneError(
+            f"pruner.step(): the ranks prune differently; this one has {search.method.name} with {search.blocks.n:,} blocks of "
+            f"{search.plan.block}{budget}; call attach with the same arguments on every rank"
         )
 
 

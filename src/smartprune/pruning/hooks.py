@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -25,6 +27,7 @@ class ModelHooks:
         model.register_forward_hook(self.live.after_forward, always_call=True)
         model.register_state_dict_pre_hook(self.before_save)
         model.register_load_state_dict_post_hook(self.after_load)
+        nn.Module.load_state_dict = _load_state_dict  # type: ignore[method-assign,assignment]
 
     def remove(self) -> None:
         model = self.search.model
@@ -51,6 +54,24 @@ class ModelHooks:
         self.search.average_gradients()  # assign=True replaces parameters
         if self.search.calibration is not None:
             self.search.calibration.pause_parameters()
+
+
+_torch_load_state_dict = nn.Module.load_state_dict
+
+
+@functools.wraps(_torch_load_state_dict)
+def _load_state_dict(self: nn.Module, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+    """Replaces ``nn.Module.load_state_dict``, whose error does not say why a plain model has no scores."""
+    try:
+        return _torch_load_state_dict(self, state_dict, *args, **kwargs)
+    except RuntimeError as error:
+        scores = next((name for name in state_dict if name.rpartition(".")[2].startswith(PREFIX)), None)
+        if scores is None or f'"{scores}"' not in str(error):
+            raise
+        raise SmartpruneError(
+            f"load_state_dict: {scores} is in the state dict and not in the model, because it was saved during a search; its "
+            "weights are not pruned yet: attach with the same arguments before you load it, or finish the search and bake the model"
+        ) from error
 
 
 def _owner(hook: Any) -> int:

@@ -7,19 +7,24 @@ For all optimizers of this process the registry
 - resets the momentum of parameters before their next step,
 - keeps removed blocks of frozen, baked and held models at zero, whatever momentum and weight decay do (``zeros.py``),
 - lets a listener place parameters into groups when an optimizer is built. PyTorch has no hook for this, so
-  ``Optimizer.add_param_group`` is replaced while there are listeners. (The only other patch of PyTorch is in ``zeros.py``.)
+  ``Optimizer.add_param_group`` is replaced while there are listeners or scores. (The other patches of PyTorch are in
+  ``zeros.py`` and ``hooks.py``.)
 """
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary, WeakSet, finalize
 
 from torch import Tensor
+from torch.optim import lr_scheduler
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.swa_utils import SWALR
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ..errors import SmartpruneError
 from . import zeros
 
 _steps = 0
@@ -161,7 +166,46 @@ class GroupListener(Protocol):
 
 
 _listeners: WeakSet[Any] = WeakSet()
+_scores = WeakTensorKeyDictionary()  # score parameters, whose groups are checked
+# schedulers that break if a group is added after them: they hold one value for every group, or store values in the groups
+_RIGID = (lr_scheduler.OneCycleLR, lr_scheduler.CyclicLR, lr_scheduler.LambdaLR, lr_scheduler.MultiplicativeLR)
+_RIGID += (lr_scheduler.CosineAnnealingWarmRestarts, lr_scheduler.SequentialLR, SWALR)
 _torch_add_param_group = Optimizer.add_param_group
+
+
+def watch_scores(parameters: Iterable[Tensor]) -> None:
+    """Adding these parameters to an optimizer that has them, or that a scheduler cannot follow, raises what to do."""
+    for parameter in parameters:
+        _scores[parameter] = True
+        finalize(parameter, _restore_add_param_group)
+    Optimizer.add_param_group = _add_param_group  # type: ignore[method-assign,assignment]
+
+
+def stop_watching_scores(parameters: Iterable[Tensor]) -> None:
+    for parameter in parameters:
+        _scores.pop(parameter, None)
+    _restore_add_param_group()
+
+
+def _check_scores(optimizer: Optimizer, entries: Iterable[Any]) -> None:
+    """Checks a group of scores before PyTorch adds it."""
+    scores = {id(p) for p in map(parameter_of, entries) if isinstance(p, Tensor) and p in _scores}
+    if not scores:
+        return
+    if any(id(p) in scores for group in optimizer.param_groups for p in group["params"]):
+        raise SmartpruneError(
+            "add_param_group: the optimizer trains the scores already, because it was created after attach; remove "
+            "optimizer.add_param_group(pruner.param_group())"
+        )
+    if not any("initial_lr" in group for group in optimizer.param_groups):
+        return
+    rigid = [s for s in gc.get_objects() if issubclass(type(s), _RIGID) and getattr(s, "optimizer", None) is optimizer]
+    if rigid:
+        name = type(rigid[0]).__name__
+        raise SmartpruneError(
+            f"add_param_group: a {name} was created for this optimizer before it got the scores, and would fail at its next step; "
+            f"call optimizer.add_param_group(pruner.param_group()) first, and create the {name} afterwards"
+        )
 
 
 def listen_to_groups(listener: GroupListener) -> None:
@@ -182,7 +226,7 @@ def add_param_group(optimizer: Optimizer, group: dict[str, Any]) -> None:
 
 
 def _add_param_group(optimizer: Optimizer, group: dict[str, Any]) -> None:
-    """Replaces ``Optimizer.add_param_group`` while there are listeners."""
+    """Replaces ``Optimizer.add_param_group`` while there are listeners or scores."""
     parameters = group.get("params") if isinstance(group, dict) else None
     ids = set()
     if parameters is not None and not isinstance(parameters, set):
@@ -190,6 +234,7 @@ def _add_param_group(optimizer: Optimizer, group: dict[str, Any]) -> None:
         ids = {id(parameter_of(entry)) for entry in group["params"]}
     listener = next((listener for listener in list(_listeners) if listener.takes_group(ids)), None)
     if listener is None:
+        _check_scores(optimizer, group["params"] if ids else ())
         _torch_add_param_group(optimizer, group)
     else:
         listener.place_group(optimizer, group)
@@ -198,7 +243,9 @@ def _add_param_group(optimizer: Optimizer, group: dict[str, Any]) -> None:
 
 
 def _restore_add_param_group() -> None:
-    if not list(_listeners) and Optimizer.add_param_group is _add_param_group:  # list() drops listeners that just died
+    if (
+        not list(_listeners) and not list(_scores) and Optimizer.add_param_group is _add_param_group
+    ):  # list() drops listeners that just died
         Optimizer.add_param_group = _torch_add_param_group  # type: ignore[method-assign]
 
 

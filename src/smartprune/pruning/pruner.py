@@ -213,8 +213,7 @@ class Pruner:
                 baked.
         """
         search = self.search
-        if self.phase == "baked":
-            raise SmartpruneError("pruner.step(): the model is baked, so no step is left; remove the call from the loop")
+        checks.require_unbaked(search)
         search.reshard()
         if self.phase == "frozen":
             checks.require_agreement(search)
@@ -231,7 +230,7 @@ class Pruner:
         search.count = min(search.count + 1, search.steps)
         search.update()
         search.advance()
-        search.seen.last_step = optimizers.step_count()
+        search.seen.last_step, search.seen.forward = optimizers.step_count(), None
         if self.live.last is not None:
             self.live.last.weights = []  # free them; a replayed CUDA graph writes the next mask into the mask
         if search.count >= search.steps:
@@ -377,6 +376,7 @@ class Pruner:
             masked: The masked weights of the recorded forward pass.
         """
         self.live.last = masked
+        self.search.seen.replays = True
 
     # -- attaching --------------------------------------------------------------------------------------------------------
 

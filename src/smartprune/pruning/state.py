@@ -8,9 +8,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from ..core.budget import scope
+from ..core.layers import plain_name
 from ..core.sharding import is_sharded, reshard
 from ..errors import SmartpruneError
-from ..methods.method import Clock, Method, State, capabilities
+from ..methods.method import Clock, Method, State, capabilities, settings
 from ..topk import hard_topk
 from . import checks, optimizers, zeros
 from .calibration import Calibration
@@ -32,6 +34,10 @@ class Observations:
     steps_missed: int = 0  # steps since then in which other parameters moved and the scores did not
     ranks_agree: bool = False
     last_step: int = field(default_factory=optimizers.step_count)  # optimizer steps that have been checked
+    optimizer_stepped: bool = False  # between two steps of the pruner
+    forward: int | None = None  # optimizer steps before the last forward pass with gradients since the last step of the pruner
+    early: int = 0  # steps in a row before which a forward pass followed the step of the optimizer
+    replays: bool = False  # a CUDA graph runs forward passes and optimizers unseen
 
 
 class SearchState:
@@ -90,6 +96,21 @@ class SearchState:
         """The numbers that rank the blocks now, [n]."""
         return self.method.rank(self.blocks, self.values()).detach()
 
+    def identity(self) -> dict[str, Any]:
+        """What must be equal to continue a search, and on all ranks. The number of blocks alone could belong to a different one."""
+        kind, of = ("", "") if self.plan.budget is None else (self.plan.budget.kind, scope(self.plan.budget))
+        return {
+            "method": self.method.name,
+            "blocks": self.blocks.n,
+            "limit": self.blocks.limit,
+            "steps": self.steps,
+            "block": str(self.plan.block),
+            "settings": settings(self.method),
+            "layers": [f"{plain_name(layer.weight)}: {layer.n} blocks" for layer in self.plan.layers],
+            "floor": 0.0 if self.plan.floor is None else float(self.plan.floor),
+            "budget": f"{kind} of {of}",
+        }
+
     # -- the state of the method ------------------------------------------------------------------------------------------
 
     def register(self, values: State) -> None:
@@ -103,12 +124,14 @@ class SearchState:
                     )
                 self.trained.append(name)
                 self.host.register_parameter(PREFIX + name, nn.Parameter(value.detach()))
+                optimizers.watch_scores(self.parameters())
             else:
                 self.tensors[name] = value
         self.average_gradients()
 
     def unregister(self) -> None:
         """Removes the scores from the model and keeps their values."""
+        optimizers.stop_watching_scores(self.parameters() if self.has_scores() else ())
         for name in self.trained:
             parameter = self.host._parameters.pop(PREFIX + name, None)
             if parameter is not None:

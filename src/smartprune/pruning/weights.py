@@ -111,6 +111,9 @@ class LiveWeights:
         search = self.search
         checks.require_sharded_before_attach(search)
         self.last = None  # first, so that old and new weights are not in memory at the same time
+        if torch.is_grad_enabled():
+            checks.require_steps(search)
+            search.seen.forward = optimizers.step_count()
         search.to_device()
         search.activate()
         if search.hard is not None:

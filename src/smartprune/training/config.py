@@ -5,6 +5,7 @@ This module does not import torch at the top, so the command line shows its help
 
 from __future__ import annotations
 
+import json
 import math
 import types
 from collections.abc import Callable, Mapping
@@ -351,3 +352,34 @@ def _schedules(config: Config) -> dict[str, int]:
 def flags() -> list[Field[Any]]:
     """The fields of Config that are flags of the command line."""
     return [f for f in fields(Config) if f.metadata.get("flag", True)]
+
+
+PLACES = {
+    "out",
+    "dense",
+    "device",
+    "threads",
+    "parallel",
+    "deterministic",
+    "checkpoint_seconds",
+    "tensorboard",
+    "onnx",
+    "graph",
+    "compile",
+}
+
+
+def training_settings(config: Config) -> dict[str, Any]:
+    """The settings that a resumed run must keep: all but where it runs and where its files lie."""
+    values = {name: value for name, value in asdict(config).items() if name not in PLACES}
+    task = {name: value for name, value in config.task_settings.items() if name != "folder"}
+    return {**values, "task_settings": task}
+
+
+def changed_settings(saved: Mapping[str, Any], config: Config) -> list[str]:
+    """What differs from the settings that a checkpoint was written with, as texts such as ``lr=0.2 (was 0.1)``."""
+    return [
+        f"{name}={value!r} (was {saved[name]!r})"
+        for name, value in json.loads(json.dumps(training_settings(config))).items()
+        if name in saved and saved[name] != value
+    ]

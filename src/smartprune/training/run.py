@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Iterator
@@ -16,13 +17,14 @@ from torch import Tensor, nn
 from .. import run_files
 from ..core import sharding
 from ..errors import SmartpruneError
+from ..files import parse_json
 from ..pruning.attach import attach
 from ..pruning.pruner import Pruner
 from ..run_files import STAGES
 from ..tasks import Data, Task
 from ..tasks.augment import Augmented
 from . import ranks
-from .config import Config, make_budget, make_method, make_task
+from .config import Config, changed_settings, make_budget, make_method, make_task, training_settings
 from .cuda_graph import Graph
 from .distill import Teacher
 from .ema import Ema
@@ -274,6 +276,7 @@ def save_checkpoint(run: Run) -> None:
 def _state(run: Run) -> dict[str, Any]:
     return {
         "version": 1,
+        "settings": json.dumps(training_settings(run.config)),
         "stage": run.stage,
         "step": run.step,
         "rows": run.rows,
@@ -294,6 +297,7 @@ def _state(run: Run) -> dict[str, Any]:
 def restore(run: Run, state: dict[str, Any]) -> None:
     """Restores a new run from a checkpoint, which may come from another number of processes."""
     path = run.folder / run_files.CHECKPOINT
+    _require_same_settings(run, state, path)
     try:
         enter_stage(run, state["stage"])
         run.model.load_state_dict(sharding.shard_state(state["model"], run.model.state_dict()))
@@ -314,6 +318,19 @@ def restore(run: Run, state: dict[str, Any]) -> None:
         raise SmartpruneError(
             f"{path} does not fit {run_files.CONFIG} beside it ({first_line(error)}); delete it to restart the run"
         ) from None
+
+
+def _require_same_settings(run: Run, state: dict[str, Any], path: Path) -> None:
+    """Other settings would make a run that no ``config.json`` describes."""
+    saved = state.get("settings", "{}")  # older checkpoints lack this key
+    values = parse_json(saved, str(path)) if isinstance(saved, str) else None
+    if not isinstance(values, dict):
+        raise SmartpruneError(f"{path} is damaged (its settings cannot be read); delete it to restart the run")
+    if changed := changed_settings(values, run.config):
+        raise SmartpruneError(
+            f"{run.folder / run_files.CONFIG} was changed after the run began: {', '.join(changed)}; restore these values to "
+            "resume, or start a new run"
+        )
 
 
 def _sharded_state(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:

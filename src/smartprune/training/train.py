@@ -24,6 +24,7 @@ from torch import Tensor
 from .. import run_files
 from ..artifacts.receipt import Receipt
 from ..artifacts.verify import verify
+from ..core.sharding import is_sharded
 from ..errors import SmartpruneError
 from ..models.named import is_external
 from ..pruning.bake import bake
@@ -120,7 +121,7 @@ def _run(folder: Path, config: Config, progress: Callable[[Tick], None], stop: C
                 run.ema.copy_to_model()
             if stage == "search" and run.pruner is not None:
                 ranks.require_equal("the mask", _digest(run.pruner.mask))
-        return _finish(run)
+        return _finish(run, progress)
 
 
 @contextmanager
@@ -280,9 +281,14 @@ def _tick(run: Run) -> Tick:
     )
 
 
-def _finish(run: Run) -> Result:
+def _finish(run: Run, progress: Callable[[Tick], None]) -> Result:
     """Bakes, tests, writes and verifies the model. If it is killed, all of it is repeated from the last checkpoint."""
-    receipt = bake(run.model)
+    example = None if is_sharded(next(run.model.parameters())) else run.task.example().to(run.device)
+    with warnings.catch_warnings(record=True) as problems:
+        warnings.simplefilter("always", UserWarning)
+        receipt = bake(run.model, example=example)
+    for problem in problems if ranks.rank() == 0 else ():
+        _warn(progress, str(problem.message))
     ranks.require_equal("the removed blocks", receipt.mask_hash)
     pruned = _test(run, "pruned")
     save_weights(run.model, run.folder / run_files.MODEL)
