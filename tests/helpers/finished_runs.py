@@ -21,6 +21,7 @@ def write_run(root: Path, pruned: float, dense: float = 0.9, **settings: Any) ->
     (folder / "config.json").write_text(json.dumps(asdict(config)))
     result: dict[str, Any] = {"folder": str(folder), "task": config.task, "model": config.model, "method": config.method}
     result |= {"measure": "accuracy", "dense": dense, "pruned": pruned, "verified": True, "seconds": 1.5}
+    result |= {"samples": 100, "finished": "2026-01-02 03:04", "command": f"smartprune train {config.task}"}
     (folder / "result.json").write_text(json.dumps({**result, "stage_seconds": {}, "versions": VERSIONS, "also": {}, "files": {}}))
     return folder
 

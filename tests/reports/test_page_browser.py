@@ -11,6 +11,7 @@ import torch
 import smartprune as sp
 from helpers import training_jobs
 from helpers.browser import MISSING, Browser
+from helpers.finished_runs import write_macs_left, write_run
 from helpers.hostile_names import HOSTILE
 from helpers.pruned_models import model_and_receipt
 from smartprune.artifacts.receipt import Receipt
@@ -24,6 +25,26 @@ const name = (e) => (e.getAttribute('aria-label') || label(e) || e.textContent |
 return [...document.querySelectorAll('button, select, canvas, svg, [tabindex="0"], a, [role=region], [role=application]')]
   .filter((e) => !name(e)).map((e) => e.outerHTML.slice(0, 80));
 """
+
+
+CLIPPED_TEXT = """return [...document.querySelectorAll('svg text')].filter((e) => {
+  const a = e.getBoundingClientRect(), b = e.closest('svg').getBoundingClientRect();
+  return a.left < b.left - 1 || a.right > b.right + 1 || a.top < b.top - 1 || a.bottom > b.bottom + 1;
+}).map((e) => e.textContent)"""
+
+
+@pytest.fixture(scope="module")
+def runs_to_compare(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of runs that were trained in three ways."""
+    folder = tmp_path_factory.mktemp("compare")
+    for epochs, methods in ((4, ("magnitude", "gradual")), (40, ("smart",)), (8, ("smart",))):
+        for seed in range(1 if epochs == 40 else 3):
+            for number, method in enumerate(methods):
+                run = write_run(folder / f"{epochs}", 0.8 + 0.03 * seed, seed=seed, method=method, search_epochs=epochs)
+                write_macs_left(run, 1000, 200 + 33 * number)
+    page = folder / "page.html"
+    assert training_jobs.run_cli("compare", str(folder), "--html", str(page)) == 0
+    return page
 
 
 @pytest.fixture(scope="module")
@@ -162,9 +183,34 @@ def test_controls_have_accessible_names_and_tab_stops(browser: Browser, run: Pat
     assert {"theme", "layer-table", "map-layer", "map", "zoom-in", "figure-loss"} <= seen
 
 
-@pytest.mark.parametrize("width", [360, 768, 1600])
-def test_page_fits_every_width(browser: Browser, run: Path, width: int) -> None:
-    browser.open(run / PAGE, width, 800, touch=width == 360)
+def test_the_headline_is_short(browser: Browser, run: Path) -> None:
+    lines = """const h = document.querySelector('h1');
+    return Math.round(h.getBoundingClientRect().height / parseFloat(getComputedStyle(h).lineHeight))"""
+    for width, most in ((400, 2), (800, 1), (1400, 1)):
+        browser.open(run / PAGE, width)
+        assert browser.run(lines) <= most
+
+
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("width", [400, 800, 1400])
+def test_comparison_fits_every_width(browser: Browser, runs_to_compare: Path, width: int, dark: bool) -> None:
+    browser.open(runs_to_compare, width, dark=dark)
+    assert browser.run("return document.documentElement.scrollWidth") == width
+    assert browser.run("return [...document.querySelectorAll('.scroll')].filter((e) => e.scrollWidth > e.clientWidth).length") == 0
+    assert browser.run(CLIPPED_TEXT) == []
+    letters = """return [...document.querySelectorAll('figure svg')]
+        .map((e) => 14 * e.getBoundingClientRect().width / e.viewBox.baseVal.width)"""
+    assert min(browser.run(letters)) >= 7.5
+    headings = browser.run("return [...document.querySelectorAll('h2')].map((e) => e.textContent)")
+    assert len(headings) == len(set(headings)) == 4
+    assert browser.run("return document.querySelectorAll('figure svg').length") == 3
+    assert browser.logs()[0] == []
+
+
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("width", [360, 400, 800, 1400])
+def test_page_fits_every_width(browser: Browser, run: Path, width: int, dark: bool) -> None:
+    browser.open(run / PAGE, width, 800, dark=dark, touch=width == 360)
     assert browser.run("return document.documentElement.scrollWidth") == width
     sticking = browser.run(
         """return [...document.querySelectorAll('main *')]
@@ -257,13 +303,7 @@ def test_nothing_is_clipped_on_the_page_of_a_file_with_its_receipt(browser: Brow
     browser.open(tmp_path / "page.html", width)
     assert browser.run("return document.documentElement.scrollWidth") == width
     assert browser.run("return [...document.querySelectorAll('.scroll')].filter((e) => e.scrollWidth > e.clientWidth).length") == 0
-    outside = browser.run(
-        """return [...document.querySelectorAll('svg text')].filter((e) => {
-          const a = e.getBoundingClientRect(), b = e.closest('svg').getBoundingClientRect();
-          return a.left < b.left - 1 || a.right > b.right + 1 || a.top < b.top - 1 || a.bottom > b.bottom + 1;
-        }).map((e) => e.textContent)"""
-    )
-    assert outside == []
+    assert browser.run(CLIPPED_TEXT) == []
     hidden = browser.run(
         """return [...document.querySelectorAll('main *')].filter((e) => getComputedStyle(e).overflowX === 'hidden'
           && !e.closest('svg') && e.clientWidth && e.scrollWidth > e.clientWidth + 1).map((e) => e.outerHTML.slice(0, 80))"""

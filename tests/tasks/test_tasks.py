@@ -100,7 +100,7 @@ class Lookup(torch.nn.Module):
 
 
 def test_evaluation_on_the_training_split_sees_unchanged_images() -> None:
-    _, predictions = evaluate(SceneBoxes(), Lookup(), "train", CPU)
+    _, predictions, _ = evaluate(SceneBoxes(), Lookup(), "train", CPU)
     detections = {(row["image_id"], row["category_id"], *row["bbox"]) for row in predictions or ()}
     expected = {
         (image.id, label, x1, y1, x2 - x1, y2 - y1)
@@ -118,7 +118,7 @@ def test_evaluation_on_the_training_split_sees_unchanged_images() -> None:
                 - 1.0 * (~equal.any(1))[:, None]
             )
 
-    figures, _ = evaluate(Digits(), DigitLookup(), "train", CPU)
+    figures, *_ = evaluate(Digits(), DigitLookup(), "train", CPU)
     assert figures == {"accuracy": 1.0}
 
 

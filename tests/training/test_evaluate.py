@@ -20,9 +20,10 @@ CPU = torch.device("cpu")
 def test_metric_is_that_of_the_model_in_eval_mode() -> None:
     task = PlainTask()
     model = nn.Sequential(task.model(task.models[0]), nn.Dropout(1.0)).train()  # in training it would return zeros
-    metrics, detections = evaluate(task, model, "test", CPU)
+    metrics, detections, samples = evaluate(task, model, "test", CPU)
     assert model.training
     assert detections is None
+    assert samples == task.data("test", CPU).steps(1) > 0
     with torch.no_grad():
         model.eval()
         assert metrics == {task.measure: task.metric(model, task.data("test", CPU))}

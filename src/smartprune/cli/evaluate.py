@@ -123,7 +123,7 @@ def _evaluate(path: Path, config: Config, split: str) -> dict[str, Any]:
         load_weights(model, path)
         if task.data(split, device).steps(1) == 0:
             raise SmartpruneError(f"{config.task} has no {split} split")
-        metrics, _ = evaluate(task, model.to(device), split, device)
+        metrics, *_ = evaluate(task, model.to(device), split, device)
     figures = _require_scored(metrics, task)
     return {"file": str(path), "task": config.task, "model": config.model, "split": split, "figures": figures}
 

@@ -25,7 +25,7 @@ from .plot import BOTTOM, LEFT, RIGHT, TOP, WIDTH
 from .runlog import RunLog, finite_number
 from .shell import header, html_page, html_text, pairs_table, tiles
 from .stored import find_receipt
-from .summary import alert, chips, key_figures, kicker, npu_label, verdict
+from .summary import alert, chips, key_figures, kicker, npu_label, origin, verdict
 from .view import Array, LayerView, View, gather
 
 MAX_BLOCKS_WITH_VALUES = 1_000_000  # with more, the page leaves out scores and norms
@@ -73,7 +73,8 @@ def render(view: View) -> str:
         for key, title, body in sections
     )
     body = (
-        f'{header(kicker(view))}<main id="main"><h1>{verdict(view)}</h1>{chips(view)}{alert(view)}{tiles(key_figures(view))}'
+        f'{header(kicker(view))}<main id="main"><h1>{verdict(view)}</h1>{origin(view)}{chips(view)}'
+        f"{alert(view)}{tiles(key_figures(view))}"
         f'<nav aria-label="Parts of this report"><ul>{links}</ul></nav>{main}</main>'
     )
     first = max(range(len(mapped)), key=lambda i: (mapped[i].pruned, mapped[i].row.blocks.total), default=0)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from ..artifacts.counts import Requested, removed_blocks
 from ..budgets import budget_label
 from ..hardware.estimate import Estimate
+from ..runtime.speed import expected_speedup
 from ..text import percent
+from .noise import accuracy_noise
 from .runlog import RunLog
 from .shell import html_text
 from .view import View
@@ -16,22 +18,8 @@ MINUS, TIMES, MIDDLE_DOT = "\u2212", "\u00d7", "\u00b7"
 
 
 def verdict(view: View) -> str:
-    """What was requested and what was achieved, in one sentence of escaped HTML."""
-    parts = [_budget_verdict(view)]
-    log, receipt = view.log, view.receipt
-    if log is not None and (pruned := log.result_number("pruned")) is not None:
-        dense = log.result_number("dense")
-        change = "" if dense is None else f" (dense {100 * dense:.2f} %, {_points(pruned - dense)})"
-        parts.append(f"{log.measure or 'metric'} {100 * pruned:.2f} %{change}")
-    if receipt is not None and receipt.model_macs is not None and not view.problems:
-        parts.append(f"{share(receipt.model_macs.kept, receipt.model_macs.total)} of the MACs of the model left")
-    if view.sizes is not None and view.sizes[1] * 1.05 < view.sizes[0]:
-        parts.append(f"{_times(view.sizes[0] / view.sizes[1], SIZES)} when packed")
-    if view.estimate is not None:
-        parts.append(f"{_times(view.estimate.speedup, COUNTS)} cycles on an NPU")
-    if (speed := _cpu_speed(view.log)) is not None:
-        parts.append(f"{speed[1] / speed[2]:.1f}{TIMES} as fast on this CPU")
-    return html_text("; ".join(parts) + ".").replace(" %", "&nbsp;%")
+    """What was requested and what was achieved, in one line of escaped HTML. The tiles hold the figures."""
+    return html_text(_budget_verdict(view)).replace(" %", "&nbsp;%")
 
 
 def _budget_verdict(view: View) -> str:
@@ -39,24 +27,16 @@ def _budget_verdict(view: View) -> str:
     if view.problems:
         return "The weights do not match the receipt"
     if receipt is None:
-        label, value, note = _zeros_figure(view)
-        return f"{label} {value} ({note})"
-    sparsity = (
-        f"sparsity {share(blocks.removed, blocks.total)} ({blocks.kept:,} of {blocks.total:,} blocks of the pruned layers left)"
-    )
+        label, value, _ = _zeros_figure(view)
+        return f"{label}: {value}"
     budget = receipt.requested
+    if budget is None or budget.is_exact:
+        removed = f"{share(blocks.removed, blocks.total)} of the blocks removed"
+    else:
+        removed = f"{share(budget.total - budget.used, budget.total)} of the {budget_label(budget.kind)} removed"
     if budget is None:
-        return sparsity[0].upper() + sparsity[1:]
-    goal = requested_share(budget)
-    if not receipt.met:
-        return (
-            f"Budget not met: {goal} should be removed, but {budget.used:,} of {budget.total:,} are left where "
-            f"{budget.limit:,} are allowed; {sparsity}"
-        )
-    if budget.is_exact:
-        return f"Pruned exactly as requested: {sparsity}"
-    removed = share(budget.total - budget.used, budget.total)
-    return f"Pruned as requested: {removed} of {_budget_whole(budget)} removed, at least {goal} requested; {sparsity}"
+        return removed
+    return f"{removed}, {'as requested' if receipt.met else f'not {100 * float(budget.share):g} % as requested'}"
 
 
 def _zeros_figure(view: View) -> tuple[str, str, str]:
@@ -101,12 +81,7 @@ def key_figures(view: View) -> list[tuple[str, str, str]]:
         note = f"{estimate.latency:,} of {estimate.dense.latency:,}, estimated for {npu_label(estimate)}"
         note += f"; {estimate.mac_speedup:.1f}{TIMES} by MACs alone"
         figures.append(("Cycles on an NPU", _times(estimate.speedup, COUNTS), note))
-    if log is not None and (speed := _cpu_speed(log)) is not None:
-        engine, dense_ms, ms = speed
-        int8 = log.engine_times().get("smartprune int8")
-        note = f"{ms:.3g} ms vs. {dense_ms:.3g} ms in {engine}, batch 1" + ("" if int8 is None else f"; int8 {int8:.3g} ms")
-        figures.append(("Speed on this CPU", f"{dense_ms / ms:.1f}{TIMES}", note))
-    return figures
+    return [*figures, *_speed_figure(view)]
 
 
 def _first_figure(view: View) -> tuple[str, str, str]:
@@ -125,10 +100,30 @@ def _first_figure(view: View) -> tuple[str, str, str]:
 
 
 def _metric_figure(log: RunLog) -> tuple[str, str, str]:
-    dense, pruned = log.result_number("dense"), log.result_number("pruned")
+    dense, pruned, samples = (log.result_number(name) for name in ("dense", "pruned", "samples"))
     note = "test split" if dense is None else f"test split; dense {100 * dense:.2f} %"
-    note += "" if dense is None or pruned is None else f", {_points(pruned - dense)}"
+    if dense is not None and pruned is not None:
+        noise = accuracy_noise(dense, pruned, samples) if log.measure == "accuracy" and samples else None
+        note += f", {_points(pruned - dense)}; one run, so "
+        note += "its noise is not known" if noise is None else f"up to ±{100 * noise:.2f} may be chance ({samples:,.0f} samples)"
     return log.title, "not scored" if pruned is None else f"{100 * pruned:.2f} %", note
+
+
+def _speed_figure(view: View) -> list[tuple[str, str, str]]:
+    """The speed on a CPU: measured where a benchmark ran, else expected from the MACs that are left."""
+    if view.log is not None and (speed := _cpu_speed(view.log)) is not None:
+        engine, dense_ms, ms = speed
+        int8 = view.log.engine_times().get("smartprune int8")
+        note = f"measured: {ms:.3g} ms, {dense_ms:.3g} ms in {engine}, batch 1" + ("" if int8 is None else f"; int8 {int8:.3g} ms")
+        return [("Speed on this CPU", f"{dense_ms / ms:.1f}{TIMES}", note)]
+    macs = None if view.report.receipt is None else view.report.receipt.model_macs
+    if macs is None:
+        return []
+    expected = expected_speedup(macs.kept, macs.total)
+    if expected is None:
+        return [("Speed on a CPU", "not measured", "too small to expect a speed from its MACs; smartprune bench measures it")]
+    note = f"from the MACs left, {expected.low:.1f} to {expected.high:.1f}{TIMES} likely; smartprune bench measures it"
+    return [("Speed on a CPU, expected", f"{expected.typical:.1f}{TIMES}", note)]
 
 
 def _cpu_speed(log: RunLog | None) -> tuple[str, float, float] | None:
@@ -139,6 +134,19 @@ def _cpu_speed(log: RunLog | None) -> tuple[str, float, float] | None:
         return None
     fastest = min(dense, key=dense.__getitem__)
     return fastest, dense[fastest], times["smartprune"]
+
+
+def origin(view: View) -> str:
+    """When, with what and how the model was made, as far as it is known: a line of escaped HTML, or nothing."""
+    result = (view.log.result if view.log is not None else None) or {}
+    versions = result.get("versions")
+    named = versions if isinstance(versions, dict) else {}
+    parts = [str(result["finished"])] if isinstance(result.get("finished"), str) else []
+    parts += [f"{name} {named[name]}" for name in ("smartprune", "torch", "python") if isinstance(named.get(name), str)]
+    line = html_text(f" {MIDDLE_DOT} ".join(parts))
+    if isinstance(command := result.get("command"), str):
+        line += f"{' ' + MIDDLE_DOT + ' ' if line else ''}<code>{html_text(command)}</code>"
+    return f'<p class="note origin">{line}</p>' if line else ""
 
 
 def chips(view: View) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -17,8 +17,16 @@ Metrics = dict[str, float | None]  # by name, the task's measure first; None: no
 Detections = list[dict[str, Any]]
 
 
-def evaluate(task: Task, model: nn.Module, split: str, device: torch.device) -> tuple[Metrics, Detections | None]:
-    """The metrics of the model, and its detections where the task has detections.
+class Evaluation(NamedTuple):
+    """The metrics of a model, its detections where the task has detections, and the number of samples."""
+
+    metrics: Metrics
+    detections: Detections | None
+    samples: int
+
+
+def evaluate(task: Task, model: nn.Module, split: str, device: torch.device) -> Evaluation:
+    """Evaluates the model on a split.
 
     Scoring detections may need a package that is not installed. The measure is then None, and ``smartprune eval`` can
     score the detections later.
@@ -29,11 +37,11 @@ def evaluate(task: Task, model: nn.Module, split: str, device: torch.device) -> 
     try:
         with torch.no_grad():
             if detector is None:
-                return {task.measure: task.metric(model, data)}, None
+                return Evaluation({task.measure: task.metric(model, data)}, None, data.steps(1))
             detections: Detections = detector.predictions(model, data)
     finally:
         model.train(training)
-    return detector.score(detections, split) or {task.measure: None}, detections
+    return Evaluation(detector.score(detections, split) or {task.measure: None}, detections, data.steps(1))
 
 
 def _evaluation_data(task: Task, split: str, device: torch.device) -> Data:

@@ -38,6 +38,9 @@ class Result:
     versions: dict[str, str]
     also: dict[str, Metrics]  # metrics besides the measure, of "dense" and "pruned"
     files: dict[str, str]  # other files of the run, and what they hold
+    samples: int  # of the test split
+    finished: str  # date and time on the clock of the machine
+    command: str  # starts a run with these settings
 
     def metrics_line(self, form: str) -> str:
         """The metric of ``"dense"`` or ``"pruned"`` in percent, other metrics, and the difference to the dense model."""
@@ -74,6 +77,9 @@ class Result:
                 versions={name: versions.string(name) for name in versions.data},
                 also={form: {name: _metric(also.nested(form), name) for name in also.nested(form).data} for form in also.data},
                 files={name: files.string(name) for name in files.data},
+                samples=values.integer("samples"),
+                finished=values.string("finished"),
+                command=values.string("command"),
             )
         except SmartpruneError as error:
             raise SmartpruneError(

@@ -60,6 +60,7 @@ class Run:
     lost_rows: int = 0  # rows that the checkpoint counts and the file lacks
     dense: float | None = None  # the test metric of the dense model
     other_metrics: dict[str, Metrics] = field(default_factory=dict)  # besides the measure, of "dense" and "pruned"
+    test_samples: int = 0  # of the test split, once a model was evaluated on it
     loss: float | None = None  # the mean of the last epoch
     metric: float | None = None  # on the validation split, after the last epoch
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))

@@ -32,6 +32,7 @@ from ..run_files import STAGES, TELEMETRY
 from ..tasks import Data
 from . import ranks
 from .check import check, resolve
+from .command import train_command
 from .config import Config, load_config
 from .evaluate import evaluate, write_detections
 from .folder import append_row, create_folder, first_line, locked, save_weights, write_json
@@ -241,7 +242,7 @@ def _end_epoch(run: Run) -> None:
 
 def _test(run: Run, form: str) -> float | None:
     """The metric of the ``"dense"`` or ``"pruned"`` model on the test split. Detections are written to the run folder."""
-    metrics, detections = evaluate(run.task, run.model, "test", run.device)
+    metrics, detections, run.test_samples = evaluate(run.task, run.model, "test", run.device)
     if detections is not None:
         ranks.on_first(lambda: write_detections(run.folder / run_files.DETECTIONS[form], detections))
     metrics = ranks.on_first(lambda: metrics)
@@ -317,6 +318,9 @@ def _write_result(run: Run, receipt: Receipt, pruned: float | None) -> Result:
         versions=versions(config),
         also=run.other_metrics,
         files=files,
+        samples=run.test_samples,
+        finished=time.strftime("%Y-%m-%d %H:%M"),
+        command=train_command(config),
     )
     write_json(folder / run_files.RESULT, asdict(result))
     write_run_page(folder, trusted=True)

@@ -13,7 +13,7 @@ from smartprune.reports.draw import ticks
 def test_charts_of_one_point_and_names_with_markup() -> None:
     chart = Chart("<a> & b", "x", "y", (Series("m" * 90, (Point(0.9, 50.0),)), Series("n", (Point(0.9, 50.0, 0.0),))))
     drawn = ET.fromstring(svg([chart, chart]))
-    assert drawn.attrib["height"] == "860"
+    assert drawn.attrib["height"] == "888"
     assert "<a> & b" in [element.text for element in drawn.iter()]
 
 

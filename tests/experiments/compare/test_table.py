@@ -22,9 +22,8 @@ from smartprune.methods import METHODS
 
 def test_table_has_methods_by_sparsity(runs: Path) -> None:
     lines = comparison_text(compare([runs]), ascii_only=False).splitlines()
-    assert (
-        lines[0] == "digits(width=4), resnet8, blocks of 4x2: accuracy in %, test split, after the last epoch, by requested budget"
-    )
+    title = "digits(width=4), resnet8, blocks of 4x2: accuracy in %, test split, after the last epoch, by requested budget"
+    assert " ".join(lines[:2]) == title
     start = next(i for i, line in enumerate(lines) if line.startswith("method"))
     assert lines[start].split() == ["method", "dense", "sparsity", "0.5", "diff", "n", "sparsity", "0.9", "diff", "n"]
     body = [line.split() for line in lines[start + 1 :]]
@@ -83,7 +82,7 @@ def test_texts_of_a_csv_file_do_not_start_like_formulas(tmp_path: Path) -> None:
     """A spreadsheet runs cells that start with =, +, - or @. Negative numbers stay numbers."""
     for start in "=+-@":
         path = write_run(tmp_path, 0.5, dense=0.9, seed=ord(start)) / "config.json"
-        changes = {"model": f"{start}1+1", "settings": {"start": f"{start}x"}, "augment": "\x1b[2J", "floor": f"{start}1"}
+        changes = {"model": f"{start}1+1", "settings": {"start": f"{start}x"}, "augment": "\x1b[2J\u202e", "floor": f"{start}1"}
         path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     comparison = compare([tmp_path])
     lines = list(csv.DictReader(comparison.csv().splitlines()))
@@ -110,3 +109,14 @@ def test_the_reached_sparsity_is_that_of_the_receipt(tmp_path: Path) -> None:
     page = comparison_page(comparison, comparison_charts(comparison))
     assert "Sparsity (blocks of the pruned layers), %" in page
     assert f">{100 * reached:.2f}<" in page
+
+
+def test_tables_of_runs_that_were_trained_in_different_ways_have_different_titles(tmp_path: Path) -> None:
+    for epochs in (4, 8):
+        write_run(tmp_path, 0.5, search_epochs=epochs, ema=0.9)
+    write_run(tmp_path, 0.5, block="8x8")
+    titles = list(compare([tmp_path]).titles().values())
+    assert len(set(titles)) == 3
+    assert sum("4 search" in title for title in titles) == 1
+    assert not any("ema" in title for title in titles)  # the same in both
+    assert "digits(width=4), resnet8, blocks of 8x8" in titles

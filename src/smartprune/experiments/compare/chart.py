@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -14,10 +15,12 @@ from ...text import escape as printable
 from ...text import shorten
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#7a5195", "#b8860b", "#56b4e9", "#555555")
-HEIGHT, PLOT_WIDTH = 430, 520  # of a panel with its axes; of the plot alone
-LEFT, TOP, BOTTOM = 70, 50, 60
+HEIGHT, PLOT_WIDTH = 400, 470  # of a panel with its axes, without the legend below; of the plot alone
+LEFT, TOP, BOTTOM = 76, 56, 60
 RIGHT, BASE = LEFT + PLOT_WIDTH, HEIGHT - BOTTOM
-LEGEND_MARGIN, LETTER_WIDTH, MAX_NAME = 60, 7.5, 48
+WIDTH = RIGHT + 20
+LEGEND_LINE, LETTER_WIDTH, MAX_NAME = 22, 8.6, 60  # the width of a bold letter
+MAX_MARKS = 6  # on the axis of x; more different values get round numbers
 SHIFT = 4.0  # pixels between series, so that points at the same place stay visible
 
 
@@ -36,13 +39,17 @@ class Series:
 
 @dataclass(frozen=True)
 class Chart:
-    """One panel. ``level`` is a dashed line with a name, such as the accuracy of the dense model."""
+    """One panel. ``level`` is a dashed line with a name, such as the accuracy of the dense model.
+
+    ``is_measured``: the values of x are measured, not chosen, so the axis has round numbers.
+    """
 
     title: str
     x: str
     y: str
     series: tuple[Series, ...]
     level: tuple[str, float] | None = None
+    is_measured: bool = False
 
 
 def save_charts(charts: Sequence[Chart], path: str | Path) -> None:
@@ -60,15 +67,14 @@ def svg(charts: Sequence[Chart]) -> str:
     """The panels as one SVG document."""
     if not charts:
         raise SmartpruneError("nothing to draw: no run has a budget")
-    longest = min(MAX_NAME, max(len(series.name) for chart in charts for series in chart.series))
-    width, height = round(RIGHT + LEGEND_MARGIN + LETTER_WIDTH * max(longest, 8)), HEIGHT * len(charts)
+    heights = [HEIGHT + LEGEND_LINE * (len(chart.series) + (chart.level is not None)) for chart in charts]
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
-        'font-family="Helvetica, Arial, DejaVu Sans, sans-serif" font-size="13" fill="#222">',
-        f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{sum(heights)}" viewBox="0 0 {WIDTH} {sum(heights)}" '
+        'font-family="Helvetica, Arial, DejaVu Sans, sans-serif" font-size="14" fill="#222">',
+        f'<rect width="{WIDTH}" height="{sum(heights)}" fill="#ffffff"/>',
     ]
     for number, chart in enumerate(charts):
-        parts += [f'<g transform="translate(0 {number * HEIGHT})">', *_panel(chart), "</g>"]
+        parts += [f'<g transform="translate(0 {sum(heights[:number])})">', *_panel(chart), "</g>"]
     return "\n".join([*parts, "</svg>", ""])
 
 
@@ -78,6 +84,8 @@ def _panel(chart: Chart) -> list[str]:
     if chart.level is not None:
         ranges.append((chart.level[1], chart.level[1]))
     marks = ticks(min(low for low, _ in ranges), max(high for _, high in ranges))
+    if len(xs) > MAX_MARKS or chart.is_measured:
+        xs = ticks(xs[0], xs[-1], MAX_MARKS) if len(xs) > 1 else ticks(xs[0] - 1, xs[0] + 1, MAX_MARKS)
     margin = 0.08 * (xs[-1] - xs[0]) or 0.05
 
     def to_x(x: float) -> float:
@@ -87,25 +95,27 @@ def _panel(chart: Chart) -> list[str]:
         return BASE - (y - marks[0]) / (marks[-1] - marks[0]) * (BASE - TOP)
 
     parts = _axes(chart, xs, marks, to_x, to_y)
-    legend_y = TOP + 6.0
+    legend_y = HEIGHT + 4.0
     if chart.level is not None:
         name, value = chart.level
         style = 'stroke="#444" stroke-dasharray="6 4"'
         parts.append(_line(LEFT, to_y(value), RIGHT, to_y(value), style))
-        parts.append(_line(RIGHT + 14, legend_y, RIGHT + 36, legend_y, style))
-        parts.append(_text(RIGHT + 42, legend_y + 4, name))
-        legend_y += 20
+        parts.append(_line(LEFT, legend_y, LEFT + 22, legend_y, style))
+        parts.append(_text(LEFT + 30, legend_y + 5, name))
+        legend_y += LEGEND_LINE
     for number, series in enumerate(chart.series):
-        shift = SHIFT * (number - (len(chart.series) - 1) / 2)
+        shift = 0.0 if chart.is_measured else SHIFT * (number - (len(chart.series) - 1) / 2)
         parts += _series(series, COLOURS[number % len(COLOURS)], legend_y, shift, to_x, to_y)
-        legend_y += 20
+        legend_y += LEGEND_LINE
     return parts
 
 
 def _axes(
     chart: Chart, xs: Sequence[float], marks: Sequence[float], to_x: Callable[[float], float], to_y: Callable[[float], float]
 ) -> list[str]:
-    parts = [_text(LEFT, 26, chart.title, 'font-size="15" font-weight="bold"')]
+    lines = textwrap.wrap(chart.title, int((WIDTH - 20) / LETTER_WIDTH)) or [""]
+    title = [*lines[:1], shorten(" ".join(lines[1:]), int((WIDTH - 20) / LETTER_WIDTH))]
+    parts = [_text(10, 20 + 18 * row, line, 'font-weight="bold"') for row, line in enumerate(title) if line]
     for mark in marks:
         parts.append(_line(LEFT, to_y(mark), RIGHT, to_y(mark), 'stroke="#e4e4e4"'))
         parts.append(_text(LEFT - 8, to_y(mark) + 4, f"{mark:g}", 'text-anchor="end"'))
@@ -116,7 +126,7 @@ def _axes(
     parts.append(_line(LEFT, TOP, LEFT, BASE, 'stroke="#888"'))
     parts.append(_text((LEFT + RIGHT) / 2, HEIGHT - 18, chart.x, 'text-anchor="middle"'))
     middle = (TOP + BASE) / 2
-    parts.append(_text(18, middle, chart.y, f'text-anchor="middle" transform="rotate(-90 18 {middle:.1f})"'))
+    parts.append(_text(15, middle, chart.y, f'text-anchor="middle" transform="rotate(-90 15 {middle:.1f})"'))
     return parts
 
 
@@ -138,9 +148,9 @@ def _series(
                 parts.append(_line(x, y, x, end, f'stroke="{colour}" stroke-width="1.5"'))
                 parts.append(_line(x - 4, end, x + 4, end, f'stroke="{colour}" stroke-width="1.5"'))
         parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}"/>')
-    parts.append(_line(RIGHT + 14, legend_y, RIGHT + 36, legend_y, f'stroke="{colour}" stroke-width="2"'))
-    parts.append(f'<circle cx="{RIGHT + 25}" cy="{legend_y:.1f}" r="4" fill="{colour}"/>')
-    parts.append(_text(RIGHT + 42, legend_y + 4, shorten(series.name, MAX_NAME)))
+    parts.append(_line(LEFT, legend_y, LEFT + 22, legend_y, f'stroke="{colour}" stroke-width="2"'))
+    parts.append(f'<circle cx="{LEFT + 11}" cy="{legend_y:.1f}" r="4" fill="{colour}"/>')
+    parts.append(_text(LEFT + 30, legend_y + 5, shorten(series.name, MAX_NAME)))
     return parts
 
 

@@ -110,6 +110,11 @@ class Comparison:
             groups.setdefault(row.runs[0].group, []).append(row)
         return groups
 
+    def titles(self) -> dict[Group, str]:
+        """A title per table. Tables of the same task, model and block also name what differs in how their runs were trained."""
+        groups = list(self.groups())
+        return {group: ", ".join([_base_title(group), *_differences(group, groups)]) for group in groups}
+
     def to_json(self) -> dict[str, Any]:
         """Plain data with ``rows``, as in every result file in records/."""
         versions = {json.dumps(run.versions, sort_keys=True): run.versions for run in self.runs}
@@ -121,6 +126,17 @@ class Comparison:
 
     def __str__(self) -> str:
         return comparison_text(self, text.stdout_is_ascii())
+
+
+def _base_title(group: Group) -> str:
+    data, model, block, *_ = group
+    return f"{data}, {model}, blocks of {block}"
+
+
+def _differences(group: Group, groups: Sequence[Group]) -> list[str]:
+    """The parts of a protocol, and the metric, that other groups with the same base title do not have."""
+    similar = [(*other[3].split(", "), other[4]) for other in groups if _base_title(other) == _base_title(group)]
+    return [part for part in (*group[3].split(", "), group[4]) if not all(part in parts for parts in similar)]
 
 
 def compare(paths: Sequence[str | Path]) -> Comparison:

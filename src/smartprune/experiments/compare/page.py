@@ -11,11 +11,13 @@ from .chart import Chart, svg
 from .comparison import Comparison, Row
 from .labels import format_setting
 from .runs import Group
+from .table import mean_and_std
 
-HEADINGS = (
-    "Method", "Requested to remove", "Sparsity (blocks of the pruned layers), %", "Metric, %", "Deviation", "n", "Dense, %",
-    "Difference, points", "MACs of the pruned layers left, %",
-)  # fmt: skip
+COLUMNS = {  # title -> class, which says on which screens the column is shown
+    "Method and budget": "", "{metric}, %": "num", "n": "num", "Difference, points": "num", "Dense, %": "num wide",
+    "MACs of the pruned layers left, %": "num wide", "Sparsity (blocks of the pruned layers), %": "num mid",
+}  # fmt: skip
+ENOUGH = 3  # runs with the same settings, to call a result the best
 MINUS = "\u2212"
 
 
@@ -23,7 +25,6 @@ def comparison_page(comparison: Comparison, charts: Sequence[Chart]) -> str:
     """One self-contained HTML document. ``charts`` are its panels, in the order of the groups."""
     runs = comparison.runs
     methods = {run.method for run in runs}
-    best = max(comparison.rows, key=lambda row: row.difference)
     summary = tiles(
         [
             (
@@ -31,23 +32,21 @@ def comparison_page(comparison: Comparison, charts: Sequence[Chart]) -> str:
                 f"{len(runs)}",
                 f"{_number(len(methods), 'method')}, {_number(len(comparison.groups()), 'group')} of comparable runs",
             ),
-            (
-                "Best change by pruning",
-                f"{100 * best.difference:+.2f} points".replace("-", MINUS),
-                f"{best.method} at {_removed(best)}, {best.runs[0].config['model']}, n = {len(best.runs)}",
-            ),
+            _best(comparison.rows),
         ]
     )
     figures = "".join(
         f'<figure class="sheet" role="img" aria-label="{html_text(_describe(chart))}">{svg([chart])}</figure>' for chart in charts
     )
-    sections = "".join(_section(group, rows) for group, rows in comparison.groups().items())
+    titles = comparison.titles()
+    sections = "".join(_section(titles[group], group, rows) for group, rows in comparison.groups().items())
     left_out = "".join(f"<li>{html_name(folder)}: {html_text(reason)}</li>" for folder, reason in comparison.left_out)
     if left_out:
         left_out = f"<h2>Left out</h2><ul>{left_out}</ul>"
     body = (
         f'{header("smartprune compare")}<main id="main"><h1>Comparison of {_number(len(runs), "finished run")}</h1>{summary}'
-        f"<h2>Metric over the requested share</h2>{figures}{sections}{left_out}</main>"
+        f"<h2>Metric and cost</h2><p class='note'>Error bars show one standard deviation of runs that differ only in their seed. "
+        f"Points without a bar are single runs.</p>{figures}{sections}{left_out}</main>"
     )
     return html_page("Comparison of runs", body, {"layers": [], "charts": [], "first": 0})
 
@@ -56,26 +55,42 @@ def _describe(chart: Chart) -> str:
     return f"{chart.title}: {chart.y} over {chart.x}, for {', '.join(series.name for series in chart.series)}"
 
 
-def _section(group: Group, rows: Sequence[Row]) -> str:
-    data, model, block, protocol, metric = group
-    titles = "".join(f'<th scope="col" class="{"num" if i else ""}">{html_text(title)}</th>' for i, title in enumerate(HEADINGS))
+def _best(rows: Sequence[Row]) -> tuple[str, str, str]:
+    """The tile with the best change by pruning, among the rows with enough runs."""
+    repeated = [row for row in rows if len(row.runs) >= ENOUGH]
+    if not repeated:
+        most = max(len(row.runs) for row in rows)
+        return "Runs per row", f"at most {most}", f"too few to call one the best; compare {ENOUGH} seeds or more"
+    best = max(repeated, key=lambda row: row.difference)
+    spread = f"± {100 * statistics.stdev(best.values):.2f}, n = {len(best.runs)}"
+    value = f"{100 * best.difference:+.2f} points".replace("-", MINUS)
+    return "Best change by pruning", value, f"{spread}; {best.method} at {_removed(best)}, {best.runs[0].config['model']}"
+
+
+def _section(title: str, group: Group, rows: Sequence[Row]) -> str:
+    *_, protocol, metric = group
+    headings = [heading.format(metric=metric[0].upper() + metric[1:]) for heading in COLUMNS]
+    titles = "".join(
+        f'<th scope="col" class="{style}">{html_text(heading)}</th>'
+        for heading, style in zip(headings, COLUMNS.values(), strict=True)
+    )
     lines = []
     for row in rows:
         cells = [
-            _removed(row),
-            f"{100 * statistics.fmean(row.blocks_removed):.2f}" if row.blocks_removed else "",
-            f"{100 * statistics.fmean(row.values):.2f}",
-            f"{100 * statistics.stdev(row.values):.2f}" if len(row.values) > 1 else "",
+            mean_and_std(row.values),
             f"{len(row.values)}",
-            f"{100 * statistics.fmean(row.dense):.2f}",
             f"{100 * row.difference:+.2f}".replace("-", MINUS),
+            f"{100 * statistics.fmean(row.dense):.2f}",
             f"{100 * statistics.fmean(row.macs_left):.2f}" if row.macs_left else "",
+            f"{100 * statistics.fmean(row.blocks_removed):.2f}" if row.blocks_removed else "",
         ]
-        tags = "".join(f'<td class="num">{html_text(cell)}</td>' for cell in cells)
-        lines.append(f'<tr><th scope="row">{html_name(row.method)}</th>{tags}</tr>')
+        styles = list(COLUMNS.values())[1:]
+        tags = "".join(f'<td class="{style}">{html_text(cell)}</td>' for style, cell in zip(styles, cells, strict=True))
+        budget = f'<div class="small">{html_text(_removed(row))}</div>'
+        lines.append(f'<tr><th scope="row">{html_name(row.method)}{budget}</th>{tags}</tr>')
     return (
-        f"<h2>{html_text(f'{data}, {model}, blocks of {block}: {metric}')}</h2><p class='note'>{html_text(protocol)}</p>"
-        f'<div class="scroll" tabindex="0" role="region" aria-label="{html_text(f"Runs of {model} on {data}")}"><table>'
+        f"<h2>{html_text(f'{title}: {metric}')}</h2><p class='note'>{html_text(protocol)}</p>"
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{html_text(f"Runs of {title}")}"><table>'
         f"<thead><tr>{titles}</tr></thead><tbody>{''.join(lines)}</tbody></table></div>"
     )
 

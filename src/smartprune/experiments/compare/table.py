@@ -27,9 +27,11 @@ MACS_COLUMNS = 5  # budgets in one table; each has one number
 def comparison_text(comparison: Comparison, ascii_only: bool) -> str:
     """A table per group: the dense metric, and for every budget the metric, the difference to dense, and n."""
     lines: list[str] = []
-    for (data, model, block, protocol_line, metric), rows in comparison.groups().items():
-        lines += ["", f"{data}, {model}, blocks of {block}: {metric} in %, test split, after the last epoch, by requested budget"]
-        lines += textwrap.wrap(protocol_line, WIDTH)
+    titles = comparison.titles()
+    for group, rows in comparison.groups().items():
+        *_, protocol_line, metric = group
+        title = f"{titles[group]}: {metric} in %, test split, after the last epoch, by requested budget"
+        lines += ["", *textwrap.wrap(title, WIDTH), *textwrap.wrap(protocol_line, WIDTH)]
         shares = sorted({row.share for row in rows}, key=lambda share: (share[0] != SPARSITY, share))
         for first in range(0, len(shares), METRIC_COLUMNS):
             lines += ["", *_metric_table(rows, shares[first : first + METRIC_COLUMNS], ascii_only)]
