@@ -32,9 +32,17 @@ def test_speedups_are_over_the_fastest_dense_engine_of_the_same_kind() -> None:
             ("smartprune int8", 0.25),
         )
     )
-    layer = LayerTiming("a.very.long.name." * 8, "3x3 conv", 1, 10, 100, 8.0, 2.0)
-    lines = str(Bench("m", "16x8", 1, 0.9, timings, (layer,), {"GPU": "none"}, {})).splitlines()
-    speedups = {" ".join(line.split()[:-3]): line.split()[-2] for line in lines[4:9]}
+    layer = LayerTiming("a.very.long.name." * 8, "3x3 conv", 1, 10, 100, 8.0, 2.0, "onnxruntime")
+    short = LayerTiming("short", "3x3 conv", 1, 10, 100, 8.0, 0.1, "onnxruntime")
+    lines = str(Bench("m", "16x8", 1, 0.9, timings, (layer, short), {"GPU": "none"}, {})).splitlines()
+    assert [line.split() for line in lines if line.startswith("engine")] == [
+        ["engine", "ms", "vs", "onnxruntime", "error"],
+        ["engine", "ms", "vs", "onnxruntime", "int8", "error"],
+    ]
+    speedups = {" ".join(line.split()[:-3]): line.split()[-2] for line in lines if line.endswith("e+00")}
+    header = next(i for i, line in enumerate(lines) if line.startswith("layer "))
+    assert "onnxruntime, us" in lines[header]
+    assert [line.split()[-1] for line in lines[header + 1 : header + 3]] == ["4.0", "-"]
     assert speedups == {
         "torch": "0.50",
         "onnxruntime": "1.00",

@@ -7,21 +7,7 @@ import torch
 from torch import nn
 
 from smartprune import SmartpruneError
-from smartprune.experiments.bench.worker import output_error, time_layers
-
-
-class KeywordInput(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(8, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.fc(input=x)
-
-
-def test_layers_with_a_keyword_input_are_timed() -> None:
-    for engine in ("torch", "smartprune"):
-        assert time_layers(engine, KeywordInput().eval(), torch.randn(2, 8), seconds=0.0)["fc"][0] == "linear"
+from smartprune.experiments.bench.worker import output_error
 
 
 class NumberOutput(nn.Module):

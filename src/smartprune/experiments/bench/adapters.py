@@ -28,7 +28,7 @@ def load_engine(name: str, model: nn.Module, x: Tensor, calibration: Sequence[Te
         accelerated = accelerate(model, dtype="int8", example=[x, *calibration], threads=threads)
         return lambda: accelerated(x)
     path = folder / next(file for file, names in ONNX_FILES.items() if name in names)
-    return _openvino(path, x, threads) if name.startswith("openvino") else _onnxruntime(path, x, threads)
+    return openvino_engine(path, x, threads) if name.startswith("openvino") else onnxruntime_engine(path, x, threads)
 
 
 def _torch(name: str, model: nn.Module, x: Tensor) -> Run:
@@ -37,7 +37,7 @@ def _torch(name: str, model: nn.Module, x: Tensor) -> Run:
     return torch.inference_mode()(lambda: model(y))
 
 
-def _onnxruntime(path: Path, x: Tensor, threads: int) -> Run:
+def onnxruntime_engine(path: Path, x: Tensor, threads: int) -> Run:
     import onnxruntime  # type: ignore[import-untyped,import-not-found,unused-ignore]
 
     options = onnxruntime.SessionOptions()
@@ -47,7 +47,7 @@ def _onnxruntime(path: Path, x: Tensor, threads: int) -> Run:
     return lambda: session.run(None, inputs)
 
 
-def _openvino(path: Path, x: Tensor, threads: int) -> Run:
+def openvino_engine(path: Path, x: Tensor, threads: int) -> Run:
     import openvino  # type: ignore[import-untyped,import-not-found,unused-ignore]
 
     settings = {

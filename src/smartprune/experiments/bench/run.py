@@ -25,7 +25,8 @@ from ...artifacts.receipt import Receipt
 from ...artifacts.verify import Verification, verify
 from ...core.block import Block
 from ...errors import SmartpruneError
-from .engines import CPU, GPU, ONNX_FILES, OURS, TORCH, available_engines, list_reasons, package_versions
+from .engines import CPU, DENSE, GPU, ONNX_FILES, OURS, available_engines, list_reasons, package_versions
+from .eta import Eta
 from .result import Bench, LayerTiming, Timing
 from .worker import CASE
 
@@ -58,17 +59,20 @@ def bench(
     engines, left_out = _select_engines(only)
     timings: list[Timing] = []
     layer_timings: list[LayerTiming] = []
+    steps = [("preparing", len(batches)), ("round", rounds * len(batches)), ("layers", int(layers))]
+    eta = Eta(tell, dict(steps), {"round": len(engines) * seconds})
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         for batch in batches:
-            tell(f"batch {batch}: preparing")
-            left_out |= write_case(model, _inputs(example, batch), calibration, folder, engines, block)
-            engines = [engine for engine in engines if engine not in left_out]
             with ExitStack() as stack:
-                group = [stack.enter_context(closing(EngineProcess(engine, folder, threads))) for engine in engines]
-                timings += time_in_turns(group, batch, rounds, seconds, tell)
+                with eta.step("preparing", f"batch {batch}: preparing {len(engines)} engines"):
+                    left_out |= write_case(model, _inputs(example, batch), calibration, folder, engines, block)
+                    engines = [engine for engine in engines if engine not in left_out]
+                    group = [stack.enter_context(closing(EngineProcess(engine, folder, threads))) for engine in engines]
+                timings += time_in_turns(group, batch, rounds, seconds, eta)
                 if layers and batch == batches[0]:
-                    layer_timings = _layer_timings(group, batch, verified)
+                    with eta.step("layers", f"batch {batch}: layers"):
+                        layer_timings = _layer_timings(group, batch, verified, timings)
     zeros = verified.zero / verified.blocks if verified.blocks else 0.0
     return Bench(
         model=name,
@@ -129,33 +133,41 @@ def time_in_turns(
     batch: int,
     rounds: int,
     seconds: float,
-    tell: Callable[[str], None] = lambda message: None,
+    eta: Eta | None = None,
 ) -> list[Timing]:
     """Times the engines in turns, in a different order in every round."""
     fastest: list[list[float]] = [[] for _ in group]
+    eta = eta or Eta(lambda message: None, {"round": rounds})
     for number in range(rounds):
-        tell(f"batch {batch}: round {number + 1} of {rounds}")
-        for offset in range(len(group)):
-            i = (number + offset) % len(group)
-            if group[i].failed is None:
-                fastest[i].append(group[i].request({"time": seconds})["ms"])
+        with eta.step("round", f"batch {batch}: round {number + 1} of {rounds}"):
+            for offset in range(len(group)):
+                i = (number + offset) % len(group)
+                if group[i].failed is None:
+                    fastest[i].append(group[i].request({"time": seconds})["ms"])
     return [
         Timing(engine.name, batch, min(ms, default=0.0), tuple(ms), engine.error, engine.failed)
         for engine, ms in zip(group, fastest, strict=True)
     ]
 
 
-def _layer_timings(group: Sequence[EngineProcess], batch: int, verified: Verification) -> list[LayerTiming]:
-    times = {e.name: e.request({"layers": True}) for e in group if e.name in (*TORCH, OURS) and e.failed is None}
-    if OURS not in times or not set(TORCH) & set(times):
+def _layer_timings(
+    group: Sequence[EngineProcess], batch: int, verified: Verification, timings: Sequence[Timing]
+) -> list[LayerTiming]:
+    """The layers in the runtime of smartprune, and in the dense engine that is the fastest for the whole network."""
+    working = {engine.name: engine for engine in group if engine.failed is None}
+    dense = min(
+        (t for t in timings if t.batch == batch and t.engine in DENSE and t.engine in working), key=lambda t: t.ms, default=None
+    )
+    if OURS not in working or dense is None:
         return []
+    ours, theirs = (working[name].request({"layers": True}) for name in (OURS, dense.engine))
     rows = {row.name: row for row in verified.layers}
-    timings = []
-    for name, (kind, ours) in times[OURS].items():
-        dense = min(times[engine][name][1] for engine in TORCH if engine in times)
-        kept, blocks = (rows[name].blocks - rows[name].zero, rows[name].blocks) if name in rows else (0, 0)
-        timings.append(LayerTiming(name, kind, batch, kept, blocks, dense * 1e6, ours * 1e6))
-    return timings
+    layers = []
+    for name, (kind, seconds) in ours.items():
+        if name in theirs:
+            kept, blocks = (rows[name].blocks - rows[name].zero, rows[name].blocks) if name in rows else (0, 0)
+            layers.append(LayerTiming(name, kind, batch, kept, blocks, 1e6 * theirs[name][1], 1e6 * seconds, dense.engine))
+    return layers
 
 
 class EngineProcess:

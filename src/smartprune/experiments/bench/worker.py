@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +16,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ... import text
 from ...errors import SmartpruneError
-from ...runtime import accelerate
-from ...runtime.fallback import REPLACED
-from .adapters import Run, load_engine
-from .engines import OURS, is_int8
+from ...runtime.speed import fastest_call
+from .adapters import load_engine
+from .engines import is_int8
+from .layers import time_layers
 
 CASE = "case.pt"  # the model, an input and calibration inputs
 # tolerances: share of the largest output; RMS as a share of the outputs' spread; share of the largest output
 FLOAT_TOLERANCE, INT8_TOLERANCE, BF16_TOLERANCE = 1e-3, 0.5, 0.1
-LEAST_CALLS = 5
 
 
 def serve(name: str, folder: Path, threads: int, tolerance: float | None) -> None:
@@ -44,7 +40,11 @@ def serve(name: str, folder: Path, threads: int, tolerance: float | None) -> Non
     for line in sys.stdin:
         request = json.loads(line)
         try:
-            reply = time_layers(name, model, x) if "layers" in request else {"ms": fastest_call(run, request["time"]) * 1e3}
+            reply = (
+                time_layers(name, model, x, threads, folder)
+                if "layers" in request
+                else {"ms": fastest_call(run, request["time"]) * 1e3}
+            )
         except Exception as error:
             reply = {"failed": f"{type(error).__name__}: {error}"}
         print(json.dumps(reply), flush=True)
@@ -90,45 +90,6 @@ def _tensors(result: Any) -> list[Tensor]:
     if isinstance(result, Mapping):
         result = list(result.values())
     return [tensor for part in result for tensor in _tensors(part)] if isinstance(result, (list, tuple)) else []
-
-
-def fastest_call(run: Run, seconds: float) -> float:
-    """The seconds of the fastest call."""
-    run()
-    best, calls, end = float("inf"), 0, time.perf_counter() + seconds
-    while calls < LEAST_CALLS or time.perf_counter() < end:
-        start = time.perf_counter()
-        run()
-        best, calls = min(best, time.perf_counter() - start), calls + 1
-    return best
-
-
-def time_layers(name: str, model: nn.Module, x: Tensor, seconds: float = 0.05) -> dict[str, tuple[str, float]]:
-    """The kind and the time of every layer alone that can be accelerated alone, with the inputs it has in the network."""
-    inputs: dict[str, Tensor] = {}
-
-    def record(path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        inputs.setdefault(path, (args[0] if args else kwargs["input"]).clone())
-
-    hooks = [
-        module.register_forward_pre_hook(partial(record, path), with_kwargs=True)
-        for path, module in model.named_modules()
-        if type(module) in REPLACED
-    ]
-    with torch.no_grad():
-        model(x)
-    for hook in hooks:
-        hook.remove()
-    times = {}
-    for path, layer_input in inputs.items():
-        layer: nn.Module = model.get_submodule(path)
-        kernel = getattr(layer, "kernel_size", None)
-        if name == OURS:
-            layer = accelerate(nn.Sequential(layer), example=layer_input, threads=torch.get_num_threads())
-        with torch.inference_mode():
-            duration = fastest_call(partial(layer, layer_input), seconds)
-        times[path] = ("linear" if kernel is None else f"{text.format_shape(kernel)} conv", duration)
-    return times
 
 
 if __name__ == "__main__":
