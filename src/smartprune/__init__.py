@@ -4,6 +4,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .artifacts.bsr import bsr
+    from .artifacts.maskfile import load_mask, save_mask
     from .artifacts.onnx_export import export_onnx
     from .artifacts.pack import pack, unpack
     from .artifacts.receipt import Receipt
@@ -47,16 +49,19 @@ __all__ = [
     "attach",
     "bake",
     "blocks",
+    "bsr",
     "cycles",
     "export_onnx",
     "find_pruner",
     "hard_topk",
     "hold",
+    "load_mask",
     "macs",
     "pack",
     "params",
     "plan",
     "report",
+    "save_mask",
     "soft_topk",
     "unpack",
     "verify",
@@ -64,6 +69,8 @@ __all__ = [
 
 # The module of each public name. They are imported on first use, so that the command line starts without loading torch.
 _MODULES = {
+    "artifacts.bsr": ["bsr"],
+    "artifacts.maskfile": ["load_mask", "save_mask"],
     "artifacts.onnx_export": ["export_onnx"],
     "artifacts.pack": ["pack", "unpack"],
     "artifacts.receipt": ["Receipt"],

@@ -79,7 +79,7 @@ def test_layers_that_store_inputs_first_are_checked_against_receipt_and_model(tm
 def test_mask_file_matches_the_initializers(exported: Any) -> None:
     """Compares the documented reader with a loop over the values in the ONNX file."""
     scope: dict[str, Any] = {}
-    exec(next(text for text in re.findall(r"```python\n(.*?)```", PAGE, re.S) if "def read_mask" in text), scope)
+    exec(next(text for text in re.findall(r"```python\n(.*?)```", PAGE, re.S) if "def read_mask(" in text), scope)
     for name, (_, _, export, path) in exported.items():
         arrays = {tensor.name: numpy_helper.to_array(tensor) for tensor in onnx.load(path).graph.initializer}
         mask = scope["read_mask"](export.mask_path)
@@ -103,7 +103,7 @@ def test_mask_file_matches_the_initializers(exported: Any) -> None:
     assert (transposed["node"], transposed["transposed"]) == ("ConvTranspose", True)
     assert (matrix["node"], matrix["transposed"], matrix["shape"]) == ("MatMul", True, [16, 36])
     assert (grouped["node"], grouped["transposed"], grouped["groups"]) == ("Conv", False, 2)
-    fields = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", PAGE.split("# The mask file")[1].split("An entry:")[1], re.M)
+    fields = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", PAGE.split("# The mask of an ONNX file")[1].split("An entry:")[1], re.M)
     assert sorted(re.findall(r"\w+", " ".join(fields))) == sorted(transposed)
 
 

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from ..core.block import Block, Layout
 from ..core.occupancy import nonzero
 from ..errors import SmartpruneError
 from ..fields import MAX_INTEGER, Fields
-from ..files import check_readable, growth_limit, parse_json
+from ..files import growth_limit
 from .packfile import COLS, KEY, MAX_AXES, ROWS, VALUES, VERSION, PackedFile, PackedWeight, derived_entry, is_packed
 from .receipt import Receipt
-from .safetensors_file import CODES, DTYPES, check_header
+from .safetensors_file import CODES, DTYPES, read_entry, read_safetensors
 from .tiles import tile_shape, to_tiles
 
-MAX_TEXT = 1 << 26  # characters of the metadata
 MAX_NAMES = 200_000
 
 
@@ -28,22 +27,11 @@ def read_packed(path: Path, limit: int | None = None) -> PackedFile:
     """Reads a packed file. ``limit`` is the most bytes that the dense form may take; by default 64 MiB, or 256 times the size
     of a larger file."""
     where = str(path)
-    check_readable(path)
-    try:
-        size = path.stat().st_size
-        with safe_open(path, framework="pt", device="cpu") as file:
-            metadata = file.metadata()
-            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (not a mapping)
-    except Exception as error:  # the library has no common error type
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-        raise SmartpruneError(f"{where}: not a readable safetensors file ({first})") from None
-    check_header(path)
+    size, metadata, tensors = read_safetensors(path)
     if not is_packed(metadata):
         raise SmartpruneError(f"{where}: not a packed file; its metadata has no {KEY!r}")
-    if len(metadata[KEY]) > MAX_TEXT:
-        raise SmartpruneError(f"{where}: {KEY} is longer than {MAX_TEXT:,} characters; the file is damaged or hostile")
     limit = growth_limit(size) if limit is None else limit
-    return _Reader(where, tensors, limit).read(Fields(parse_json(metadata[KEY], f"{where}: {KEY}"), f"{where}: {KEY}"))
+    return _Reader(where, tensors, limit).read(read_entry(metadata, KEY, where))
 
 
 class _Reader:
@@ -59,12 +47,12 @@ class _Reader:
         if fields.raw("version") != VERSION or type(fields.raw("version")) is not int:
             raise fields.error("version", f"{VERSION}; a newer smartprune may read it")
         fields.match("edge", "pad", "'pad'")
-        block, names, tied = _read_block(fields), _read_names(fields), _read_tied(fields)
+        block, names, tied = read_block(fields), _read_names(fields), _read_tied(fields)
         layouts: dict[str, Layout] = {}
         weights: dict[str, PackedWeight] = {}
         dense: list[tuple[Fields, Layout, torch.dtype]] = []
         for entry in fields.items("weights", MAX_NAMES):
-            name, layout, dtype = _read_layout(entry, block)
+            name, layout, dtype = _read_weight(entry, block)
             if name in layouts or name not in names or name in tied:
                 raise entry.error("name", "one of names, not tied to another, and no name twice")
             layouts[name] = layout
@@ -144,7 +132,8 @@ class _Reader:
         return tensor
 
 
-def _read_block(fields: Fields) -> Block:
+def read_block(fields: Fields) -> Block:
+    """The block of a file, in its standard form."""
     try:
         block = Block.of(fields.text("block", max_length=100))
     except SmartpruneError as error:
@@ -171,17 +160,29 @@ def _read_tied(fields: Fields) -> dict[str, str]:
     return tied
 
 
-def _read_layout(entry: Fields, block: Block) -> tuple[str, Layout, torch.dtype]:
+def read_layout(entry: Fields) -> Layout:
+    """The axes of a weight. Whether the groups divide the first one is not checked."""
     shape = entry.integers("shape", 1, MAX_AXES)
     if len(shape) < 2 or math.prod(shape) > MAX_INTEGER:
         raise entry.error("shape", f"the sizes of a weight with 2 to {MAX_AXES} axes")
-    layout = Layout(
+    return Layout(
         name=entry.text("layer"),
         kind=entry.text("kind", max_length=100),
         shape=shape,
         parts=entry.integer("groups", 1),
         transposed=entry.boolean("transposed"),
     )
+
+
+def check_derived(entry: Fields, derived: Mapping[str, object]) -> None:
+    """Raises unless the entry says what follows from the layout of its weight and the block."""
+    for key, value in derived.items():
+        if json.dumps(entry.raw(key)) != json.dumps(value):  # as text, because True == 1
+            raise entry.error(key, f"{value}, which follows from shape, groups, transposed and block")
+
+
+def _read_weight(entry: Fields, block: Block) -> tuple[str, Layout, torch.dtype]:
+    layout = read_layout(entry)
     dtype = DTYPES.get(entry.text("dtype", max_length=10))
     if dtype is None:
         raise entry.error("dtype", f"one of {', '.join(DTYPES)}")
@@ -189,7 +190,5 @@ def _read_layout(entry: Fields, block: Block) -> tuple[str, Layout, torch.dtype]
         derived = derived_entry(layout, block)
     except SmartpruneError as error:
         raise SmartpruneError(f"{entry.where}: {error}") from None
-    for key, value in derived.items():
-        if json.dumps(entry.raw(key)) != json.dumps(value):  # as text, because True == 1
-            raise entry.error(key, f"{value}, which follows from shape, groups, transposed and block")
+    check_derived(entry, derived)
     return entry.text("name"), layout, dtype

@@ -7,13 +7,17 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from ..errors import SmartpruneError
-from ..files import parse_json
+from ..fields import Fields
+from ..files import check_readable, parse_json
 
 METADATA = "__metadata__"  # reserved: no tensor can have this name
+MASK = "smartprune.mask"  # the metadata entry of mask files
 ALIGNMENT = 64  # bytes
+MAX_TEXT = 1 << 26  # characters of the metadata
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -30,6 +34,28 @@ DTYPES = {
 }
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by element size
+
+
+def read_safetensors(path: Path) -> tuple[int, Mapping[str, str], dict[str, Tensor]]:
+    """The size of a file, its metadata and copies of its tensors. The file is not trusted."""
+    check_readable(path)
+    try:
+        size = path.stat().st_size
+        with safe_open(path, framework="pt", device="cpu") as file:
+            metadata = file.metadata()
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (not a mapping)
+    except Exception as error:  # the library has no common error type
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+        raise SmartpruneError(f"{path}: not a readable safetensors file ({first})") from None
+    check_header(path)
+    return size, metadata or {}, tensors
+
+
+def read_entry(metadata: Mapping[str, str], key: str, where: str) -> Fields:
+    """The JSON text of one metadata entry."""
+    if len(metadata[key]) > MAX_TEXT:
+        raise SmartpruneError(f"{where}: {key} is longer than {MAX_TEXT:,} characters; the file is damaged or hostile")
+    return Fields(parse_json(metadata[key], f"{where}: {key}"), f"{where}: {key}")
 
 
 def check_header(path: Path) -> None:

@@ -27,7 +27,7 @@ from .onnx_read import read_onnx
 from .packfile import is_packed
 from .packfile_read import read_packed
 from .receipt import Receipt
-from .safetensors_file import check_header
+from .safetensors_file import MASK, check_header
 from .torch_file import NotPlainError, read_torch_file
 
 Model = nn.Module | Mapping[str, Tensor] | str | os.PathLike[str]
@@ -287,10 +287,13 @@ def _read_safetensors(path: Path) -> Source:
     check_readable(path)
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
-            packed = is_packed(file.metadata())
+            metadata = file.metadata() or {}
+            packed = is_packed(metadata)
             tensors = {} if packed else {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
     except Exception as error:
         raise SmartpruneError(f"{path}: not a readable safetensors file ({_first_line(error)})") from None
+    if MASK in metadata:
+        raise SmartpruneError(f"{path}: is a mask file and holds no weights; read it with smartprune.load_mask(path)")
     if packed:
         packed_file = read_packed(path)
         tensors = _tensors(packed_file.dense(), str(path))

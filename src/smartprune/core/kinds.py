@@ -15,6 +15,7 @@ TRANSPOSED_FUNCTIONS = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose
 LAYER_FUNCTIONS = (F.linear, F.conv1d, F.conv2d, F.conv3d, *TRANSPOSED_FUNCTIONS)
 
 LINK = "_smartprune_link"  # attribute of a masked module: (source of its weights, {attribute: index of the weight})
+PRUNER = "_smartprune"  # attribute of a model that holds its pruner
 USER_CLASS = "_smartprune_class"  # attribute of the class of a masked module: the class that it replaces
 
 

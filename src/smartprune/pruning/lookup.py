@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from ..core.kinds import PRUNER
 from ..errors import SmartpruneError
 
 if TYPE_CHECKING:
     from .pruner import Pruner
 
-LINK = "_smartprune"  # the attribute of a model that holds its pruner
+LINK = PRUNER
 
 
 def find_pruner(model: nn.Module) -> Pruner | None:
