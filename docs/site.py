@@ -28,6 +28,7 @@ KINDS = {  # heading of the reference -> public names
     "Methods": ["Method", "METHODS", "Smart", "Magnitude", "Gradual", "Pdp", "Pas", "Awg", "Acdc"],
     "Using the zeros": [
         "report", "verify", "pack", "unpack", "compact", "accelerate", "export_onnx", "export_litert", "save_mask", "load_mask",
+        "bsr",
     ],
     "Operators": ["soft_topk", "hard_topk"],
     "Errors": ["SmartpruneError"],

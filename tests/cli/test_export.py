@@ -58,6 +58,18 @@ def test_export_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     assert "example:\n  smartprune export" in capsys.readouterr().out
 
 
+def test_sparse_weights_are_a_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty_net.py").write_text(
+        "from torch import nn\n\n\ndef build():\n    net = nn.Linear(64, 64)\n    nn.init.zeros_(net.weight)\n    return net\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    path = tmp_path / "m.onnx"
+    assert run_cli("export", "empty_net:build", "--input", "64", "--block", "8x8", "--out", path, "--sparse", "--json") == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["sparse"] == ["weight"]
+    assert path.stat().st_size == data["size"] < data["dense_size"] - 16_000
+
+
 def test_export_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("sklearn", reason="scikit-learn is not installed")
     from helpers.training_jobs import SMALL_FLAGS

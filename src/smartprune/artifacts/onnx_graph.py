@@ -188,9 +188,10 @@ def add_metadata(graph: Any, block: Block, receipt: Receipt | None, absent: Sequ
     graph.producer_name, graph.producer_version = "smartprune", ""
 
 
-def serialize(graph: Any) -> bytes:
+def serialize(graph: Any, full_check: bool = True) -> bytes:
+    """The file, after the checks of onnx. Its full check also infers types, which it cannot do for sparse weights."""
     try:
-        need("onnx").checker.check_model(graph, full_check=True)
+        need("onnx").checker.check_model(graph, full_check=full_check)
         data: bytes = graph.SerializeToString(deterministic=True)
     except Exception as error:
         raise SmartpruneError(f"export_onnx: the graph is invalid ({str(error)[:300]})") from error

@@ -30,6 +30,7 @@ def add_export(subparsers: Subparsers) -> None:
     parser.add_argument("--receipt", metavar="FILE", help="receipt to store in the file (default: the run folder's)")
     parser.add_argument("--int8", action="store_true", help="quantize weights and activations to 8 bit")
     parser.add_argument("--calibration", metavar="FILE", help="inputs for --int8, an .npy array (default: the run's training data)")
+    parser.add_argument("--sparse", action="store_true", help="store weights as sparse tensors where that makes the file smaller")
     parser.add_argument("--no-fold", action="store_true", help="do not fold batch normalization")
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_trust(parser)
@@ -81,6 +82,7 @@ def run_export(args: argparse.Namespace) -> int:
             int8=args.int8,
             calibration=batches,
             fold=not args.no_fold,
+            sparse=args.sparse,
         )
     print_result(args, result)
     return 0
