@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .core.block import Block
     from .core.budget import Budget, blocks, macs, params
     from .errors import SmartpruneError
+    from .hardware.costs import costs
     from .hardware.cycles import cycles
     from .hardware.npu import NPU
     from .methods import METHODS, Acdc, Awg, Gradual, Magnitude, Method, Pas, Pdp, Smart
@@ -50,6 +51,7 @@ __all__ = [
     "bake",
     "blocks",
     "bsr",
+    "costs",
     "cycles",
     "export_onnx",
     "find_pruner",
@@ -78,6 +80,7 @@ _MODULES = {
     "core.block": ["Block"],
     "core.budget": ["Budget", "blocks", "macs", "params"],
     "errors": ["SmartpruneError"],
+    "hardware.costs": ["costs"],
     "hardware.cycles": ["cycles"],
     "hardware.npu": ["NPU"],
     "methods": ["METHODS", "Acdc", "Awg", "Gradual", "Magnitude", "Method", "Pas", "Pdp", "Smart"],

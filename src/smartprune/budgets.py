@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import UserDict
+from collections.abc import Mapping
 from dataclasses import fields
+from fractions import Fraction
 from importlib import import_module
 from typing import Any
 
@@ -28,6 +30,7 @@ BUDGETS = BudgetTable(
         "params": ".core.budget:ParamBudget",
         "macs": ".core.budget:MacBudget",
         "cycles": ".hardware.cycles:CycleBudget",
+        "costs": ".hardware.costs:CostBudget",
     }
 )
 
@@ -36,7 +39,7 @@ def budget_names() -> tuple[str, ...]:
     """What settings and tables call the budgets: ``sparsity``, then every other kind.
 
     >>> budget_names()
-    ('sparsity', 'params', 'macs', 'cycles')
+    ('sparsity', 'params', 'macs', 'cycles', 'costs')
     """
     return (SPARSITY, *(kind for kind in BUDGETS if kind != "blocks"))
 
@@ -55,6 +58,16 @@ def budget_label(name: str) -> str:
     """What the share of a budget is a share of, such as ``NPU cycles``; the name itself where the budget is not known."""
     kind = "blocks" if name == SPARSITY else name
     return str(BUDGETS[kind].label) if kind in BUDGETS else name
+
+
+def table_unit(table: Mapping[str, Any]) -> str:
+    """What a budget with a table of costs counts: multiples of the table's resolution.
+
+    >>> table_unit({"unit": "pJ", "resolution": "1"}), table_unit({"unit": "pJ", "resolution": "1/10"})
+    ('pJ', 'units of 0.1 pJ')
+    """
+    size = Fraction(table["resolution"])
+    return str(table["unit"]) if size == 1 else f"units of {float(size):g} {table['unit']}"
 
 
 def removal(share: float, label: str, of: str = "layers") -> str:

@@ -10,6 +10,7 @@ from fractions import Fraction
 from torch import Tensor
 
 from .. import text
+from ..budgets import budget_label, budget_unit, table_unit
 from ..core.block import Block, Grid
 from ..core.budget import BlockBudget, ParamBudget, keep_count
 from ..core.occupancy import unpack_bits
@@ -17,7 +18,7 @@ from ..errors import SmartpruneError
 from ..fields import MAX_INTEGER, Fields, is_valid_name
 
 MAX_AXES = 8
-MAX_NPU_FIELDS = 32
+MAX_FIELDS = 32
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class Requested:
     """The budget: the share to remove, the limit that follows from it, and what the kept blocks cost (``used``).
 
     ``npu`` holds the fields of the :class:`smartprune.NPU` whose cycles were counted. Here they are plain data;
-    ``NPU.from_json`` checks them.
+    ``NPU.from_json`` checks them. ``table`` says where measured costs come from: their name, unit, resolution and digest.
     """
 
     kind: str
@@ -86,6 +87,17 @@ class Requested:
     total: int
     used: int
     npu: Mapping[str, object] | None = None
+    table: Mapping[str, object] | None = None
+
+    @property
+    def label(self) -> str:
+        """What the share is a share of."""
+        return budget_label(self.kind) if self.table is None else str(self.table["name"])
+
+    @property
+    def unit(self) -> str:
+        """What is counted, such as ``MACs``, ``pJ`` or ``units of 0.1 pJ``."""
+        return budget_unit(self.kind) if self.table is None else table_unit(self.table)
 
     @property
     def is_exact(self) -> bool:
@@ -104,7 +116,8 @@ class Requested:
         """Everything except ``used``, which belongs to what was achieved."""
         share = {"share": str(self.share), "value": float(self.share)}
         npu = {} if self.npu is None else {"npu": dict(self.npu)}
-        return {"kind": self.kind, **share, "of": self.of, "limit": self.limit, "total": self.total, **npu}
+        table = {} if self.table is None else {"table": dict(self.table)}
+        return {"kind": self.kind, **share, "of": self.of, "limit": self.limit, "total": self.total, **npu, **table}
 
     @staticmethod
     def read(fields: Fields, used: int, blocks: Count, weights: Count) -> Requested:
@@ -116,7 +129,8 @@ class Requested:
             limit=fields.integer("limit"),
             total=fields.integer("total"),
             used=used,
-            npu=_read_npu_fields(fields.nested("npu")) if "npu" in fields.data else None,
+            npu=_read_plain_fields(fields.nested("npu")) if "npu" in fields.data else None,
+            table=_read_table(fields.nested("table")) if "table" in fields.data else None,
         )
         if fields.raw("value") != float(requested.share):
             raise fields.error("value", f"{float(requested.share)}, as share says")
@@ -136,10 +150,18 @@ class Requested:
         return requested
 
 
-def _read_npu_fields(fields: Fields) -> dict[str, object]:
+def _read_table(fields: Fields) -> dict[str, object]:
+    for name in ("name", "unit"):
+        fields.text(name, max_length=100)
+    fields.match("resolution", r"[1-9]\d{0,29}(/[1-9]\d{0,29})?", "an exact number above 0, such as '1/1000'")
+    fields.match("sha256", "[0-9a-f]{64}", "64 hexadecimal digits")
+    return _read_plain_fields(fields)
+
+
+def _read_plain_fields(fields: Fields) -> dict[str, object]:
     """Names with numbers, short texts or null, which can be printed whatever they mean."""
-    if len(fields.data) > MAX_NPU_FIELDS or not all(is_valid_name(name, 40) for name in fields.data):
-        raise SmartpruneError(f"{fields.where} must have at most {MAX_NPU_FIELDS} fields with short names")
+    if len(fields.data) > MAX_FIELDS or not all(is_valid_name(name, 40) for name in fields.data):
+        raise SmartpruneError(f"{fields.where} must have at most {MAX_FIELDS} fields with short names")
     for name, value in fields.data.items():
         if isinstance(value, str):
             fields.text(name, max_length=100)

@@ -12,7 +12,7 @@ from fractions import Fraction
 from torch import Tensor, cat
 
 from .. import text
-from ..budgets import budget_label, budget_unit, removal
+from ..budgets import removal
 from ..core.block import Block
 from ..core.macs import COUNTED
 from ..core.occupancy import map_hash
@@ -238,15 +238,17 @@ class Receipt:
     def _budget_lines(self) -> list[str]:
         if self.requested is None:
             return []
-        kind, limit, total = self.requested.kind, self.requested.limit, self.requested.total
-        wanted = removal(float(self.requested.share), budget_label(kind), self.requested.of)
+        limit, total = self.requested.limit, self.requested.total
+        wanted = removal(float(self.requested.share), self.requested.label, self.requested.of)
         unmet = "" if self.met else ", budget NOT met"
         lines = [
             f"budget   {wanted}: keep {self.requested.bound} {limit:,} of {total:,}",
-            f"kept     {self.requested.used:,} {budget_unit(kind)}{unmet}",
+            f"kept     {self.requested.used:,} {self.requested.unit}{unmet}",
         ]
         if self.requested.npu is not None:
             lines += _wrapped("npu", ", ".join(f"{name}={value}" for name, value in self.requested.npu.items()))
+        if self.requested.table is not None:
+            lines += _wrapped("costs", ", ".join(f"{name} {value}" for name, value in self.requested.table.items()))
         return lines
 
     def _note_lines(self) -> list[str]:

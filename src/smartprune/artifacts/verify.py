@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from .. import text
-from ..budgets import budget_unit
 from ..core.block import Block
 from ..core.occupancy import is_finite, map_hash, nonzero, occupied
 from ..errors import SmartpruneError
@@ -232,7 +231,7 @@ def verify(
 
 def _unmet(receipt: Receipt) -> str:
     assert receipt.requested is not None
-    kept, limit = f"{receipt.requested.used:,} {budget_unit(receipt.requested.kind)}", f"{receipt.requested.limit:,}"
+    kept, limit = f"{receipt.requested.used:,} {receipt.requested.unit}", f"{receipt.requested.limit:,}"
     return f"the receipt itself does not meet its budget: {kept} were kept, {limit} were requested"
 
 

@@ -23,7 +23,7 @@ Target = str | Path | None
 COMMON, BUDGET, LAYERS, SCHEDULE, DATA, DEVICES, OUTPUT = "common", "budget", "layers", "schedule", "data", "devices", "output"
 GROUPS = {
     COMMON: (),
-    BUDGET: (*budget_names(), "sparsities", "budget", "npu", "floor"),
+    BUDGET: (*budget_names(), "sparsities", "budget", "npu", "cost-table", "floor"),
     LAYERS: ("include", "skip", "map"),
     SCHEDULE: ("rounds", "seconds", "every", "minutes", "jobs", "dense-seed"),
     DATA: ("data", "task-set", "input", "batch", "split", "calibration", "detections", "annotations"),

@@ -57,6 +57,7 @@ def add_plan(subparsers: Subparsers) -> None:
     budget.add_argument("--cycles", type=float, metavar="X", help="share of the cycles on an NPU to remove; needs --input")
     budget.add_argument("--budget", metavar="KIND=SHARE", help="any budget, such as params=0.9")
     parser.add_argument("--npu", metavar="NAME", help="small, edge, server, or a .json file with its settings (default: edge)")
+    parser.add_argument("--cost-table", metavar="FILE", help="costs for --budget costs=SHARE: a .json or .csv file")
     parser.add_argument("--measure", action="store_true", help="time the expected model on this CPU, which takes a few seconds")
     parser.add_argument("--floor", type=float, metavar="X", help="smallest share of its blocks that each layer keeps")
     parser.add_argument(
@@ -106,7 +107,7 @@ def _budget(args: argparse.Namespace, example: Any) -> Budget | None:
     fields = budget_fields(budgets[0][0]) if budgets else set()
     if "example" in fields and example is None:
         raise SmartpruneError(f"--{budgets[0][0]} needs the shape of one sample: add --input, such as --input 3x32x32")
-    return make_budget(*budgets[0], example, args.npu or "edge") if budgets else None
+    return make_budget(*budgets[0], example, args.npu or "edge", args.cost_table) if budgets else None
 
 
 def _print_infeasible(args: argparse.Namespace, result: Plan, budget: Budget | None, problem: str) -> None:

@@ -73,8 +73,8 @@ def requested_settings(args: argparse.Namespace) -> dict[str, Any]:
         settings["task_settings"] = {**settings.get("task_settings", {}), "folder": str(Path(args.data).absolute())}
     if args.out:
         from_flags["out"] = args.out
-    for name in ("dense", "npu"):  # absolute, because a run may be resumed from another working directory
-        if from_flags.get(name) and (name == "dense" or from_flags[name].endswith(".json")):
+    for name in ("dense", "npu", "cost_table"):  # absolute, because a run may be resumed from another working directory
+        if from_flags.get(name) and (name != "npu" or from_flags[name].endswith(".json")):
             from_flags[name] = str(Path(from_flags[name]).absolute())
     return {**settings, **from_flags}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any, ClassVar, Literal, Protocol, get_args, runtime_checkable
@@ -60,6 +60,7 @@ class ResolvedBudget:
     limit: int  # what the kept blocks may cost in all
     exact: ExactCost | None = None
     whole: int | None = None  # what the share is a share of, if that is more than the cost of all blocks
+    table: Mapping[str, object] | None = None  # short texts and numbers that describe where the costs come from, for receipts
 
     @property
     def bound(self) -> tuple[int, int | None]:

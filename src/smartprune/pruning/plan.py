@@ -10,6 +10,7 @@ from fractions import Fraction
 from torch import Tensor, nn
 
 from .. import text
+from ..budgets import table_unit
 from ..core.block import Block
 from ..core.budget import Budget, ExactCost, ResolvedBudget, as_share, block_macs, min_keep
 from ..core.layers import Layer, Patterns, Skipped, find_layers
@@ -111,7 +112,9 @@ class Plan:
     @property
     def unit(self) -> str:
         """What the budget counts: blocks, weights, MACs."""
-        return "blocks" if self.budget is None else self.budget.unit
+        if self.budget is None or self.resolved is None:
+            return "blocks"
+        return self.budget.unit if self.resolved.table is None else table_unit(self.resolved.table)
 
     @property
     def params(self) -> int:

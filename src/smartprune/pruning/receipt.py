@@ -109,4 +109,5 @@ def _requested(plan: Plan, mask: Tensor) -> Requested | None:
         total=total,
         used=plan.resolved.used(mask),
         npu=None if npu is None else npu.to_json(),
+        table=plan.resolved.table,
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from ..artifacts.counts import Requested, removed_blocks
-from ..budgets import budget_label
 from ..hardware.estimate import Estimate
 from ..runtime.speed import expected_speedup
 from ..text import percent
@@ -59,7 +58,7 @@ def _budget_whole(budget: Requested) -> str:
     """What the share of a budget is a share of."""
     if budget.is_exact:
         return "the blocks"
-    return f"the {budget_label(budget.kind)} of the {'model' if budget.of == 'model' else 'pruned layers'}"
+    return f"the {budget.label} of the {'model' if budget.of == 'model' else 'pruned layers'}"
 
 
 def key_figures(view: View) -> list[tuple[str, str, str]]:

@@ -46,6 +46,7 @@ class Config:
     cycles: float | None = option("share of the cycles on --npu to remove, instead of --sparsity", None)
     budget: str | None = option("any budget instead of --sparsity, as KIND=SHARE, such as params=0.9", None)
     npu: str = option("NPU whose cycles are counted: a preset, or a .json file with its settings", "edge")
+    cost_table: str | None = option("costs of layers or blocks for --budget costs=SHARE: a .json or .csv file", None)
     floor: float | None = option("smallest share of its blocks that each layer keeps", None)
     include: tuple[str, ...] = option("layers to prune although they are skipped by default (globs)", ())
     skip: tuple[str, ...] = option("layers not to prune (globs)", ())
@@ -183,14 +184,16 @@ def make_method(name: str, settings: Mapping[str, Any]) -> Method:
     return _make(METHODS, "method", name, settings)  # type: ignore[no-any-return]
 
 
-def make_budget(name: str, share: float, example: Any, npu: str) -> Budget:
-    """A budget by its name: ``sparsity`` or a kind. ``example`` and ``npu`` are passed to budgets that have such a field."""
+def make_budget(name: str, share: float, example: Any, npu: str, cost_table: str | None = None) -> Budget:
+    """A budget by its name: ``sparsity`` or a kind. The other arguments are passed to budgets that have such a field."""
     from ..core.budget import as_share
+    from ..hardware.costs import read_table
     from ..hardware.npu import read_npu
 
     if name not in budget_names():
         raise SmartpruneError(f"unknown budget {name!r}; choose one of: {', '.join(BUDGETS)}")
     makers: dict[str, Callable[[], Any]] = {"example": lambda: example, "npu": lambda: read_npu(npu)}
+    makers["table"] = lambda: None if cost_table is None else read_table(cost_table)
     values = {field: make() for field, make in makers.items() if field in budget_fields(name)}
     budget: Budget = BUDGETS["blocks" if name == SPARSITY else name](as_share(share, name), **values)
     return budget
@@ -331,6 +334,10 @@ def _check(config: Config, task: Task) -> None:
     as_share(share, name)
     if "npu" in budget_fields(name):
         read_npu(config.npu)
+    if name == "costs" and config.cost_table is None:
+        raise SmartpruneError("budget=costs: there is no table of costs; give cost_table (--cost-table), a .json or .csv file")
+    if config.cost_table is not None and "table" not in budget_fields(name):
+        raise SmartpruneError(f"cost_table={config.cost_table!r} is for budget=costs=SHARE, and the budget is {name}; leave it out")
     if config.model not in task.models and not is_external(config.model):
         raise SmartpruneError(
             f"model={config.model!r} is unknown to the task {config.task}; its networks are: {', '.join(task.models)}; "

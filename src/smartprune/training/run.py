@@ -255,7 +255,7 @@ def attach_pruner(model: nn.Module, config: Config, task: Task, steps: int) -> P
         model,
         make_method(config.method, config.settings),
         block=config.block,
-        budget=make_budget(*config.budget_share, example, config.npu),
+        budget=make_budget(*config.budget_share, example, config.npu, config.cost_table),
         floor=config.floor,
         include=config.include,
         skip=config.skip,

@@ -58,6 +58,8 @@ def protocol(config: Mapping[str, Any]) -> str:
         settings.pop("npu", None)
     elif isinstance(settings.get("npu"), str):
         settings["npu"] = os.path.basename(settings["npu"])  # the folder of an NPU file does not matter
+    if isinstance(settings.get("cost_table"), str):
+        settings["cost_table"] = os.path.basename(settings["cost_table"])
     if "poly" not in (settings.get("schedule"), settings.get("search_schedule")):
         settings.pop("poly_power", None)
     unused = {name for name, value in NEUTRAL.items() if name in settings and settings[name] == value}
