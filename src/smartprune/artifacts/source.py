@@ -193,11 +193,17 @@ def files_of(model: Model) -> dict[str, Path]:
     return {"the model": path / MODEL, "the receipt": path / RECEIPT} if path.is_dir() else {"the model": path}
 
 
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside wrappers for compilation and data parallelism."""
+    while isinstance(model, SPREAD) or "_orig_mod" in model._modules:
+        model = model.get_submodule("module" if isinstance(model, SPREAD) else "_orig_mod")
+    return model
+
+
 def copy_of(model: nn.Module, where: str) -> nn.Module:
     """An independent copy on the CPU, in eval mode and without gradients. Wrappers for compilation and data parallelism are
     removed."""
-    while isinstance(model, SPREAD) or "_orig_mod" in model._modules:
-        model = model.get_submodule("module" if isinstance(model, SPREAD) else "_orig_mod")
+    model = unwrapped(model)
     try:
         for x in (*model.parameters(), *model.buffers()):
             check_memory(x, where)

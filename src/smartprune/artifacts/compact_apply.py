@@ -1,0 +1,116 @@
+"""Removes chosen channels from the parameters of a model, and adds what they contributed to the layers that read them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ..core.kinds import is_conv1d, is_convolution
+from .compact_choose import BIAS, MEAN, NEW, Choice, mean_of
+from .compact_graph import Graph
+
+
+def apply(graph: Graph, choice: Choice, model: nn.Module) -> None:
+    """Changes a copy of the model of the graph."""
+    tensors = dict(graph.tensors)
+    added = _add_constants(graph, choice, tensors)
+    groups: dict[str, int] = {}
+    resized: dict[str, Tensor] = {}
+    for name, axes in graph.weights.items():
+        resized[name] = _smaller_weight(graph, choice, name, axes, tensors[name], groups)
+    for name, form in graph.forms.items():
+        tensor = tensors[name]
+        for axis, slab in choice.slabs.get(id(form), {}).items():
+            tensor = tensor.index_select(axis, (~slab).nonzero().flatten()) if tensor.dim() > 1 else tensor
+        if tensor.dim() > 1:
+            resized[name] = tensor
+    _store(graph, model, resized, added, choice)
+    for name, module in model.named_modules():
+        _state_sizes(module, groups.get(f"{name}.weight" if name else "weight"))
+
+
+def _add_constants(graph: Graph, choice: Choice, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Changes tensors for the constants that are removed. Returns new biases, by the name of the weight."""
+    new = {}
+    for index, reader in enumerate(graph.readers):
+        gone = choice.of(reader.label) & reader.constant
+        weight = graph.tensors[reader.weight]
+        merged = {k: v for k, v in choice.merged.get(index, {}).items() if bool(gone[k])}
+        if merged:
+            changed = weight.clone()
+            columns = changed.movedim(reader.axes, (0, 1))
+            for channel, carrier in merged.items():
+                columns[:, carrier] += columns[:, channel] * (reader.value[channel] / reader.value[carrier])
+            tensors[reader.weight] = changed
+        target = choice.targets[index]
+        value = torch.where(gone, reader.value, torch.zeros_like(reader.value))
+        if target is None or not bool(value.any()):
+            continue
+        shift = reader.response(weight, value).to(weight.dtype)
+        if target == BIAS and reader.bias is not None:
+            tensors[reader.bias] = tensors[reader.bias] + shift
+        elif target == MEAN:
+            mean = mean_of(graph, reader)
+            tensors[mean] = tensors[mean] - shift
+        elif target == NEW:
+            outputs = graph.weights[reader.weight][0 if reader.groups > 1 else reader.axes[0]]
+            new[reader.weight] = shift[~choice.of(outputs)]
+    return new
+
+
+def _smaller_weight(
+    graph: Graph, choice: Choice, name: str, axes: dict[int, Tensor], tensor: Tensor, groups: dict[str, int]
+) -> Tensor:
+    if name in graph.groups and tensor.dim() > 1:
+        count, label = graph.groups[name]
+        gone = choice.of(label).view(count, -1)
+        groups[name] = int((~gone).any(1).sum())
+        if gone.shape[1] > 1:
+            columns = (~gone).repeat_interleave(tensor.shape[0] // count, 0)
+            rows = ~choice.of(axes[0])
+            kept = [row[mask] for row, mask in zip(tensor[rows], columns[rows], strict=True)]
+            return torch.stack(kept)
+    for axis, labels in axes.items():
+        tensor = tensor.index_select(axis, (~choice.of(labels)).nonzero().flatten())
+    return tensor
+
+
+def _store(graph: Graph, model: nn.Module, resized: dict[str, Tensor], added: dict[str, Tensor], choice: Choice) -> None:
+    new: dict[str, Tensor] = {}
+    for prefix, module in model.named_modules():
+        for stored in (module._parameters, module._buffers):
+            for attribute, old in list(stored.items()):
+                name = graph.aliases.get(f"{prefix}.{attribute}" if prefix else attribute)
+                if old is None or name not in resized:
+                    continue
+                if name not in new:
+                    data = resized[name].to(old.dtype).contiguous().clone()
+                    new[name] = nn.Parameter(data, old.requires_grad) if isinstance(old, nn.Parameter) else data
+                stored[attribute] = new[name]  # type: ignore[assignment]
+    for name, bias in added.items():
+        owner = model.get_submodule(name.rpartition(".")[0])
+        weight = owner._parameters["weight"]
+        assert weight is not None
+        owner._parameters["bias"] = nn.Parameter(bias.to(weight.dtype), weight.requires_grad)
+
+
+def _state_sizes(module: nn.Module, groups: int | None) -> None:
+    """Corrects the sizes that a module stores next to its parameters."""
+    weight = module._parameters.get("weight")
+    if isinstance(module, nn.Linear) and weight is not None:
+        module.out_features, module.in_features = weight.shape
+    elif is_convolution(module) and weight is not None:
+        count = int(module.groups) if groups is None else groups  # type: ignore[call-overload]
+        first, second = weight.shape[:2]
+        transposed = isinstance(module, nn.modules.conv._ConvTransposeNd)
+        module.groups = count
+        module.in_channels, module.out_channels = (first, second * count) if transposed else (second * count, first)
+    elif is_conv1d(module) and weight is not None:
+        module.nx, module.nf = weight.shape
+    elif isinstance(module, nn.modules.batchnorm._NormBase):
+        vector = weight if weight is not None else module._buffers.get("running_mean")
+        module.num_features = module.num_features if vector is None else len(vector)
+    elif isinstance(module, nn.Embedding):
+        module.embedding_dim = module.weight.shape[1]
+    elif isinstance(module, nn.PReLU):
+        module.num_parameters = len(module.weight)

@@ -1,0 +1,227 @@
+"""Which channels of a graph are removed: those that are constant or unread everywhere, as far as the shapes of all tensors allow."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from ..core.kinds import CONVOLUTIONS, TRANSPOSED
+from .compact_graph import Graph, Known, Reader, by_position
+from .compact_rules import arguments, flat, name_of
+
+Frozen = Mapping[str, int | None]  # line of code -> the only axis that may shrink in the tensors that it reshapes, or None
+BIAS, MEAN, NEW = "bias", "running_mean", "new"  # where the effect of a removed constant goes
+
+
+@dataclass
+class Choice:
+    """The channels that are removed."""
+
+    removed: Tensor  # bool, by label
+    merged: dict[int, dict[int, int]]  # reader -> channel -> the channel that takes over its constant
+    targets: list[str | None]  # by reader
+    why: dict[int, str] = field(default_factory=dict)  # root of a label -> why it stays
+    roots: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
+    slabs: dict[int, dict[int, Tensor]] = field(default_factory=dict)  # id of a tensor -> axis -> removed positions
+
+    def of(self, label: Tensor) -> Tensor:
+        """Whether entries with these labels are removed."""
+        return self.removed[label]
+
+    def reason(self, label: int) -> str:
+        return self.why.get(int(self.roots[label]), "")
+
+
+def all_values(graph: Graph) -> list[Known]:
+    """All tensors of a graph, with the parameters that it reads as they are."""
+    return [*(value for values in graph.values.values() for value in flat(values)), *graph.forms.values()]
+
+
+def choose(graph: Graph, frozen: Frozen) -> Choice:
+    """The channels that can be removed, if the code of the model allows all shapes except those that are ``frozen``."""
+    roots = graph.labels.roots()
+    why = {graph.labels.root(label): reason for label, reason in graph.labels.reasons.items()}
+    possible = torch.zeros(len(roots), dtype=torch.bool)
+    values = all_values(graph)
+    for value in values:
+        possible[roots[value.label.reshape(-1)]] = True
+    for value in values:
+        needed = value.label[value.live & ~value.constant]
+        for root in roots[needed].unique().tolist():
+            why.setdefault(root, f"{value.where or 'the model'} needs them")
+    for labels in graph.products:
+        for root in roots[labels()].unique().tolist():
+            why.setdefault(root, "they are multiplied with each other")
+    targets = [_target(graph, reader) for reader in graph.readers]
+    merged = _constants(graph, targets, roots, why)
+    possible[list(why)] = False
+    choice = Choice(possible[roots], merged, targets, why, roots)
+    _Shapes(graph, choice, values, frozen).settle()
+    return choice
+
+
+def _target(graph: Graph, reader: Reader) -> str | None:
+    """Where the effect of constant inputs on a layer can go: its bias, the mean of the next normalization, or a new bias."""
+    if reader.border or _count(graph, reader.weight) > 1:
+        return None
+    if reader.bias is not None:
+        return BIAS if _count(graph, reader.bias) == 1 else None
+    users = list(reader.node.users)
+    if len(users) == 1 and name_of(users[0]) in ("batch_norm", "_native_batch_norm_legit_no_training"):
+        mean = graph.parameter(arguments(users[0])["running_mean"])
+        if mean is not None and _count(graph, mean) == 1:
+            return MEAN
+    owner = graph.model.get_submodule(reader.weight.rpartition(".")[0])
+    plain = isinstance(owner, (*CONVOLUTIONS, *TRANSPOSED, nn.Linear)) and reader.weight.rpartition(".")[2] == "weight"
+    return NEW if plain and owner._parameters.get("bias", owner) is None else None
+
+
+def mean_of(graph: Graph, reader: Reader) -> str:
+    """The mean of the normalization after a layer."""
+    mean = graph.parameter(arguments(next(iter(reader.node.users)))["running_mean"])
+    assert mean is not None
+    return mean
+
+
+def _count(graph: Graph, name: str) -> int:
+    """How many operations read a parameter."""
+    return sum(len(node.users) for node in graph.nodes if node.op == "placeholder" and graph.parameter(node) == name)
+
+
+def _constants(graph: Graph, targets: list[str | None], roots: Tensor, why: dict[int, str]) -> dict[int, dict[int, int]]:
+    """Decides what happens to constant channels that a layer reads and that no bias can replace.
+
+    A layer with zero padding gives another result at the border. There, one constant channel takes over the weights of the
+    others, since they differ by a factor only.
+    """
+    carried: dict[int, dict[int, int]] = {}  # root -> reader -> channel
+    for index, reader in enumerate(graph.readers):
+        used = (reader.reads & reader.live_outputs()[:, None]).any(0)
+        channels = (used & reader.constant & (reader.value != 0)).nonzero().flatten()
+        if targets[index] is not None or not len(channels):
+            continue
+        where = reader.weight.rpartition(".")[0]
+        shared, several = _count(graph, reader.weight) > 1, Counter(roots[reader.label].tolist())
+        for channel, root in zip(channels.tolist(), roots[reader.label[channels]].tolist(), strict=True):
+            if shared or reader.groups > 1 or several[root] > 1:
+                why.setdefault(root, f"{where} reads them as a constant that no bias can replace")
+            carried.setdefault(root, {})[index] = channel
+    by_readers: dict[tuple[int, ...], list[int]] = {}
+    for root, places in carried.items():
+        if root not in why:
+            by_readers.setdefault(tuple(places), []).append(root)
+    merged: dict[int, dict[int, int]] = {}
+    for places, members in by_readers.items():
+        def size(root: int, places: tuple[int, ...] = places) -> float:
+            return min(abs(float(graph.readers[i].value[carried[root][i]])) for i in places)
+
+        carrier = max(members, key=size)
+        others = "" if len(members) == 1 else ", for all channels that are constant there"
+        why[carrier] = f"a constant that {graph.readers[places[0]].weight.rpartition('.')[0]} cannot replace{others}"
+        for i in places:
+            merged.setdefault(i, {}).update({carried[root][i]: carried[carrier][i] for root in members if root != carrier})
+    return merged
+
+
+class _Shapes:
+    """Keeps channels until every tensor is what is left of it when whole positions of its axes are removed."""
+
+    def __init__(self, graph: Graph, choice: Choice, values: list[Known], frozen: Frozen) -> None:
+        self.graph, self.choice = graph, choice
+        self.removed, self.roots, self.why = choice.removed, choice.roots, choice.why
+        self.values = [value for value in values if bool(choice.of(value.label).any())]
+        self.keep = {id(value): {axis: mask.clone() for axis, mask in value.keep.items()} for value in self.values}
+        self.changed = False
+        for line, allowed in frozen.items():
+            for value in graph.reshapes[line]:
+                for axis in value.axes():
+                    if axis != allowed:
+                        self._hold(value, axis, torch.ones(value.label.shape[axis], dtype=torch.bool))
+
+    def settle(self) -> None:
+        self.changed = True
+        while self.changed:
+            self.changed = False
+            for value in self.values:
+                self._keep_shape(value)
+            for group in self.graph.alike:
+                self._keep_alike(group)
+            for parts in self.graph.balanced:
+                self._keep_equal([self._gone(part) for part in parts], parts, "parts of a split have equal widths")
+            for weight, (groups, label) in self.graph.groups.items():
+                self._keep_groups(weight, groups, label)
+        self.choice.slabs = {id(value): self._slabs(value) for value in self.values}
+
+    def _stay(self, labels: Tensor, reason: str) -> None:
+        """Takes entries back."""
+        roots = self.roots[labels.reshape(-1)].unique()
+        if len(roots):
+            self.removed[torch.isin(self.roots, roots)] = False
+            self.changed = True
+            for root in roots.tolist():
+                self.why.setdefault(root, reason)
+
+    def _hold(self, value: Known, axis: int, positions: Tensor) -> None:
+        axes = self.keep.setdefault(id(value), {})
+        axes[axis] = axes[axis] | positions if axis in axes else positions
+
+    def _slabs(self, value: Known) -> dict[int, Tensor]:
+        """The positions of each axis of which all entries are removed."""
+        gone = self.removed[value.label]
+        slabs = {}
+        for axis in value.axes():
+            slab = by_position(gone, axis).all(1)
+            slab &= ~self.keep.get(id(value), {}).get(axis, torch.zeros_like(slab))
+            if bool(slab.all()):
+                slab[0] = False
+            slabs[axis] = slab
+        return slabs
+
+    def _keep_shape(self, value: Known) -> None:
+        gone = self.removed[value.label]
+        if not bool(gone.any()):
+            return
+        covered = torch.zeros_like(gone)
+        for axis, slab in self._slabs(value).items():
+            shape = [1] * gone.dim()
+            shape[axis] = len(slab)
+            covered = covered | slab.view(shape)
+        left = gone & ~covered
+        if bool(left.any()):
+            self._stay(value.label[left], "a layer keeps one channel" if bool(gone.all()) else "the model states the shape")
+
+    def _keep_alike(self, group: list[tuple[Known, int]]) -> None:
+        """The same positions are removed from an axis of several tensors."""
+        group = [(value, axis) for value, axis in group if value.shape[axis] > 1]
+        slabs = []
+        for value, axis in group:
+            none = torch.zeros(value.shape[axis], dtype=torch.bool)
+            slabs.append(self._slabs(value).get(axis, none) if bool(self.removed[value.label].any()) else none)
+        common = torch.stack(slabs).all(0)
+        for (value, axis), slab in zip(group, slabs, strict=True):
+            if bool((slab & ~common).any()):
+                self._hold(value, axis, slab & ~common)
+                self.changed = True
+
+    def _gone(self, labels: Tensor) -> Tensor:
+        return self.removed[labels].all(1)
+
+    def _keep_equal(self, gone: list[Tensor], labels: list[Tensor], reason: str) -> None:
+        least = min(int(part.sum()) for part in gone)
+        for part, label in zip(gone, labels, strict=True):
+            self._stay(label[part.nonzero().flatten()[least:]], reason)
+
+    def _keep_groups(self, weight: str, groups: int, label: Tensor) -> None:
+        """Groups of a convolution lose equally many channels, or all of them."""
+        if len(label) == groups:
+            return
+        inputs, outputs = label.view(groups, -1), self.graph.weights[weight][0].view(groups, -1)
+        whole = self.removed[inputs].all(1) & self.removed[outputs].all(1)
+        for labels in (inputs[~whole], outputs[~whole]):
+            if len(labels):
+                parts = [part[:, None] for part in labels]
+                self._keep_equal([self._gone(part) for part in parts], parts, "groups of a convolution have equal widths")
