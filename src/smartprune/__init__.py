@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .artifacts.bsr import bsr
+    from .artifacts.compact import compact, compaction
     from .artifacts.maskfile import load_mask, save_mask
     from .artifacts.onnx_export import export_onnx
     from .artifacts.pack import pack, unpack
@@ -51,6 +52,8 @@ __all__ = [
     "bake",
     "blocks",
     "bsr",
+    "compact",
+    "compaction",
     "costs",
     "cycles",
     "export_onnx",
@@ -73,6 +76,7 @@ __all__ = [
 _MODULES = {
     "artifacts.bsr": ["bsr"],
     "artifacts.maskfile": ["load_mask", "save_mask"],
+    "artifacts.compact": ["compact", "compaction"],
     "artifacts.onnx_export": ["export_onnx"],
     "artifacts.pack": ["pack", "unpack"],
     "artifacts.receipt": ["Receipt"],

@@ -14,6 +14,7 @@ RECEIPT = "receipt.json"
 SCORES = "scores.safetensors"  # the scores of all blocks at the end of the search
 PACKED = "model.packed.safetensors"
 ONNX = "model.onnx"
+COMPACT = "compact.pt2"  # written by ``smartprune compact``
 RESULT = "result.json"  # written last: the run is finished
 PAGE = "report.html"
 BENCH = "bench.json"  # written by ``smartprune bench``

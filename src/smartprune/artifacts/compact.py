@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from ..core.usage import count_macs
 from ..errors import SmartpruneError
 from .compact_apply import apply
 from .compact_choose import Choice, Frozen, choose
-from .compact_graph import Graph, export
+from .compact_graph import Graph, call_arguments, export
 from .compact_layers import RULES
 from .compact_report import CompactedLayer, Compaction
 from .compact_rules import record
@@ -75,7 +75,7 @@ def compact(model: nn.Module, example: Any) -> nn.Module:
     if any(is_masked(module) for module in model.modules()):
         raise SmartpruneError("compact: the model is still being pruned; call smartprune.bake(model) first")
     check_not_masked(model.state_dict(), f"compact: {type(model).__name__}")
-    args, kwargs = _arguments(example)
+    args, kwargs = call_arguments(example)
     work = _Work(copy_of(model, "compact"), args, kwargs)
     small, choice = work.run()
     result = _like(unwrapped(model), small)
@@ -115,20 +115,6 @@ def compaction(model: nn.Module) -> Compaction:
     return report
 
 
-def _arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(example, Tensor):
-        args, kwargs = (example,), {}
-    elif isinstance(example, Mapping):
-        args, kwargs = (), dict(example)
-    elif isinstance(example, (tuple, list)):
-        args, kwargs = tuple(example), {}
-    else:
-        raise SmartpruneError(f"compact: example is a {type(example).__name__}; give a tensor, or a tuple or dict of arguments")
-    move = torch.utils._pytree.tree_map(lambda x: x.detach().cpu() if isinstance(x, Tensor) else x, (args, kwargs))
-    out: tuple[tuple[Any, ...], dict[str, Any]] = move
-    return out
-
-
 @dataclass
 class _Work:
     """A compaction in progress. ``model`` is a copy on the CPU."""
@@ -153,8 +139,8 @@ class _Work:
         found = self._search(graph, expected, dtype)
         plain = [self._outputs(self.model, batch) for batch in self.batches]
         small, choice = found
-        for (name, new), old in zip(_named(small), _dtypes(self.model, small), strict=True):
-            new.data = new.data.to(old)
+        for new, dtype_before in _with_dtypes(self.model, small):
+            new.data = new.data.to(dtype_before)
         problem = self._compare(small, plain, None)
         if problem:
             raise SmartpruneError(f"compact: {problem}; please report this model")
@@ -324,11 +310,11 @@ def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_buffers()
 
 
-def _dtypes(model: nn.Module, small: nn.Module) -> Iterator[torch.dtype]:
-    """The dtype of every tensor of the smaller model. That of a new bias is the dtype of its weight."""
+def _with_dtypes(model: nn.Module, small: nn.Module) -> Iterator[tuple[Tensor, torch.dtype]]:
+    """The tensors of the smaller model with their dtypes in the model. That of a new bias is the dtype of its weight."""
     dtypes = {name: tensor.dtype for name, tensor in _named(model)}
-    for name, _ in _named(small):
-        yield dtypes[name] if name in dtypes else dtypes[f"{name.rpartition('.')[0]}.weight"]
+    for name, tensor in _named(small):
+        yield tensor, dtypes.get(name) or dtypes[f"{name.rpartition('.')[0]}.weight"]
 
 
 def _like(model: nn.Module, small: nn.Module) -> nn.Module:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..core.kinds import is_conv1d, is_convolution
+from ..core.kinds import TRANSPOSED, is_conv1d
 from .compact_choose import BIAS, MEAN, NEW, Choice, mean_of
 from .compact_graph import Graph
 
@@ -86,7 +86,7 @@ def _store(graph: Graph, model: nn.Module, resized: dict[str, Tensor], added: di
                 if name not in new:
                     data = resized[name].to(old.dtype).contiguous().clone()
                     new[name] = nn.Parameter(data, old.requires_grad) if isinstance(old, nn.Parameter) else data
-                stored[attribute] = new[name]  # type: ignore[assignment]
+                stored[attribute] = new[name]
     for name, bias in added.items():
         owner = model.get_submodule(name.rpartition(".")[0])
         weight = owner._parameters["weight"]
@@ -96,21 +96,26 @@ def _store(graph: Graph, model: nn.Module, resized: dict[str, Tensor], added: di
 
 def _state_sizes(module: nn.Module, groups: int | None) -> None:
     """Corrects the sizes that a module stores next to its parameters."""
+    for attribute, size in _sizes(module, groups).items():
+        setattr(module, attribute, size)
+
+
+def _sizes(module: nn.Module, groups: int | None) -> dict[str, int]:
     weight = module._parameters.get("weight")
-    if isinstance(module, nn.Linear) and weight is not None:
-        module.out_features, module.in_features = weight.shape
-    elif is_convolution(module) and weight is not None:
-        count = int(module.groups) if groups is None else groups  # type: ignore[call-overload]
-        first, second = weight.shape[:2]
-        transposed = isinstance(module, nn.modules.conv._ConvTransposeNd)
-        module.groups = count
-        module.in_channels, module.out_channels = (first, second * count) if transposed else (second * count, first)
-    elif is_conv1d(module) and weight is not None:
-        module.nx, module.nf = weight.shape
-    elif isinstance(module, nn.modules.batchnorm._NormBase):
+    if isinstance(module, nn.modules.batchnorm._NormBase):
         vector = weight if weight is not None else module._buffers.get("running_mean")
-        module.num_features = module.num_features if vector is None else len(vector)
-    elif isinstance(module, nn.Embedding):
-        module.embedding_dim = module.weight.shape[1]
-    elif isinstance(module, nn.PReLU):
-        module.num_parameters = len(module.weight)
+        return {} if vector is None else {"num_features": len(vector)}
+    if weight is None:
+        return {}
+    first, second = weight.shape[0], weight.shape[-1] if weight.dim() == 1 else weight.shape[1]
+    if isinstance(module, nn.Linear):
+        return {"out_features": first, "in_features": second}
+    if isinstance(module, nn.modules.conv._ConvNd):
+        count = module.groups if groups is None else groups
+        channels = (first, second * count) if isinstance(module, TRANSPOSED) else (second * count, first)
+        return {"groups": count, "in_channels": channels[0], "out_channels": channels[1]}
+    if is_conv1d(module):
+        return {"nx": first, "nf": second}
+    if isinstance(module, nn.Embedding):
+        return {"embedding_dim": second}
+    return {"num_parameters": first} if isinstance(module, nn.PReLU) else {}

@@ -1,4 +1,4 @@
-"""Which channels of a graph are removed: those that are constant or unread everywhere, as far as the shapes of all tensors allow."""
+"""Which channels of a graph are removed: those that are constant or unread everywhere, as far as all shapes allow."""
 
 from __future__ import annotations
 
@@ -56,6 +56,10 @@ def choose(graph: Graph, frozen: Frozen) -> Choice:
     for labels in graph.products:
         for root in roots[labels()].unique().tolist():
             why.setdefault(root, "they are multiplied with each other")
+    for reader in graph.readers:
+        used = (reader.reads & reader.live_outputs()[:, None]).any(0) & ~reader.constant
+        for root in roots[reader.label[used]].unique().tolist():
+            why.setdefault(root, f"{reader.weight.rpartition('.')[0]} reads them")
     targets = [_target(graph, reader) for reader in graph.readers]
     merged = _constants(graph, targets, roots, why)
     possible[list(why)] = False
@@ -115,14 +119,12 @@ def _constants(graph: Graph, targets: list[str | None], roots: Tensor, why: dict
         if root not in why:
             by_readers.setdefault(tuple(places), []).append(root)
     merged: dict[int, dict[int, int]] = {}
-    for places, members in by_readers.items():
-        def size(root: int, places: tuple[int, ...] = places) -> float:
-            return min(abs(float(graph.readers[i].value[carried[root][i]])) for i in places)
-
-        carrier = max(members, key=size)
+    for readers, members in by_readers.items():
+        sizes = {root: min(abs(float(graph.readers[i].value[carried[root][i]])) for i in readers) for root in members}
+        carrier = max(members, key=sizes.__getitem__)
         others = "" if len(members) == 1 else ", for all channels that are constant there"
-        why[carrier] = f"a constant that {graph.readers[places[0]].weight.rpartition('.')[0]} cannot replace{others}"
-        for i in places:
+        why[carrier] = f"a constant that {graph.readers[readers[0]].weight.rpartition('.')[0]} cannot replace{others}"
+        for i in readers:
             merged.setdefault(i, {}).update({carried[root][i]: carried[carrier][i] for root in members if root != carrier})
     return merged
 
@@ -192,7 +194,9 @@ class _Shapes:
             covered = covered | slab.view(shape)
         left = gone & ~covered
         if bool(left.any()):
-            self._stay(value.label[left], "a layer keeps one channel" if bool(gone.all()) else "the model states the shape")
+            self._stay(
+                value.label[left], "a layer keeps one channel" if bool(gone.all()) else "the shapes of the model do not allow it"
+            )
 
     def _keep_alike(self, group: list[tuple[Known, int]]) -> None:
         """The same positions are removed from an axis of several tensors."""

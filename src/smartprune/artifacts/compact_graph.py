@@ -58,9 +58,7 @@ def opaque(tensor: Tensor) -> Known:
     """A tensor about which nothing is known, and whose entries all stay."""
     ones = (1,) * tensor.dim()
     dtype = tensor.dtype
-    return known(
-        tensor.shape, torch.full(ones, STAYS), torch.zeros(ones, dtype=torch.bool), torch.zeros(ones, dtype=dtype)
-    )
+    return known(tensor.shape, torch.full(ones, STAYS), torch.zeros(ones, dtype=torch.bool), torch.zeros(ones, dtype=dtype))
 
 
 def by_position(values: Tensor, axis: int) -> Tensor:
@@ -70,9 +68,7 @@ def by_position(values: Tensor, axis: int) -> Tensor:
 
 def reduce_axes(values: Tensor) -> list[int]:
     """The axes along which all entries are equal."""
-    return [
-        axis for axis in range(values.dim()) if values.shape[axis] > 1 and bool((values == values.narrow(axis, 0, 1)).all())
-    ]
+    return [axis for axis in range(values.dim()) if values.shape[axis] > 1 and bool((values == values.narrow(axis, 0, 1)).all())]
 
 
 def shrink(values: Tensor, axes: Sequence[int]) -> Tensor:
@@ -172,6 +168,23 @@ class Graph:
             self.labels.fix(self.axis_labels(name, axis), reason)
         if name in self.groups:
             self.labels.fix(self.groups[name][1], reason)
+
+
+def call_arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call of the model, on the CPU."""
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = {}
+    if isinstance(example, Tensor):
+        args = (example,)
+    elif isinstance(example, Mapping):
+        kwargs = dict(example)
+    elif isinstance(example, (tuple, list)):
+        args = tuple(example)
+    else:
+        raise SmartpruneError(f"compact: example is a {type(example).__name__}; give a tensor, or a tuple or dict of arguments")
+    move = torch.utils._pytree.tree_map(lambda x: x.detach().cpu() if isinstance(x, Tensor) else x, (args, kwargs))
+    out: tuple[tuple[Any, ...], dict[str, Any]] = move
+    return out
 
 
 def export(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Graph:

@@ -44,6 +44,11 @@ class Labels:
                 if y in self.reasons:
                     self.reasons.setdefault(x, self.reasons[y])
 
+    def same(self, labels: Tensor) -> Tensor:
+        """The labels, with equal numbers for entries that were tied so far."""
+        found, inverse = labels.unique(return_inverse=True)
+        return torch.tensor([self.root(label) for label in found.tolist()])[inverse]
+
     def fix(self, labels: Tensor, reason: str) -> None:
         """Entries with these labels stay, for this reason."""
         for label in labels.unique().tolist():

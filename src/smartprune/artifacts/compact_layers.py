@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .compact_graph import Graph, Known, Reader, known, line_of, reduce_axes, shrink, where_of
+from .compact_attention import attention, contract
+from .compact_graph import Graph, Known, Reader, known, reduce_axes, shrink, where_of
 from .compact_labels import STAYS
 from .compact_rules import (
     ELEMENTWISE,
@@ -24,7 +25,6 @@ from .compact_rules import (
     name_of,
     names,
     norm,
-    operands,
     read,
     unknown,
 )
@@ -51,7 +51,9 @@ def convolution(graph: Graph, node: fx.Node) -> Any:
     else:
         padded = any(size > 0 for size in padding)
     axes = (1, 0) if transposed else (0, 1)
-    return product(graph, node, x, (args["weight"], args["bias"]), axes, len(x.shape) - rank + 1, args["groups"], transposed or padded)
+    return product(
+        graph, node, x, (args["weight"], args["bias"]), axes, len(x.shape) - rank + 1, args["groups"], transposed or padded
+    )
 
 
 def linear(graph: Graph, node: fx.Node) -> Any:
@@ -66,14 +68,22 @@ def matrix(graph: Graph, node: fx.Node) -> Any:
     bias = args.pop(0) if name_of(node) == "addmm" else None
     x, weight = args[:2]
     plain = not node.kwargs  # no factors of addmm
-    assert isinstance(x, fx.Node) and isinstance(weight, fx.Node)
+    assert isinstance(x, fx.Node)
+    assert isinstance(weight, fx.Node)
     if graph.parameter(weight) is not None and weight.meta["val"].dim() == 2 and graph.parameter(x) is None and plain:
         value = read(graph, x)
         return product(graph, node, value, (weight, bias), (1, 0), len(value.shape) - 1, 1, False)
     if name_of(node) == "addmm":
         return unknown(graph, node)
     a, b = read(graph, x), read(graph, weight)
-    return contract(graph, node, a, b) if min(len(a.shape), len(b.shape)) > 1 else unknown(graph, node)
+    return contract(graph, node, a, b, _is_softmax(x)) if min(len(a.shape), len(b.shape)) > 1 else unknown(graph, node)
+
+
+def _is_softmax(node: fx.Node) -> bool:
+    """Whether the last axis of a result sums to one."""
+    while name_of(node) in ("dropout", "clone", "contiguous", "to", "_to_copy", "expand") and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return name_of(node) in ("softmax", "_softmax") and node.args[1] in (-1, len(node.meta["val"].shape) - 1)
 
 
 def product(
@@ -93,14 +103,13 @@ def product(
         return fixed(graph, node, f"{where} computes its weight")
     if weight in graph.forms:
         graph.fix(graph.forms[weight], f"{weight} is also read as a tensor")
-    inputs = _per_channel(x, axis)
-    if inputs is None:
+    if (x.label.shape[axis] == 1 and x.axes()) or axis in reduce_axes(x.label):
         return _over_positions(graph, node, x, axis, weight, bias)
-    label, constant, value = inputs
+    label, constant, value = _per_channel(graph, x, axis)
     tensor = graph.tensors[weight]
     depthwise = groups > 1 and tensor.shape[1] == 1 and (tensor.shape[0] == groups or axes == (0, 1))
     if groups > 1 and axes == (1, 0) and not depthwise:
-        graph.labels.fix(label, f"{where} is a grouped transposed convolution")
+        return fixed(graph, node, f"{where} is a transposed convolution with groups")
     out_label = graph.axis_labels(weight, 0 if groups > 1 else axes[0])
     _tie_inputs(graph, weight, label, out_label, axes[1], groups, where)
     if bias is not None:
@@ -112,11 +121,7 @@ def product(
     shape = [1] * meta.dim()
     shape[axis] = outputs
     out_constant = ~(reads & ~exact).any(1)
-    if groups > 1 and axes == (1, 0) and not depthwise:
-        out_label, out_constant = torch.full((1,), STAYS), torch.zeros(outputs, dtype=torch.bool)
-    out = known(
-        meta.shape, out_label.expand(outputs).view(shape), out_constant.view(shape), torch.zeros(shape, dtype=meta.dtype)
-    )
+    out = known(meta.shape, out_label.expand(outputs).view(shape), out_constant.view(shape), torch.zeros(shape, dtype=meta.dtype))
     reader = Reader(node, weight, bias, x, out, label, constant, value, reads, axes, groups, border)
     added = reader.response(tensor, torch.where(exact, value, torch.zeros_like(value)))
     if bias is not None:
@@ -134,24 +139,20 @@ def product(
     return out
 
 
-def _per_channel(x: Known, axis: int) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Label, constant and value of every channel of an axis. None if labels differ along another axis."""
+def _per_channel(graph: Graph, x: Known, axis: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Label, constant and value of every channel of an axis, which are the same at all positions."""
     others = [i for i in range(len(x.shape)) if i != axis and x.label.shape[i] > 1]
-    if any(i not in reduce_axes(x.label) for i in others):
-        return None
-    label = x.vector(shrink(x.label, others), axis)
-    value = shrink(x.value, others)
+    label, value = shrink(x.label, others), shrink(x.value, others)
+    graph.labels.unite(x.label, label, f"{x.where} gives them other channels at other positions")
     constant = x.constant & (x.value == value)
     for i in others:
         constant = constant.all(i, keepdim=True)
-    return label, x.vector(constant, axis), x.vector(value, axis)
+    return x.vector(label, axis), x.vector(constant, axis), x.vector(value, axis)
 
 
 def _over_positions(graph: Graph, node: fx.Node, x: Known, axis: int, weight: str, bias: str | None) -> Any:
     """A product over an axis that holds no channels, such as a layer that mixes positions."""
     where = where_of(node)
-    if axis not in reduce_axes(x.label) and x.label.shape[axis] > 1:
-        return fixed(graph, node, f"{where} reads them together with another axis")
     for parameter in (weight, bias):
         if parameter is not None:
             graph.fix_parameter(parameter, f"{where} mixes positions, not channels")
@@ -181,14 +182,18 @@ def _reads(weight: Tensor, axes: tuple[int, int], groups: int) -> Tensor:
     if groups == 1:
         return used
     if axes == (1, 0):  # transposed: the inputs first
-        return torch.block_diag(*(part.t() for part in used.chunk(groups))).bool()
-    return torch.block_diag(*used.chunk(groups)).bool()
+        used = torch.cat([part.t() for part in used.chunk(groups)])
+    out = torch.zeros(used.shape[0], groups * used.shape[1], dtype=torch.bool)
+    for group, rows in enumerate(torch.arange(used.shape[0]).chunk(groups)):
+        out[rows, group * used.shape[1] : (group + 1) * used.shape[1]] = used[rows]
+    return out
 
 
 def batch_norm(graph: Graph, node: fx.Node) -> Any:
     args = arguments(node)
     x = read(graph, args["input"])
-    statistics = [args.get(name) for name in ("weight", "bias", "running_mean", "running_var")]
+    per_sample = bool(args.get("use_input_stats"))  # an instance normalization
+    statistics = [args.get(name) for name in ("weight", "bias", *(() if per_sample else ("running_mean", "running_var")))]
     parameters = [read(graph, arg) if isinstance(arg, fx.Node) else None for arg in statistics]
     rank = len(x.shape)
     shape = [1, -1] + [1] * (rank - 2)
@@ -198,9 +203,11 @@ def batch_norm(graph: Graph, node: fx.Node) -> Any:
         graph.labels.unite(label, parameter.label, f"{where_of(node)} is shared")
         label = torch.where(label == STAYS, parameter.label, label)
     constant = torch.broadcast_to(x.constant, label.shape) if rank > 1 else x.constant
-    weight, bias, mean, var = (None if p is None else p.value.view(shape) for p in parameters)
+    weight, bias, mean, var = (None if p is None else p.value.view(shape) for p in (*parameters, None, None)[:4])
     value = x.value
-    if mean is None or var is None:
+    if per_sample:  # a constant minus itself
+        value = torch.zeros_like(value) if bias is None else bias + torch.zeros_like(value)
+    elif mean is None or var is None:
         constant = torch.zeros_like(constant)
     else:
         scale = torch.rsqrt(var.double() + args["eps"]) * (1 if weight is None else weight.double())
@@ -229,7 +236,7 @@ def replace_shape(value: Known, shape: list[int]) -> Known:
 def pool(graph: Graph, node: fx.Node) -> Any:
     """Positions are combined, channel by channel. A constant channel stays constant unless zeros are added at the border."""
     args = arguments(node)
-    x = read(graph, args.get("input", args.get("self")))
+    x = read(graph, args["input"] if "input" in args else args["self"])
     spatial = POOLS[name_of(node)]
     several = isinstance(node.meta["val"], (tuple, list))
     indices = several and any(user.args[1:2] == (1,) and user.users for user in node.users)
@@ -301,7 +308,7 @@ def prelu(graph: Graph, node: fx.Node) -> Any:
         graph.labels.unite(label, slope.label, f"{where_of(node)} is shared")
         label = torch.where(label == STAYS, slope.label, label)
     out = known(x.shape, label, x.constant, torch.where(x.value >= 0, x.value, x.value * slope.value))
-    graph.backward.append(lambda: [add_live(operand, out.live & ~out.constant) for operand in (x, slope)] and None)
+    graph.backward.append(lambda: add_live(x, out.live & ~out.constant))
     return out
 
 
@@ -317,112 +324,6 @@ def embedding(graph: Graph, node: fx.Node) -> Any:
     return known(meta.shape, label.view(shape), (tensor == tensor[:1]).all(0).view(shape), tensor[0].view(shape))
 
 
-def contract(graph: Graph, node: fx.Node, a: Known, b: Known) -> Any:
-    """A product of two activations, over the last axis of ``a`` and the last but one of ``b``."""
-    rank, meta, where = max(len(a.shape), len(b.shape)), node.meta["val"], where_of(node)
-    if len(a.shape) != len(b.shape):
-        return unknown(graph, node)
-    rows, columns, inner = a.label.shape[-2] > 1, b.label.shape[-1] > 1, max(a.label.shape[-1], b.label.shape[-2]) > 1
-    if rows + columns + inner > 1:
-        return unknown(graph, node)
-    heads = [axis for axis in range(rank - 2) if max(a.label.shape[axis], b.label.shape[axis]) > 1]
-    zero = torch.zeros((1,) * rank, dtype=torch.bool)
-    if inner or not (rows or columns):
-        graph.labels.unite(a.label, b.label.transpose(-1, -2), f"{where} multiplies two tensors") if inner else None
-        label = torch.full((1,) * rank, STAYS)
-        if heads:
-            extents = [max(a.label.shape[i], b.label.shape[i]) if i in heads else 1 for i in range(rank)]
-            label = graph.labels.fresh(torch.Size(extents).numel()).view(extents)
-        graph.reshapes.setdefault(line_of(node), []).extend([a] if inner else [])
-    else:
-        label = a.label if rows else b.label
-        zero = _zero(a if rows else b)
-        shape = torch.broadcast_shapes(label.shape, a.label.shape[:-2] + (1, 1), b.label.shape[:-2] + (1, 1))
-        label, zero = label.expand(shape), zero.expand(shape)
-    out = known(meta.shape, label, zero, torch.zeros((1,) * rank, dtype=meta.dtype))
-    for axis in heads:
-        graph.alike.append([(a, axis), (b, axis), (out, axis)])
-    pair = (a, replace(b, **{part: getattr(b, part).transpose(-1, -2) for part in ("label", "constant", "value", "live")}))
-
-    def back() -> None:
-        if inner:
-            needed = out.live.any(-1, keepdim=True).any(-2, keepdim=True)
-            _use_pair(pair, needed)
-        else:
-            used = out.live & ~out.constant
-            add_live(a, used.any(-1, keepdim=True) if columns else used)
-            add_live(b, used.any(-2, keepdim=True) if rows else used)
-
-    graph.backward.append(back)
-    if inner:
-        graph.products.append(lambda: _needed_by_pair(pair, out.live.any(-1, keepdim=True).any(-2, keepdim=True)))
-    return out
-
-
-def _zero(value: Known) -> Tensor:
-    return value.constant & (value.value == 0)
-
-
-def _use_pair(pair: tuple[Known, Known], needed: Tensor) -> None:
-    """Marks the channels of two tensors that are multiplied with each other, except where the other one is zero."""
-    for value, other in (pair, pair[::-1]):
-        used = needed & ~_zero(other)
-        for axis, size in enumerate(value.live.shape):
-            if size == 1 and used.shape[axis] > 1:
-                used = used.any(axis, keepdim=True)
-        value.live |= used.expand(torch.broadcast_shapes(used.shape, value.live.shape))
-
-
-def _needed_by_pair(pair: tuple[Known, Known], needed: Tensor) -> Tensor:
-    """The labels of channels whose product is not zero."""
-    parts = torch.broadcast_tensors(pair[0].label, needed & ~_zero(pair[0]) & ~_zero(pair[1]))
-    return parts[0][parts[1]]
-
-
-def attention(graph: Graph, node: fx.Node) -> Any:
-    """Scaled products of queries and keys, and their softmax times values."""
-    args = arguments(node)
-    query, key, value = (read(graph, args[name]) for name in ("query", "key", "value"))
-    mask = read(graph, args["attn_mask"]) if isinstance(args["attn_mask"], fx.Node) else None
-    ranks = {len(x.shape) for x in (query, key, value)}
-    lengths = any(x.label.shape[-2] > 1 for x in (query, key, value))
-    if len(ranks) > 1 or lengths or args.get("enable_gqa"):
-        return unknown(graph, node)
-    rank = len(query.shape)
-    if mask is not None:
-        add_mask(graph, mask, query, f"{where_of(node)} adds a mask to them")
-    graph.labels.unite(query.label, key.label, f"{where_of(node)} multiplies two tensors")
-    if args.get("scale") is None and max(query.label.shape[-1], key.label.shape[-1]) > 1:  # the scale is that of the width
-        for x in (query, key):
-            x.keep_positions(rank - 1, torch.ones(x.shape[-1], dtype=torch.bool))
-    graph.reshapes.setdefault(line_of(node), []).append(query)
-    out = known(node.meta["val"].shape, value.label, _zero(value), torch.zeros_like(value.value))
-    for axis in range(rank - 2):
-        if max(x.label.shape[axis] for x in (query, key, value)) > 1:
-            graph.alike.append([(x, axis) for x in (query, key, value, out)])
-
-    def needed() -> Tensor:
-        return (out.live & ~out.constant).any(-1, keepdim=True)
-
-    def back() -> None:
-        add_live(value, out.live & ~out.constant)
-        _use_pair((query, key), needed())
-        if mask is not None:
-            mask.live.fill_(True)
-
-    graph.backward.append(back)
-    graph.products.append(lambda: _needed_by_pair((query, key), needed()))
-    return out
-
-
-def add_mask(graph: Graph, mask: Known, query: Known, reason: str) -> None:
-    """A mask that differs from head to head keeps all heads."""
-    graph.fix(mask, reason)
-    for axis in range(-len(mask.shape), -2):
-        if mask.shape[axis] > 1 and query.label.shape[axis] > 1:
-            query.keep_positions(axis % len(query.shape), torch.ones(query.shape[axis], dtype=torch.bool))
-
-
 RULES: dict[str, Rule] = {
     **dict.fromkeys(sorted(ELEMENTWISE), elementwise),
     **dict.fromkeys(sorted(MOVES), move),
@@ -435,6 +336,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("softmax", "_softmax", "log_softmax", "_log_softmax"), softmax),
     **dict.fromkeys(sorted(NO_VALUE), lambda graph, node: None),
     "batch_norm": batch_norm,
+    "instance_norm": batch_norm,
     "_native_batch_norm_legit_no_training": batch_norm,
     "embedding": embedding,
     "linear": linear,

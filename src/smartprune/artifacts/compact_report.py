@@ -70,7 +70,12 @@ class Compaction:
         lines = [f"{self.model}: {len(changed)} of {len(self.layers)} layers are smaller" if changed else self._unchanged()]
         if changed:
             rows = [
-                (x.weight.removesuffix(".weight"), text.format_shape(x.before), text.format_shape(x.after), _less(x.before, x.after))
+                (
+                    x.weight.removesuffix(".weight"),
+                    text.format_shape(x.before),
+                    text.format_shape(x.after),
+                    _less(x.before, x.after),
+                )
                 for x in changed
             ]
             lines += ["", *text.table(("layer", "before", "after", "fewer weights"), rows, "<<<>", WIDTH), ""]

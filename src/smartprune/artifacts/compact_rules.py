@@ -13,6 +13,7 @@ from .compact_graph import Graph, Known, by_position, classes_of, known, line_of
 from .compact_labels import STAYS
 
 Rule = Callable[[Graph, fx.Node], Any]
+MAX_ENTRIES = 1 << 18  # of parameters that are followed entry by entry; larger ones stay as they are
 FIXED_WIDTH = ("torch.nn.modules.activation.MultiheadAttention", "torch.nn.modules.transformer.")  # they check their widths
 
 
@@ -63,6 +64,9 @@ def read(graph: Graph, node: fx.Node) -> Known:
         return value
     if name not in graph.forms:
         tensor = graph.tensors[name]
+        if tensor.dim() > 1 and tensor.numel() > MAX_ENTRIES:
+            graph.forms[name] = opaque(tensor)
+            return graph.forms[name]
         label = graph.axis_labels(name, 0) if tensor.dim() == 1 else graph.labels.fresh(tensor.numel()).view(tensor.shape)
         graph.forms[name] = known(tensor.shape, label, torch.ones(tensor.shape, dtype=torch.bool), tensor)
         graph.forms[name].where = name.rpartition(".")[0]
@@ -101,7 +105,7 @@ def elementwise(graph: Graph, node: fx.Node) -> Known:
     out = node.meta["val"]
     rank = out.dim()
     values = [read(graph, x) for x in operands(node)]
-    by_node = {x: v for x, v in zip(operands(node), values, strict=True)}
+    by_node = dict(zip(operands(node), values, strict=True))
     label = tie(graph, values, rank, where_of(node) or name_of(node))
     constant = torch.ones((1,) * rank, dtype=torch.bool)
     for value in values:
@@ -139,7 +143,7 @@ def tie(graph: Graph, values: Sequence[Known], rank: int, where: str) -> Tensor:
         if bool((tied != STAYS).any()):
             graph.labels.unite(tied, label, f"{where} combines them with values that are not removed")
         tied = torch.where(tied == STAYS, label, tied)
-    return tied
+    return graph.labels.same(tied)
 
 
 def move(graph: Graph, node: fx.Node) -> Any:
@@ -248,7 +252,8 @@ def norm(graph: Graph, node: fx.Node) -> Any:
 
 def get_item(graph: Graph, node: fx.Node) -> Any:
     source, index = node.args
-    assert isinstance(source, fx.Node) and isinstance(index, int)
+    assert isinstance(source, fx.Node)
+    assert isinstance(index, int)
     return graph.values[source.name][index]
 
 

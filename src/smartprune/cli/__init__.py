@@ -15,6 +15,7 @@ from .. import __version__
 from ..errors import SmartpruneError
 from .bench import add_bench
 from .common import Parser, Subparsers
+from .compact import add_compact
 from .compare import add_compare
 from .evaluate import add_eval
 from .export import add_export
@@ -34,6 +35,7 @@ COMMANDS: tuple[Callable[[Subparsers], None], ...] = (
     add_pack,
     add_unpack,
     add_export,
+    add_compact,
     add_bench,
     add_compare,
     add_sweep,
