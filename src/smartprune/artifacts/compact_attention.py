@@ -75,8 +75,8 @@ def _use_pair(pair: tuple[Known, Known], needed: Tensor) -> None:
 def _needed_by_pair(pair: tuple[Known, Known], needed: Tensor) -> Tensor:
     """The labels of channels whose product is not zero."""
     label, used = torch.broadcast_tensors(pair[0].label, needed & ~_zero(pair[0]) & ~_zero(pair[1]))
-    zero: Tensor = value.value.eq(0)
-    return value.constant & zero
+    labels: Tensor = label.masked_select(used)
+    return labels
 
 
 def attention(graph: Graph, node: fx.Node) -> Any:
