@@ -147,6 +147,12 @@ def test_base_modules_do_not_import_torch() -> None:
 # Modules without a test module of their own, and the tests that check them. A module of constants alone, or one whose parts only
 # work together, is tested through what uses it.
 TESTED_IN = {
+    "artifacts/compact_apply": "artifacts/test_compact_layers.py",  # all networks go through these modules
+    "artifacts/compact_choose": "artifacts/test_compact_layers.py",
+    "artifacts/compact_files": "cli/test_compact.py",  # the file that the command writes
+    "artifacts/compact_graph": "artifacts/test_compact_layers.py",
+    "artifacts/compact_report": "artifacts/test_compact.py",
+    "artifacts/compact_rules": "artifacts/test_compact_layers.py",
     "artifacts/counts": "artifacts/test_receipt.py",  # the parts of a receipt
     "artifacts/torch_pickle": "artifacts/test_torch_file.py",  # the file around it
     "cli/common": "cli/test_cli.py",  # what all commands share

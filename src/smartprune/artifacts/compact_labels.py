@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor
 
@@ -60,7 +58,3 @@ class Labels:
     def roots(self) -> Tensor:
         """The root of every label, int64 [labels]."""
         return torch.tensor([self.root(label) for label in range(len(self.parents))])
-
-    def fixed(self) -> Iterable[int]:
-        """The roots of labels that stay."""
-        return self.reasons

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ..core.kinds import is_layer
 from ..errors import SmartpruneError
 from .compact_graph import Graph, Known, by_position, classes_of, known, line_of, opaque, reduce_axes, shrink, where_of
 from .compact_labels import STAYS
@@ -64,7 +65,9 @@ def read(graph: Graph, node: fx.Node) -> Known:
         return value
     if name not in graph.forms:
         tensor = graph.tensors[name]
-        if tensor.dim() > 1 and tensor.numel() > MAX_ENTRIES:
+        owner, _, attribute = name.rpartition(".")
+        of_layer = attribute == "weight" and is_layer(graph.model.get_submodule(owner))
+        if tensor.dim() > 1 and (of_layer or tensor.numel() > MAX_ENTRIES):
             graph.forms[name] = opaque(tensor)
             return graph.forms[name]
         label = graph.axis_labels(name, 0) if tensor.dim() == 1 else graph.labels.fresh(tensor.numel()).view(tensor.shape)

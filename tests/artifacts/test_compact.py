@@ -1,0 +1,242 @@
+"""compact: the model that it returns, its report, its checks, and the forms that the result can take."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import smartprune as sp
+from helpers.compact_nets import Net, empty_channels, residual
+from helpers.onnx_files import run_onnx
+from helpers.pruned_models import model_and_receipt
+from smartprune import SmartpruneError
+from smartprune.models import MODELS
+
+
+def small_net() -> tuple[nn.Module, Tensor]:
+    """Channels 0 to 4 of the first layer are constant, and nothing reads channel 5."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 12, 3), nn.BatchNorm2d(12), nn.ReLU(), nn.Conv2d(12, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 16, 5)
+    ).eval()
+    with torch.no_grad():
+        model[0].weight[:5] = 0
+        model[1].bias.normal_()
+        model[3].weight[:, 5] = 0
+    return model, torch.randn(2, 3, 8, 8)
+
+
+def test_two_layers_equal_numpy() -> None:
+    """Which units go, and what the others compute, written out in numpy."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 9), nn.ReLU(), nn.Linear(9, 4)).eval()
+    with torch.no_grad():
+        model[0].weight[[1, 4]] = 0
+        model[2].weight[:, [2, 4]] = 0
+    small = sp.compact(model, torch.randn(3, 5))
+    w1, b1, w2, b2 = (p.detach().double().numpy() for p in model.parameters())
+    kept = [0, 3, 5, 6, 7, 8]
+    constant = np.maximum(b1[1], 0)
+    expected = [w1[kept], b1[kept], w2[:, kept], b2 + w2[:, 1] * constant]
+    for parameter, array in zip(small.parameters(), expected, strict=True):
+        np.testing.assert_allclose(parameter.detach().numpy(), array, rtol=1e-6, atol=1e-7)
+
+
+def test_result_is_an_ordinary_model_and_the_original_does_not_change() -> None:
+    model, x = small_net()
+    model.train()
+    model[0].weight.requires_grad_(False)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    small = sp.compact(model, x)
+    assert type(small) is nn.Sequential
+    assert not small.training
+    assert model.training
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert list(small.state_dict()) == list(before)
+    assert (small[0].out_channels, small[1].num_features, small[3].in_channels) == (6, 6, 6)
+    assert [p.requires_grad for p in small.parameters()] == [p.requires_grad for p in model.parameters()]
+    assert not set(map(id, small.parameters())) & set(map(id, model.parameters()))
+    model.eval()
+    for batch in (x, torch.randn(7, 3, 8, 8)):
+        torch.testing.assert_close(small(batch), model(batch), rtol=1e-5, atol=1e-5)
+    again = copy.deepcopy(small)
+    stored = io.BytesIO()
+    torch.save(small, stored)
+    assert b"smartprune" not in stored.getvalue()
+    torch.testing.assert_close(again(x), small(x))
+
+
+def test_report_counts_what_is_left() -> None:
+    model, x = small_net()
+    small = sp.compact(model, x)
+    report = sp.compaction(small)
+    assert report.parameters == (sum(p.numel() for p in model.parameters()), sum(p.numel() for p in small.parameters()))
+    per_output = [(3 * 9 * 36, 12 * 9 * 16), (3 * 9 * 36, 6 * 9 * 16)]  # MACs per output channel of the two convolutions
+    assert report.macs == (12 * per_output[0][0] + 8 * per_output[0][1] + 640, 6 * per_output[1][0] + 8 * per_output[1][1] + 640)
+    assert [(layer.before, layer.after) for layer in report.layers] == [
+        ((12, 3, 3, 3), (6, 3, 3, 3)),
+        ((8, 12, 3, 3), (8, 6, 3, 3)),
+        ((5, 128), (5, 128)),
+    ]
+    text = str(report)
+    assert "2 of 3 layers are smaller" in text
+    assert "6x3x3x3" in text
+    assert json.loads(json.dumps(report.to_json()))["layers"][0]["after"] == [6, 3, 3, 3]
+    with pytest.raises(SmartpruneError, match="not a copy"):
+        sp.compaction(copy.deepcopy(small))
+
+
+def test_reasons_name_the_layer_that_needs_a_channel() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.GroupNorm(2, 8), nn.Conv2d(8, 2, 1))
+    with torch.no_grad():
+        model[0].weight[:2] = 0
+    report = sp.compaction(sp.compact(model, torch.randn(1, 3, 4, 4)))
+    assert (report.layers[0].empty, report.layers[0].reason) == (2, "1 normalizes over all of them")
+    assert "an equal copy, because no empty channel can be removed" in str(report)
+    assert not report.changed
+
+
+def test_a_model_without_empty_channels_gives_an_equal_copy() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2)), torch.randn(2, 4)
+    small = sp.compact(model, x)
+    assert all(torch.equal(a, b) for a, b in zip(small.parameters(), model.parameters(), strict=True))
+    assert "an equal copy, because no channel is constant or unread" in str(sp.compaction(small))
+
+
+def test_code_that_states_a_shape_keeps_it() -> None:
+    """The rest of the model is compacted, and the report names the line."""
+    torch.manual_seed(0)
+    model = Net(
+        lambda m, x: m.last(F.relu(m.b(F.relu(m.a(x)))).view(-1, 6 * 36)),
+        a=nn.Conv2d(3, 8, 1),
+        b=nn.Conv2d(8, 6, 3),
+        last=nn.Linear(216, 2),
+    )
+    with torch.no_grad():
+        model.a.weight[:3] = 0
+        model.b.weight[:2] = 0
+    x = torch.randn(2, 3, 8, 8)
+    small = sp.compact(model, x)
+    assert [tuple(p.shape) for p in small.parameters() if p.dim() > 1] == [(5, 3, 1, 1), (6, 5, 3, 3), (2, 216)]
+    assert "in forward" in sp.compaction(small).stated[0]
+    torch.testing.assert_close(small(x), model.eval()(x), rtol=1e-5, atol=1e-5)
+
+
+def test_a_layer_without_bias_gets_one_only_if_nothing_else_can_hold_the_constant() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 1), nn.ReLU(), nn.Conv2d(8, 6, 3, bias=False), nn.BatchNorm2d(6), nn.Conv2d(6, 4, 1, bias=False)
+    ).eval()
+    with torch.no_grad():
+        model[0].weight[:3] = 0
+        model[0].bias[:3] = 1
+        model[2].weight[:2] = 0
+        model[3].bias[:2] = 1
+    small = sp.compact(model, torch.randn(1, 3, 6, 6))
+    assert sp.compaction(small).added == ("4.bias",)
+    assert set(small.state_dict()) == {*model.state_dict(), "4.bias"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_dtypes_stay(dtype: torch.dtype) -> None:
+    model, x = small_net()
+    model, x = model.to(dtype), x.to(dtype)
+    small = sp.compact(model, x)
+    assert {p.dtype for p in small.parameters()} == {dtype}
+    assert small[0].out_channels == 6
+
+
+def test_baked_model_of_channel_blocks() -> None:
+    """After bake, removed channel blocks of a layer are removed channels."""
+    torch.manual_seed(0)
+    model, x = small_net()
+    pruner = sp.attach(model, sp.Magnitude(), block="channel", sparsity=0.5, steps=1)
+    with pytest.raises(SmartpruneError, match=r"still being pruned; call smartprune\.bake"):
+        sp.compact(model, x)
+    pruner.freeze()
+    receipt = sp.bake(model)
+    small = sp.compact(model, x)
+    for row in receipt.layers:
+        assert small.get_submodule(row.name).weight.shape[0] == max(1, row.blocks.kept)
+
+
+def test_errors_name_what_is_wrong() -> None:
+    model, x = small_net()
+    wrong: list[tuple[Any, Any, str]] = [
+        ("resnet18", x, "model is a str; give a torch.nn.Module"),
+        (model, "x", "example is a str; give a tensor"),
+        (model, torch.randn(2, 4, 8, 8), "the model does not run on it"),
+        (model, (x, x), "the model does not run on it"),
+        (Net(lambda m, x: x if x.sum() > 0 else m.a(x), a=nn.Linear(3, 3)), torch.ones(2, 3), "torch.export cannot record"),
+    ]
+    for given, example, message in wrong:
+        with pytest.raises(SmartpruneError, match=message):
+            sp.compact(given, example)
+    masked = nn.Sequential(nn.Linear(4, 4))
+    torch.nn.utils.prune.random_unstructured(masked[0], "weight", 0.5)
+    with pytest.raises(SmartpruneError, match=r"is masked by torch\.nn\.utils\.prune"):
+        sp.compact(masked, torch.randn(1, 4))
+    with pytest.raises(SmartpruneError, match="this int has no report"):
+        sp.compaction(3)  # type: ignore[arg-type]
+
+
+def test_result_runs_in_onnxruntime_and_as_a_program(tmp_path: Path) -> None:
+    for package in ("onnx", "onnxscript", "onnxruntime"):
+        pytest.importorskip(package)
+    torch.manual_seed(0)
+    model, x = residual()
+    small = sp.compact(empty_channels(model, 1), x)
+    assert sp.compaction(small).changed
+    sp.export_onnx(small, tmp_path / "small.onnx", x, block=(1, 1))
+    other = torch.randn(5, 3, 8, 8)
+    torch.testing.assert_close(run_onnx(tmp_path / "small.onnx", other), model(other).detach(), rtol=1e-4, atol=1e-5)
+    program = torch.export.export(small, (x,), strict=False).module()
+    torch.testing.assert_close(program(x), model(x), rtol=1e-4, atol=1e-5)
+
+
+def test_int8_and_packed_forms_of_the_result(tmp_path: Path) -> None:
+    """Other forms accept the result like any model."""
+    torch.manual_seed(0)
+    model, _ = model_and_receipt("plain_cnn", (4, 4), 0.75)
+    with torch.no_grad():
+        model[3].weight[4:12] = 0
+    x = torch.randn(4, 3, 8, 8)
+    small = sp.compact(model, x)
+    assert small[3].out_channels < 20
+    fast = sp.accelerate(small, example=x, backend="reference")
+    torch.testing.assert_close(fast(x), model.eval()(x), rtol=1e-4, atol=1e-5)
+    sp.pack(small, tmp_path / "small.packed.safetensors", (4, 4))
+    state = sp.unpack(tmp_path / "small.packed.safetensors")
+    assert all(torch.equal(state[name], tensor) for name, tensor in small.state_dict().items() if tensor.is_floating_point())
+
+
+NETWORKS = [name for name in MODELS if name != "resnet8"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NETWORKS)
+def test_networks_of_the_paper(name: str) -> None:
+    """With random empty channels. Outputs are compared on other pictures, and with a second batch size."""
+    torch.manual_seed(0)
+    model = empty_channels(MODELS[name](), seed=0)
+    side = 64 if name in ("yolov5m", "bisenetv2", "resnet50") else 32
+    small = sp.compact(model, torch.randn(2, 3, side, side))
+    report = sp.compaction(small)
+    assert report.parameters[1] < 0.75 * report.parameters[0]
+    assert report.macs is not None
+    assert report.macs[1] < 0.75 * report.macs[0]
+    x = torch.randn(3, 3, side, side)
+    with torch.no_grad():
+        pairs = zip(torch.utils._pytree.tree_leaves(small(x)), torch.utils._pytree.tree_leaves(model(x)), strict=True)
+        for a, b in pairs:
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4 * float(b.abs().max()))
