@@ -22,8 +22,10 @@ if TYPE_CHECKING:
     from .pruning.bake import bake
     from .pruning.hold import hold
     from .pruning.lookup import find_pruner
+    from .pruning.oneshot.prune import prune
     from .pruning.plan import Plan, plan
     from .pruning.pruner import Pruner
+    from .pruning.recalibrate import recalibrate
     from .reports.table import report
     from .runtime import accelerate
     from .topk import hard_topk, soft_topk
@@ -65,6 +67,8 @@ __all__ = [
     "pack",
     "params",
     "plan",
+    "prune",
+    "recalibrate",
     "report",
     "save_mask",
     "soft_topk",
@@ -92,8 +96,10 @@ _MODULES = {
     "pruning.bake": ["bake"],
     "pruning.hold": ["hold"],
     "pruning.lookup": ["find_pruner"],
+    "pruning.oneshot.prune": ["prune"],
     "pruning.plan": ["Plan", "plan"],
     "pruning.pruner": ["Pruner"],
+    "pruning.recalibrate": ["recalibrate"],
     "reports.table": ["report"],
     "runtime": ["accelerate"],
     "topk": ["hard_topk", "soft_topk"],

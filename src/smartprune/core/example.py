@@ -17,10 +17,10 @@ CHANGED_INPUTS = 2  # random inputs that are tried
 COMPILERS = ("torch._dynamo", "torch.nn.attention.flex_attention")  # modules that may compile what they run
 
 
-def run_example(model: nn.Module, example: Any, recorder: AbstractContextManager[object]) -> Any:
+def run_example(model: nn.Module, example: Any, recorder: AbstractContextManager[object], where: str = "example") -> Any:
     """The outputs of the model in eval mode, computed within ``recorder``. Training modes are restored.
 
-    ``example`` is a tensor, or a tuple or dictionary of arguments.
+    ``example`` is a tensor, or a tuple or dictionary of arguments. ``where`` says in errors what it is.
     """
     training = [module for module in model.modules() if module.training]
     model.eval()
@@ -31,7 +31,7 @@ def run_example(model: nn.Module, example: Any, recorder: AbstractContextManager
         raise
     except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise SmartpruneError(f"example: the model does not run on it ({reason}); give one input as the model takes it") from error
+        raise SmartpruneError(f"{where}: the model does not run on it ({reason}); give one input as the model takes it") from error
     finally:
         for module in training:
             module.training = True

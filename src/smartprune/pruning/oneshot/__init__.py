@@ -1,0 +1,1 @@
+"""Pruning without training: blocks are removed with the second moments of the layers' inputs, and the others are refitted."""

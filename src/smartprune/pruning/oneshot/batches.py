@@ -1,0 +1,120 @@
+"""Calibration data: the inputs among the batches of any iterable, checked."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...core.trace import tensors_in
+from ...errors import SmartpruneError
+
+GIVE = "give a few hundred inputs of the model, such as a DataLoader of its training data"
+
+
+def read_batches(where: str, model: nn.Module, batches: Iterable[Any], samples: int) -> list[Any]:
+    """The inputs of the first batches, at least ``samples`` samples if there are so many, on the device of the model.
+
+    A batch is a tensor, a dictionary of arguments, or a tuple or list. Of these, as many entries are arguments as the model
+    requires; the others are labels.
+    """
+    if isinstance(batches, (Tensor, Mapping, str, bytes)) or not isinstance(batches, Iterable):
+        hint = "; write [batch] for one batch" if isinstance(batches, (Tensor, Mapping)) else ""
+        raise SmartpruneError(f"{where}: batches is a {type(batches).__name__}; {GIVE}{hint}")
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    required = _required_arguments(model)
+    out: list[Any] = []
+    seen = 0
+    for batch in batches:
+        arguments = _to(_arguments(where, batch, required), device)
+        out.append(arguments)
+        seen += size_of(arguments)
+        if seen >= samples:
+            break
+    _check(where, out, seen)
+    return out
+
+
+def size_of(batch: Any) -> int:
+    """The number of samples: the length of the first axis of the first tensor."""
+    return next((int(tensor.shape[0]) for tensor in tensors_in(batch) if tensor.dim()), 0)
+
+
+def first_sample(batch: Any) -> Any:
+    """The first sample, as a batch of one. The whole batch, if its tensors do not all have one entry per sample."""
+    size = size_of(batch)
+    if any(not tensor.dim() or tensor.shape[0] != size for tensor in tensors_in(batch)):
+        return batch
+    return _map(batch, lambda tensor: tensor[:1])
+
+
+def _required_arguments(model: nn.Module) -> int:
+    """How many arguments the model cannot do without, at least one."""
+    try:
+        parameters = inspect.signature(model.forward).parameters.values()
+    except (TypeError, ValueError):
+        return 1
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return max(1, sum(p.kind in positional and p.default is p.empty for p in parameters))
+
+
+def _arguments(where: str, batch: Any, required: int) -> Any:
+    if isinstance(batch, Tensor):
+        return batch
+    if isinstance(batch, Mapping):
+        return dict(batch)
+    if isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)) and len(batch) > 0:
+        if required == 1 and isinstance(batch[0], (Mapping, tuple, list)):
+            return batch[0]
+        return tuple(batch[:required])
+    raise SmartpruneError(
+        f"{where}: a batch is a {type(batch).__name__}; it can be a tensor, a dictionary of arguments, or a tuple"
+    )
+
+
+def _check(where: str, batches: Sequence[Any], samples: int) -> None:
+    if not batches or samples == 0:
+        raise SmartpruneError(
+            f"{where}: there is no calibration data: batches is empty; {GIVE} (a generator can be read only once)"
+        )
+    tensors = [tensor for batch in batches for tensor in tensors_in(batch)]
+    for tensor in tensors:
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            raise SmartpruneError(f"{where}: the calibration data contains NaN or infinity; {GIVE}")
+    if samples == 1:
+        raise SmartpruneError(f"{where}: one sample is not enough to see what the layers compute; {GIVE}")
+    if _all_equal(batches):
+        raise SmartpruneError(f"{where}: all {samples} samples are equal; {GIVE}")
+
+
+def _all_equal(batches: Sequence[Any]) -> bool:
+    first: Tensor | None = None
+    for batch in batches:
+        tensor = next(iter(tensors_in(batch)))
+        first = tensor[:1] if first is None else first
+        if tensor.shape[1:] != first.shape[1:] or not bool((tensor == first).all()):
+            return False
+    return True
+
+
+def _to(value: Any, device: torch.device) -> Any:
+    return _map(value, lambda tensor: tensor.detach().to(device))
+
+
+def _map(value: Any, function: Any) -> Any:
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, Mapping):
+        return {name: _map(item, function) for name, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return type(value)(_map(item, function) for item in value) if type(value) in (tuple, list) else value
+    return value
+
+
+def fingerprint_tensors(batches: Sequence[Any]) -> Iterator[Tensor]:
+    """All tensors of the data, in order."""
+    for batch in batches:
+        yield from tensors_in(batch)

@@ -1,0 +1,273 @@
+"""The steps of pruning without training: survey, sensitivities, costs of removal, mask, refit, corrections."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import SmartpruneError
+from ...topk import hard_topk
+from ..plan import Plan
+from ..recalibrate import norms_with_statistics
+from .batches import size_of
+from .correct import error, outputs_of, recalibrated, tuned
+from .matrix import Tiles, as_matrices, as_weight
+from .moments import Moment, Survey, collect_rows, layer_inputs, sensitivities, survey
+from .order import removal_costs
+from .refit import refit
+from .uses import Use
+
+HELD_OUT = 8  # one batch in so many decides which corrections are kept
+
+Progress = Callable[[str, int, int], None]  # the name of the step, how much of it is done, and of how much
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What decides the result, beside model, data and plan."""
+
+    damping: float = 0.01
+    refit_damping: float = 0.01
+    rounds: int = 16
+    seed: int = 0
+    memory: int = 2**32  # bytes for moments and inverses
+    tuning_steps: int = 64  # of the scales and offsets at the end; 0 for none
+    tuning_rate: float = 0.01
+
+
+class Job:
+    """One model and its calibration data. ``model`` stays as it is; ``work`` is the copy that is pruned."""
+
+    def __init__(self, model: nn.Module, plan: Plan, batches: Sequence[Any], settings: Settings, progress: Progress) -> None:
+        self.model, self.plan, self.settings, self.progress = model, plan, settings, progress
+        held = len(batches) // HELD_OUT if len(batches) > 1 else 0
+        self.batches, self.held = list(batches[: len(batches) - held]), list(batches[len(batches) - held :])
+        self.layers = plan.layers
+        self.samples = sum(map(size_of, self.batches))
+        self.tiles = [Tiles.of(layer) for layer in self.layers]
+        self.survey: Survey = survey(model, self.layers, batches)
+        self.work = copy.deepcopy(model)
+
+    def run(self) -> Tensor:
+        """Prunes the copy. Returns the hard mask, bool [n]."""
+        mask = self.mask(self.costs())
+        self.refit(mask)
+        self.correct()
+        return mask
+
+    def facts(self) -> dict[str, object]:
+        """Settings for the receipt."""
+        return {"samples": self.samples + sum(map(size_of, self.held)), "seed": self.settings.seed}
+
+    # -- the mask ---------------------------------------------------------------------------------------------------------
+
+    def costs(self) -> Tensor:
+        """What removing each block costs, float64 [n] on the CPU."""
+        done = 0
+
+        def step() -> None:
+            nonlocal done
+            done += 1
+            self.progress("sensitivities", done, len(self.batches))
+
+        rows = sensitivities(self.model, self.layers, self.batches, self.settings.seed, step)
+        out = torch.zeros(self.plan.n, dtype=torch.float64, device="cpu")
+        done = 0
+        for group in self._groups():
+            moments = self._moments(self.model, group)
+            for index in group:
+                layer = self.layers[index]
+                costs = removal_costs(
+                    self._matrices(self.model, index),
+                    moments.pop(index).mean(self._has_offset(index)),
+                    rows[index],
+                    self.tiles[index],
+                    self.settings.damping,
+                    self.settings.memory,
+                    self.settings.rounds,
+                )
+                out[layer.start : layer.stop] = costs.cpu()
+                done += 1
+                self.progress("order", done, len(self.layers))
+        return out
+
+    def mask(self, costs: Tensor) -> Tensor:
+        """The hard mask of the budget, bool [n]: blocks whose removal costs most, for what they take of the budget, are kept."""
+        return choose(self.plan, costs)
+
+    # -- refit ------------------------------------------------------------------------------------------------------------
+
+    def refit(self, mask: Tensor) -> None:
+        """Masks the weights of the copy, and refits them in the order in which the layers run."""
+        with torch.no_grad():
+            for index, layer in enumerate(self.layers):
+                weight = self._weight(self.work, index)
+                kept = layer.grid.expand(mask[layer.start : layer.stop].to(weight.device))
+                weight.copy_(torch.where(kept, weight, 0.0))
+        for done, index in enumerate(self.survey.order):
+            layer = self.layers[index]
+            self.progress("refit", done, len(self.layers))
+            self._refit_layer(index, mask[layer.start : layer.stop])
+        self.progress("refit", len(self.layers), len(self.layers))
+
+    def _refit_layer(self, index: int, keep: Tensor) -> None:
+        layer = self.layers[index]
+        dense = self._matrices(self.model, index).float()
+        moment = self._paired_moment(index, dense)
+        offset = self._has_offset(index)
+        weight = refit(dense, moment.mean(offset), moment.mean_cross(offset), keep, self.tiles[index], self.settings.refit_damping)
+        with torch.no_grad():
+            stored = self._weight(self.work, index)
+            stored.copy_(as_weight(weight, layer.grid.weight_shape, layer.transposed))
+            if offset:
+                x, y = moment.means()
+                self._add_offset(index, (y - (weight.double() @ x[..., None])[..., 0]).reshape(-1))
+
+    def _paired_moment(self, index: int, dense: Tensor) -> Moment:
+        """The moments of the inputs in the pruned network, with the outputs of the dense network as targets."""
+        total = self._empty_moment(index, with_outputs=True)
+        uses = self.survey.uses[index]
+        for number, batch in enumerate(self.batches):
+            share = size_of(batch) / self.samples / max(1, uses)
+            pairs: list[list[tuple[Use, Tensor]]] = []
+            for model in (self.model, self.work):
+                found: list[tuple[Use, Tensor]] = []
+                collect_rows(model, self.layers, batch, number, share, {index}, partial(_append, found), uses)
+                pairs.append(found)
+            matching = [(use.parts, rows.shape) for use, rows in pairs[0]] == [(use.parts, rows.shape) for use, rows in pairs[1]]
+            for (_, before), (use, after) in zip(pairs[0] if matching else pairs[1], pairs[1], strict=True):
+                total.add(use.parts, after, before @ dense[use.parts].mT)
+        return total
+
+    # -- corrections ------------------------------------------------------------------------------------------------------
+
+    def correct(self) -> None:
+        """Tries new batch-norm statistics and tuned scales, and keeps what is closest to the dense network on held-out data."""
+        judge = self.held or self.batches
+        targets = [outputs_of(self.model, batch) for batch in (*self.batches, *judge)]
+        fit, goal = targets[: len(self.batches)], targets[len(self.batches) :]
+        if not goal[0]:  # no output to compare
+            return
+        candidates = [self.work]
+        if norms_with_statistics(self.work):
+            candidates.append(recalibrated(self.work, self.batches))
+        errors = [error(model, judge, goal) for model in candidates]
+        best = errors.index(min(errors))
+        steps = self.settings.tuning_steps
+        if steps:
+            tune = tuned(
+                candidates[best], self.batches, fit, steps, self.settings.tuning_rate, lambda n: self.progress("tune", n, steps)
+            )
+            if error(tune, judge, goal) < errors[best]:
+                candidates.append(tune)
+                best = len(candidates) - 1
+        self.work = candidates[best]
+
+    # -- helpers ----------------------------------------------------------------------------------------------------------
+
+    def _groups(self) -> list[list[int]]:
+        """The layers in the order in which they run, in groups whose moments fit into memory together."""
+        groups: list[list[int]] = []
+        used = 0
+        for index in self.survey.order:
+            size = (
+                8 * layer_inputs(self.layers[index]) ** 2 * (1 if self.survey.shared[index] else self.tiles[index].index.shape[0])
+            )
+            if not groups or used + size > self.settings.memory:
+                groups.append([])
+                used = 0
+            groups[-1].append(index)
+            used += size
+        return groups
+
+    def _moments(self, model: nn.Module, wanted: Sequence[int]) -> dict[int, Moment]:
+        totals = {index: self._empty_moment(index) for index in wanted}
+        uses = sum(self.survey.uses[index] for index in wanted)
+        for number, batch in enumerate(self.batches):
+            share = size_of(batch) / self.samples
+
+            def add(use: Use, rows: Tensor) -> None:
+                totals[use.layer].add(use.parts, rows)
+
+            collect_rows(model, self.layers, batch, number, share, set(wanted), add, uses)
+        return totals
+
+    def _empty_moment(self, index: int, with_outputs: bool = False) -> Moment:
+        layer = self.layers[index]
+        parts, inputs = layer.grid.axes[0].parts, layer_inputs(layer)
+        outputs = layer.params // inputs // parts if with_outputs else 0
+        return Moment.zeros(parts, self.survey.shared[index], inputs, self._weight(self.model, index).device, outputs)
+
+    def _weight(self, model: nn.Module, index: int) -> Tensor:
+        name, attribute = self.layers[index].sites[0]
+        weight = model.get_submodule(name)._parameters[attribute]
+        assert weight is not None
+        return weight.detach()
+
+    def _matrices(self, model: nn.Module, index: int) -> Tensor:
+        layer = self.layers[index]
+        return as_matrices(self._weight(model, index), layer.grid.axes[0].parts, layer.transposed)
+
+    def _bias(self, model: nn.Module, index: int) -> Tensor | None:
+        """The bias of a layer, or the part of a bias that belongs to it."""
+        layer = self.layers[index]
+        if len(layer.sites) > 1 or self.survey.uses[index] != len(self._expected_uses(index)):
+            return None
+        name, attribute = layer.sites[0]
+        module = model.get_submodule(name)
+        if isinstance(module, nn.MultiheadAttention):
+            bias = module.in_proj_bias
+            if bias is None or attribute == "in_proj_weight":
+                return bias
+            start = "qkv".index(attribute[0]) * module.embed_dim
+            return bias[start : start + module.embed_dim]
+        if isinstance(module, nn.RNNCellBase):
+            return module._parameters.get(f"bias_{attribute.removeprefix('weight_')}")
+        return module._parameters.get("bias")
+
+    def _expected_uses(self, index: int) -> range:
+        """One use, or one for query, key and value each."""
+        return range(self.layers[index].grid.axes[0].parts if self.layers[index].sites[0][1] == "in_proj_weight" else 1)
+
+    def _has_offset(self, index: int) -> bool:
+        """Whether something adds a constant to each output of a layer, which a refit can change."""
+        return index in self.survey.norms or self._bias(self.model, index) is not None
+
+    def _add_offset(self, index: int, offset: Tensor) -> None:
+        bias = self._bias(self.work, index)
+        if bias is not None:
+            bias.add_(offset.to(bias))
+            return
+        names = {id(module): name for name, module in self.model.named_modules()}
+        norm: Any = self.work.get_submodule(names[id(self.survey.norms[index])])
+        norm.running_mean.sub_(offset.to(norm.running_mean))
+
+
+def _append(found: list[tuple[Use, Tensor]], use: Use, rows: Tensor) -> None:
+    found.append((use, rows))
+
+
+def choose(plan: Plan, costs: Tensor) -> Tensor:
+    """The exact mask of a plan, for costs of removal [n]."""
+    rank = costs.double()
+    if plan.cost is not None:
+        rank = rank / plan.cost.double().clamp(min=1e-9)
+    rank = rank.log().nan_to_num(neginf=-1e30, posinf=1e30)
+    owner = torch.cat([torch.full((layer.n,), i) for i, layer in enumerate(plan.layers)])
+    if plan.exact is not None:
+        mask = plan.exact.best(rank, plan.min_keep, owner)
+        if mask is None:
+            raise SmartpruneError(
+                f"prune: the blocks that every layer must keep take more than the {plan.exact.limit:,} {plan.unit} of the budget; "
+                "lower floor, or remove less"
+            )
+        return mask
+    assert plan.limit is not None
+    least = plan.min_keep
+    return hard_topk(rank, plan.limit, plan.cost, least, owner if least is not None else None)

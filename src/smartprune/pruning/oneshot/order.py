@@ -1,0 +1,149 @@
+"""In which order the blocks of a layer are removed, and what each removal costs: optimal brain surgeon on blocks.
+
+Removing the columns S of a row of weights w changes the layer's output. If the other columns make up for it as well as they can,
+the mean squared change is ``w_S [H^-1]_SS^-1 w_S``, where H is the second moment of the inputs. All rows of a row group lose the
+same columns, so they share one inverse, from which removed columns are eliminated.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .matrix import Tiles
+
+ROUND = 16  # each round removes 1/16 of the column groups that are left, and at least one
+
+
+def removal_costs(
+    weight: Tensor,
+    moment: Tensor,
+    row_weights: Tensor,
+    tiles: Tiles,
+    damping: float = 0.01,
+    memory: int = 2**30,
+    rounds: int = ROUND,
+) -> Tensor:
+    """What removing each block adds to the weighted squared error of the outputs, in the order of removal, float64 [n].
+
+    Args:
+        weight: [parts, outputs, inputs].
+        moment: The mean of ``x x^T`` over the inputs x, [parts or 1, inputs, inputs].
+        row_weights: The weight of the squared error of each output, [parts, outputs].
+        tiles: The blocks.
+        damping: What is added to the diagonal of the moment, as a share of its mean.
+        memory: How many bytes the inverses may take.
+        rounds: Each round removes one in so many of the column groups that are left.
+
+    Within a row group the costs do not decrease in the order of removal, so a threshold over all blocks follows that order.
+    """
+    device = weight.device
+    rows, columns = tiles.rows.to(device), tiles.columns.to(device)
+    scaled = weight.float() * row_weights.clamp(min=0).sqrt().float()[..., None]
+    out = torch.zeros(tiles.index.numel(), dtype=torch.float64, device=device)
+    groups, size = columns.shape
+    at_once = max(1, int(memory // (12 * (groups * size) ** 2)))
+    inverse = None
+    for part in range(weight.shape[0]):
+        if inverse is None or moment.shape[0] > 1:
+            inverse = _inverse(_padded(moment[min(part, moment.shape[0] - 1)], columns), columns.reshape(-1) >= 0, damping)
+        matrix = _pad_columns(scaled[part], columns)
+        matrix = torch.where((rows >= 0)[..., None], matrix[rows.clamp(min=0)], 0.0)  # [row groups, rows, columns]
+        for first in range(0, len(rows), at_once):
+            costs = eliminate(matrix[first : first + at_once], inverse, size, rounds)
+            out[tiles.index[part, first : first + at_once].to(device)] = costs
+    return out
+
+
+def eliminate(weight: Tensor, inverse: Tensor, size: int, rounds: int) -> Tensor:
+    """Removes all column groups of ``size`` columns of every row group. Returns what each removal costs, float64 [row groups, n].
+
+    ``weight`` is [row groups, rows, columns], ``inverse`` [columns, columns] that of the moment.
+    """
+    count, height, width = weight.shape
+    n = width // size
+    inverse, weight = inverse.expand(count, width, width).clone(), weight.clone()
+    names = torch.arange(n, device=weight.device).expand(count, n)
+    dead = torch.zeros(count, n, dtype=torch.bool, device=weight.device)
+    out = torch.zeros(count, n, dtype=torch.float64, device=weight.device)
+    highest = torch.zeros(count, 1, dtype=torch.float64, device=weight.device)
+    left, inside = n, torch.arange(size, device=weight.device)
+    while left:
+        costs = _single_costs(weight, inverse, size, dead)
+        take = max(1, left // rounds)
+        chosen = costs.sort(stable=True).indices[:, :take]
+        columns = (chosen[..., None] * size + inside).flatten(1)
+        lines = inverse.gather(1, columns[..., None].expand(-1, -1, inverse.shape[2]))
+        factor = cholesky(lines.gather(2, columns[:, None].expand(-1, columns.shape[1], -1)))
+        part = weight.gather(2, columns[:, None].expand(-1, height, -1)).mT
+        errors = torch.linalg.solve_triangular(factor, part, upper=False)  # [row groups, removed columns, rows]
+        steps = errors.double().square().unflatten(1, (take, size)).sum((2, 3))
+        steps = torch.cat([highest, steps], 1).cummax(1).values[:, 1:]
+        highest = steps[:, -1:]
+        out.scatter_(1, names.gather(1, chosen), steps)
+        left -= take
+        if not left:
+            break
+        change = torch.linalg.solve_triangular(factor, lines, upper=False)
+        weight.baddbmm_(errors.mT, change, alpha=-1)
+        inverse.baddbmm_(change.mT, change, alpha=-1)
+        dead.scatter_(1, chosen, True)
+        if left <= 0.8 * dead.shape[1]:
+            alive = (~dead).nonzero()[:, 1].view(count, left)
+            columns = (alive[..., None] * size + inside).flatten(1)
+            weight = weight.gather(2, columns[:, None].expand(-1, height, -1))
+            inverse = torch.stack([inverse[i][columns[i]][:, columns[i]] for i in range(count)])
+            names, dead = names.gather(1, alive), torch.zeros_like(alive, dtype=torch.bool)
+    return out
+
+
+def _single_costs(weight: Tensor, inverse: Tensor, size: int, dead: Tensor) -> Tensor:
+    """What the removal of each column group alone costs now, [row groups, n]; infinite if it is removed already."""
+    count, height, width = weight.shape
+    n = width // size
+    if size == 1:
+        diagonal = inverse.diagonal(dim1=1, dim2=2)
+        costs: Tensor = weight.square().sum(1) / torch.where(dead | (diagonal <= 0), 1.0, diagonal)
+        return costs.masked_fill(dead, torch.inf)
+    own = inverse.view(count, n, size, n, size).diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2)
+    own = torch.where(dead[..., None, None], torch.eye(size, dtype=own.dtype, device=own.device), own)
+    parts = weight.view(count, height, n, size).permute(0, 2, 3, 1)
+    errors: Tensor = torch.linalg.solve_triangular(cholesky(own), parts, upper=False)
+    return errors.square().sum((2, 3)).masked_fill(dead, torch.inf)
+
+
+def cholesky(matrices: Tensor) -> Tensor:
+    """The Cholesky factors. Matrices that rounding has made indefinite get a larger diagonal."""
+    factors: Tensor
+    factors, info = torch.linalg.cholesky_ex(matrices)
+    if not bool(info.any()):
+        return factors
+    indefinite = (info > 0)[..., None, None]
+    scale = matrices.diagonal(dim1=-2, dim2=-1).abs().mean(-1, keepdim=True)
+    scale = torch.where(scale > 0, scale, 1.0).expand(matrices.shape[:-1])
+    for jitter in (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0):
+        factors, info = torch.linalg.cholesky_ex(torch.where(indefinite, matrices + torch.diag_embed(jitter * scale), matrices))
+        if not bool(info.any()):
+            break
+    return factors
+
+
+def _padded(moment: Tensor, columns: Tensor) -> Tensor:
+    """The moment in the order of the column groups. Missing columns of partial groups are independent of all others."""
+    index = columns.reshape(-1)
+    real = index >= 0
+    return torch.where(real[:, None] & real, moment[index.clamp(min=0)][:, index.clamp(min=0)], 0.0)
+
+
+def _pad_columns(matrix: Tensor, columns: Tensor) -> Tensor:
+    index = columns.reshape(-1)
+    return torch.where(index >= 0, matrix[:, index.clamp(min=0)], 0.0)
+
+
+def _inverse(moment: Tensor, real: Tensor, damping: float) -> Tensor:
+    """The inverse of the damped moment, float32."""
+    moment = moment.double() if len(moment) <= 1536 else moment.float()
+    mean = moment.diagonal()[real].mean()
+    mean = torch.where(mean > 0, mean, 1.0)
+    damped = moment + torch.diag(torch.where(real, damping * mean, mean))
+    return torch.cholesky_inverse(cholesky(damped)).float()

@@ -1,0 +1,146 @@
+"""``prune``: removes blocks from a trained model with a few hundred unlabelled inputs, and without a training loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...artifacts.receipt import Receipt
+from ...core.block import Block
+from ...core.budget import Budget
+from ...core.kinds import is_masked
+from ...core.layers import Patterns
+from ...errors import SmartpruneError
+from .. import optimizers, zeros
+from ..hold import release_layers
+from ..multiply import BlockMultiplier
+from ..plan import Plan, make_plan
+from ..receipt import make_receipt
+from .batches import first_sample, read_batches
+from .job import Job, Progress, Settings
+
+SAMPLES = 512
+MEMORY = 4.0
+
+
+def prune(
+    model: nn.Module,
+    batches: Iterable[Any],
+    block: Block | str | Sequence[int | None] = (16, 8),
+    sparsity: float | None = None,
+    budget: Budget | None = None,
+    *,
+    floor: float | None = None,
+    include: Patterns = (),
+    skip: Patterns = (),
+    example: Any = None,
+    samples: int = SAMPLES,
+    memory: float = MEMORY,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Receipt:
+    """Removes blocks from a trained model without training it. A few hundred inputs without labels are enough.
+
+    Blocks are removed where the outputs of their layer can be restored best by the weights that stay, and where the loss depends
+    least on these outputs. The weights that stay are then refitted by least squares, layer by layer. Where you can train, a
+    search (:func:`attach`) or fine-tuning afterwards is more accurate at high sparsities.
+
+    Args:
+        model: The trained model. It is pruned in place. If anything fails, it is as it was.
+        batches: Any iterable of inputs, such as a DataLoader: tensors, dictionaries of arguments, or tuples whose first entries
+            are the inputs. Labels are not used.
+        block: The size of a block, such as ``(16, 8)`` or ``"16x8"``: output channels, input channels, then the kernel.
+        sparsity: The share of the blocks to remove, in [0, 1).
+        budget: Any other budget, such as ``macs(0.5, example=x)``. Give ``sparsity`` or ``budget``, not both.
+        floor: The smallest share of its blocks that every layer keeps.
+        include: Layers to prune although they are skipped by default: a glob of names such as ``"head.*"``, a layer type, or a
+            list.
+        skip: Layers to leave out, in the same form. It takes precedence over ``include``.
+        example: One input of the model, by default the first of the calibration data. See :func:`plan`.
+        samples: How many samples are read at least, if there are so many.
+        memory: How many GiB the moments of the layers may take at once. At least one layer is always held.
+        seed: The seed of the labels and rows that are drawn.
+        progress: A function that is called with the name of a step, how much of it is done, and of how much.
+
+    Returns:
+        The receipt. The model has the zeros already, as after :func:`bake`, and optimizers keep them.
+
+    Raises:
+        SmartpruneError: The budget cannot be met, there is no or unusable data, a layer is never reached, values are not finite, or
+            an argument is out of range.
+
+    Examples:
+        >>> import smartprune as sp
+        >>> model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+        >>> receipt = sp.prune(model, [torch.randn(64, 8) for _ in range(4)], block=(4, 4), sparsity=0.5)
+        >>> receipt.blocks.kept, receipt.blocks.total
+        (12, 24)
+    """
+    _check_arguments(model, sparsity, budget, samples, memory, seed)
+    with torch.inference_mode(False), torch.no_grad():
+        inputs = read_batches("prune", model, batches, int(samples))
+        sample = first_sample(inputs[0]) if example is None else example
+        plan = make_plan(model, block, sparsity, budget, floor=floor, include=include, skip=skip, example=sample).require()
+        _check_weights(model, plan)
+        settings = Settings(seed=int(seed), memory=int(memory * 2**30))
+        job = Job(model, plan, inputs, settings, progress or _no_progress)
+        mask = job.run()
+        receipt = make_receipt(plan, dict(job.work.named_parameters(remove_duplicate=False)), mask, "oneshot", job.facts())
+        _take_over(model, job.work)
+        _hold(model, plan, mask)
+    return receipt
+
+
+def _no_progress(step: str, done: int, total: int) -> None:
+    pass
+
+
+def _check_arguments(
+    model: nn.Module, sparsity: float | None, budget: Budget | None, samples: int, memory: float, seed: int
+) -> None:
+    if not isinstance(model, nn.Module):
+        raise SmartpruneError(f"prune: model is a {type(model).__name__}; give a torch.nn.Module")
+    if sparsity is None and budget is None:
+        raise SmartpruneError("prune: no budget given; give sparsity=0.5, or budget=smartprune.macs(0.5, example=x)")
+    masked = next((name for name, module in model.named_modules() if is_masked(module)), None)
+    if masked is not None:
+        raise SmartpruneError(f"prune: {masked or 'the model'} has a pruner; bake it first, or start from a fresh model")
+    for name, value, least in (("samples", samples, 2), ("seed", seed, None)):
+        if isinstance(value, bool) or not isinstance(value, int) or (least is not None and value < least):
+            raise SmartpruneError(f"prune: {name}={value!r}; give an integer{'' if least is None else f', at least {least}'}")
+    if isinstance(memory, bool) or not isinstance(memory, (int, float)) or not 0 < memory < 2**20:
+        raise SmartpruneError(f"prune: memory={memory!r}; give a positive number of GiB, such as {MEMORY:g}")
+
+
+def _check_weights(model: nn.Module, plan: Plan) -> None:
+    """The weights must have finite values."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for layer in plan.layers:
+        weight = parameters[layer.weight]
+        if weight.is_meta:
+            raise SmartpruneError(f"prune: {layer.weight} is on the meta device and has no values; load them first")
+        if not bool(weight.detach().isfinite().all()):
+            raise SmartpruneError(f"prune: {layer.weight} contains NaN or infinity; load finite weights first")
+
+
+def _take_over(model: nn.Module, work: nn.Module) -> None:
+    """Copies all parameters and buffers of the pruned copy into the model."""
+    pairs = [
+        *zip(model.parameters(), work.parameters(), strict=True),
+        *zip(model.buffers(), work.buffers(), strict=True),
+    ]
+    for old, new in pairs:
+        if not torch.equal(old, new):
+            old.copy_(new)
+
+
+def _hold(model: nn.Module, plan: Plan, mask: torch.Tensor) -> None:
+    """Optimizers of this process keep the zeros."""
+    optimizers.install()
+    weights = plan.blocks(model).weights
+    release_layers(model, weights, plan.layers)
+    mask = mask.to(weights[0].device)
+    zeros.hold_frozen(weights, BlockMultiplier([layer.grid for layer in plan.layers]), mask)

@@ -1,0 +1,49 @@
+"""Refit: the kept weights of a layer are chosen so that its outputs come as close as they can to those of the dense layer.
+
+The inputs are those in the network that is already pruned up to this layer, so the refit also corrects what earlier layers changed.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .matrix import Tiles
+from .order import cholesky
+
+
+def refit(dense: Tensor, moment: Tensor, cross: Tensor, keep: Tensor, tiles: Tiles, damping: float = 0.01) -> Tensor:
+    """The weights that minimize the mean of ``|W x - y|^2 + d |W - dense|^2`` over the kept blocks, [parts, outputs, inputs].
+
+    Args:
+        dense: The weight of the dense layer, [parts, outputs, inputs].
+        moment: The mean of ``x x^T``, [parts or 1, inputs, inputs].
+        cross: The mean of ``x y^T``, [parts, inputs, outputs].
+        keep: The blocks that are kept, bool [n].
+        tiles: The blocks.
+        damping: d, as a share of the mean diagonal of the moment.
+    """
+    out = torch.zeros_like(dense, dtype=torch.float32)
+    keep = keep.cpu()
+    for part in range(dense.shape[0]):
+        own = moment[min(part, moment.shape[0] - 1)]
+        mean = own.diagonal().mean()
+        added = damping * (mean if float(mean) > 0 else torch.ones_like(mean))
+        groups: dict[bytes, list[int]] = {}
+        for row_group, kept in enumerate(keep[tiles.index[part]]):
+            groups.setdefault(kept.numpy().tobytes(), []).append(row_group)
+        for members in groups.values():
+            kept = keep[tiles.index[part, members[0]]]
+            columns = tiles.columns[kept].reshape(-1)
+            rows = tiles.rows[members].reshape(-1)
+            columns, rows = columns[columns >= 0].to(dense.device), rows[rows >= 0].to(dense.device)
+            if not len(columns):
+                continue
+            system = own[columns][:, columns]
+            goal = cross[part][columns][:, rows] + added * dense[part][rows][:, columns].T.to(cross.dtype)
+            system = system + torch.diag(added.expand(len(columns)))
+            if len(columns) > 1536:
+                system, goal = system.float(), goal.float()
+            solution = torch.cholesky_solve(goal, cholesky(system))
+            out[part, rows[:, None], columns] = solution.T.float()
+    return out

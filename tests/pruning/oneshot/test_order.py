@@ -1,0 +1,106 @@
+"""The order of removal, compared with least squares on every subset of tiny layers."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from smartprune.core.block import Block
+from smartprune.core.layers import Layer
+from smartprune.pruning.oneshot.matrix import Tiles
+from smartprune.pruning.oneshot.order import cholesky, removal_costs
+
+ALL = 10**6  # rounds: one block at a time
+
+
+def tiles_of(rows: int, columns: int, block: tuple[int, int], parts: int = 1) -> Tiles:
+    grid = Block(*block).grid((rows * parts, columns), parts)
+    return Tiles.of(Layer("a", "Linear", grid, 0, False, (("a", "weight"),)))
+
+
+def loss(weight: Tensor, x: Tensor, kept: list[int], row_weights: Tensor, damping: float) -> float:
+    """The smallest weighted error of the outputs with these columns, by numpy's least squares."""
+    inputs = x.double().numpy()
+    root = np.sqrt(damping * np.mean(np.diag(inputs.T @ inputs / len(inputs))))
+    dense = weight.double().numpy().T
+    penalty = root * np.sqrt(len(inputs)) * np.eye(inputs.shape[1])
+    stacked = np.vstack([inputs, penalty])  # the damping is the error of the weights themselves
+    goal = stacked @ dense
+    rest = goal - (stacked[:, kept] @ np.linalg.lstsq(stacked[:, kept], goal, rcond=None)[0] if kept else 0)
+    return float((np.square(rest).sum(0) * row_weights.double().numpy()).sum() / len(inputs))
+
+
+@pytest.mark.parametrize("block", [(4, 2), (2, 2), (3, 3), (1, 1), (4, 7)])
+def test_costs_are_those_of_greedy_removal_by_least_squares(block: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    weight, x, row_weights = torch.randn(4, 7), torch.randn(50, 7) @ torch.randn(7, 7), torch.rand(4) + 0.1
+    tiles = tiles_of(4, 7, block)
+    costs = removal_costs(weight[None], (x.T @ x / 50)[None].double(), row_weights[None], tiles, 0.01, rounds=ALL)
+    for r, rows in enumerate(tiles.rows):
+        rows = rows[rows >= 0]
+        kept, before, expected, highest = list(range(len(tiles.columns))), 0.0, {}, 0.0
+        while kept:
+            after = {}
+            for group in kept:
+                columns = torch.cat([tiles.columns[i] for i in kept if i != group] or [torch.empty(0, dtype=torch.long)])
+                after[group] = loss(weight[rows], x, columns[columns >= 0].tolist(), row_weights[rows], 0.01)
+            best = min(after, key=lambda group: after[group])
+            highest = max(highest, after[best] - before)
+            expected[best], before = highest, after[best]
+            kept.remove(best)
+        found = costs[tiles.index[0, r]]
+        assert found.tolist() == pytest.approx([expected[i] for i in range(len(expected))], rel=1e-3)
+
+
+def test_greedy_removal_is_close_to_the_best_subset() -> None:
+    torch.manual_seed(1)
+    weight, x, ones = torch.randn(3, 8), torch.randn(60, 8) @ torch.randn(8, 8), torch.ones(3)
+    tiles = tiles_of(3, 8, (3, 1))
+    costs = removal_costs(weight[None], (x.T @ x / 60)[None].double(), ones[None], tiles, 1e-4, rounds=ALL)
+    best = min(loss(weight, x, list(kept), ones, 1e-4) for kept in combinations(range(8), 4))
+    found = loss(weight, x, sorted(costs.argsort()[4:].tolist()), ones, 1e-4)
+    assert found <= 1.5 * best
+    smallest = loss(weight, x, sorted(weight.norm(dim=0).argsort()[4:].tolist()), ones, 1e-4)
+    assert found < smallest
+
+
+def test_rounds_of_several_blocks_have_the_exact_total() -> None:
+    """Costs in one round are sequential, so that the total over all blocks is what removing everything costs."""
+    torch.manual_seed(0)
+    weight, x = torch.randn(2, 4, 12), torch.randn(80, 12)
+    tiles, moment = tiles_of(4, 12, (4, 1), parts=2), (x.T @ x / 80)[None].double()
+    everything = (weight.double() @ moment * weight).sum((1, 2)) + 1e-3 * moment.diagonal(
+        dim1=1, dim2=2
+    ).mean() * weight.square().sum((1, 2))
+    for rounds in (2, 4, ALL):
+        costs = removal_costs(weight, moment, torch.ones(2, 4), tiles, 1e-3, rounds=rounds)
+        assert (costs[tiles.index[:, 0]].sum(1) >= everything - 1e-3).all()  # costs do not decrease, so at least
+        assert costs[tiles.index[:, 0]].sum(1).allclose(everything, rtol=0.15)
+
+
+def test_little_memory_gives_the_same_costs() -> None:
+    torch.manual_seed(0)
+    weight, x = torch.randn(1, 12, 10), torch.randn(40, 10)
+    args = weight, (x.T @ x / 40)[None].double(), torch.ones(1, 12), tiles_of(12, 10, (4, 2))
+    assert torch.allclose(removal_costs(*args), removal_costs(*args, memory=1), rtol=1e-4)
+
+
+def test_inputs_that_are_always_zero_cost_nothing() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(40, 6)
+    x[:, 2] = 0
+    weight = torch.randn(1, 4, 6)
+    costs = removal_costs(weight, (x.T @ x / 40)[None].double(), torch.ones(1, 4), tiles_of(4, 6, (4, 1)), 1e-6)
+    assert costs.argmin() == 2
+    assert costs[2] < 1e-4 * costs.max()
+
+
+def test_an_indefinite_matrix_gets_a_larger_diagonal() -> None:
+    matrix = torch.tensor([[[1.0, 2.0], [2.0, 1.0]], [[4.0, 0.0], [0.0, 9.0]]])
+    factors = cholesky(matrix)
+    assert factors.isfinite().all()
+    assert torch.equal(factors[1], torch.diag(torch.tensor([2.0, 3.0])))

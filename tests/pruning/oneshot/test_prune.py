@@ -1,0 +1,275 @@
+"""Pruning without training. Contract: for every kind of layer the budget is exact, and the outputs are closer to those of the dense
+model than after one-shot magnitude pruning."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import smartprune as sp
+
+
+class Attention(nn.Module):
+    def __init__(self, **sizes: Any) -> None:
+        super().__init__()
+        self.layer = nn.MultiheadAttention(12, 2, batch_first=True, **sizes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x, x, x, need_weights=False)[0]  # type: ignore[no-any-return]
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(12, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = None
+        for step in x.unbind(1):
+            state = self.cell(step, state)
+        return state  # type: ignore[return-value]
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(12, 12), nn.Linear(12, 12), nn.Linear(12, 12)
+        self.b.weight = self.a.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(self.b(self.a(x).relu()).relu())  # type: ignore[no-any-return]
+
+
+def conv(layer: nn.Module) -> nn.Module:
+    return nn.Sequential(layer, nn.BatchNorm2d(12), nn.ReLU(), nn.Conv2d(12, 8, 1))
+
+
+KINDS: dict[str, tuple[Any, tuple[int, ...]]] = {
+    "linear": (lambda: nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 8)), (12,)),
+    "linear without bias": (lambda: nn.Sequential(nn.Linear(12, 16, bias=False), nn.ReLU(), nn.Linear(16, 8, bias=False)), (12,)),
+    "conv1d": (lambda: nn.Sequential(nn.Conv1d(8, 12, 3), nn.ReLU(), nn.Conv1d(12, 8, 3)), (8, 9)),
+    "conv2d": (lambda: conv(nn.Conv2d(8, 12, 3, padding=1, bias=False)), (8, 6, 6)),
+    "conv3d": (lambda: nn.Sequential(nn.Conv3d(8, 12, 3), nn.ReLU(), nn.Conv3d(12, 8, 1)), (8, 4, 4, 4)),
+    "grouped": (lambda: conv(nn.Conv2d(8, 12, 3, groups=2)), (8, 6, 6)),
+    "transposed": (lambda: conv(nn.ConvTranspose2d(8, 12, 3, 2, 1, groups=2)), (8, 4, 4)),
+    "attention": (Attention, (5, 12)),
+    "attention of other widths": (lambda: Attention(kdim=12, vdim=12), (5, 12)),
+    "recurrent": (Recurrent, (4, 12)),
+    "tied": (Tied, (12,)),
+    "transformer": (lambda: nn.TransformerEncoderLayer(12, 2, 16, batch_first=True), (5, 12)),
+}
+
+
+def data_of(shape: tuple[int, ...], batches: int = 8) -> list[Tensor]:
+    """Correlated inputs, as layers have them."""
+    generator = torch.Generator().manual_seed(1)
+    channels = shape[0] if len(shape) > 2 else shape[-1]
+    mix = torch.randn(channels, channels // 2, generator=generator)
+    axis = 1 if len(shape) > 2 or len(shape) == 1 else -1
+    out = []
+    for _ in range(batches):
+        size = [16, *shape]
+        size[axis] = channels // 2
+        x = torch.randn(size, generator=generator).movedim(axis, -1) @ mix.T
+        out.append((x + 0.1 * torch.randn(x.shape, generator=generator)).movedim(-1, axis))
+    return out
+
+
+def with_seed(make: Any, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    model: nn.Module = make()
+    return model.eval()
+
+
+def error(model: nn.Module, dense: nn.Module, data: list[Tensor]) -> float:
+    x = torch.cat(data)
+    with torch.no_grad():
+        y = dense(x)
+        return float((model(x) - y).square().mean() / y.var())
+
+
+def images() -> nn.Module:
+    return conv(nn.Conv2d(8, 12, 3, padding=1, bias=False))
+
+
+@pytest.mark.parametrize("block", [(4, 2), (1, None, None), (3, 3, 3)], ids=["4x2", "channel", "ragged"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_layer_is_pruned_exactly_and_better_than_by_magnitude(kind: str, block: Any) -> None:
+    make, shape = KINDS[kind]
+    if block == (3, 3, 3) and "conv" not in kind:
+        block = (5, 5)
+    dense, data = with_seed(make), data_of(shape)
+    model, other = copy.deepcopy(dense), copy.deepcopy(dense)
+    receipt = sp.prune(model, data, block=block, sparsity=0.5, include="*")
+    assert receipt.blocks.kept == -(-receipt.blocks.total // 2)
+    assert sp.verify(model, receipt=receipt).ok
+    assert [row.name for row in receipt.layers] == [layer.name for layer in sp.plan(dense, block=block, include="*").layers]
+    pruner = sp.attach(other, "magnitude", block=block, sparsity=0.5, include="*", steps=1)
+    pruner.freeze()
+    fresh = data_of(shape, 12)[8:]
+    assert error(model, dense, fresh) < error(other, dense, fresh)
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5])
+@pytest.mark.parametrize("kind", ["params", "macs", "cycles"])
+def test_budgets_are_met_and_missed_by_less_than_one_block(kind: str, share: float) -> None:
+    x = torch.zeros(1, 8, 6, 6)
+    budget = {
+        "params": lambda: sp.params(share),
+        "macs": lambda: sp.macs(share, example=x),
+        "cycles": lambda: sp.cycles(share, example=x, npu=sp.NPU.small()),
+    }[kind]()
+    model = with_seed(images)
+    receipt = sp.prune(model, data_of((8, 6, 6)), block=(4, 2), budget=budget, include="*")
+    assert receipt.met
+    assert receipt.requested is not None
+    if kind != "cycles":
+        plan = sp.plan(with_seed(images), block=(4, 2), budget=budget, include="*", example=x)
+        assert plan.cost is not None
+        assert receipt.requested.limit - receipt.requested.used < int(plan.cost.max())
+
+
+def test_floor_include_and_skip_are_followed() -> None:
+    model, data = with_seed(lambda: nn.Sequential(*[nn.Linear(12, 12) for _ in range(4)])), data_of((12,))
+    receipt = sp.prune(model, data, block=(3, 3), sparsity=0.85, floor=0.1, include="3", skip="1")
+    assert [row.name for row in receipt.layers] == ["0", "2", "3"]
+    assert min(row.blocks.kept for row in receipt.layers) >= 2
+    assert receipt.blocks.kept == 8  # of 48
+
+
+def test_the_same_call_gives_the_same_bits() -> None:
+    models = [with_seed(images) for _ in range(2)]
+    receipts = [sp.prune(model, data_of((8, 6, 6)), block=(4, 2), sparsity=0.6, include="*") for model in models]
+    assert receipts[0].mask_hash == receipts[1].mask_hash
+    states = [model.state_dict() for model in models]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def test_labels_and_the_random_state_do_not_matter() -> None:
+    a, b, data = with_seed(images), with_seed(images), data_of((8, 6, 6))
+    sp.prune(a, data, block=(4, 2), sparsity=0.6, include="*")
+    torch.manual_seed(99)
+    before = torch.get_rng_state()
+    sp.prune(b, iter([(x, torch.randint(0, 9, (len(x),))) for x in data]), block=(4, 2), sparsity=0.6, include="*")
+    assert torch.equal(a[0].weight, b[0].weight)  # type: ignore[index]
+    torch.manual_seed(99)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_the_model_keeps_its_objects_and_modes() -> None:
+    model = with_seed(images).train()
+    model[1].weight.requires_grad_(False)  # type: ignore[index, union-attr, operator]
+    parameters = dict(model.named_parameters())
+    needed = {name: parameter.requires_grad for name, parameter in parameters.items()}
+    modules = dict(model.named_modules())
+    sp.prune(model, data_of((8, 6, 6)), block=(4, 2), sparsity=0.5, include="*")
+    assert all(parameters[name] is parameter for name, parameter in model.named_parameters())
+    assert {name: parameter.requires_grad for name, parameter in model.named_parameters()} == needed
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(modules[name] is module and module.training for name, module in model.named_modules())
+
+
+def test_zeros_stay_zero_in_later_training() -> None:
+    model, data = with_seed(images), data_of((8, 6, 6))
+    receipt = sp.prune(model, data, block=(4, 2), sparsity=0.5, include="*")
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=0.1)
+    for x in data:
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert sp.verify(model, receipt=receipt).ok
+
+
+class Interrupt(Exception):  # noqa: N818
+    pass
+
+
+def failing(data: list[Tensor]) -> Iterator[Tensor]:
+    yield data[0]
+    raise Interrupt
+
+
+@pytest.mark.parametrize("at", ["data", "sensitivities", "order", "refit", "tune"])
+def test_an_interruption_leaves_the_model_as_it_was(at: str) -> None:
+    model, data = with_seed(images).train(), data_of((8, 6, 6))
+    before = copy.deepcopy(model.state_dict())
+
+    def progress(step: str, done: int, total: int) -> None:
+        if step == at and done:
+            raise Interrupt
+
+    with pytest.raises(Interrupt):
+        sp.prune(model, failing(data) if at == "data" else data, block=(4, 2), sparsity=0.5, include="*", progress=progress)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(module.training and not module._forward_hooks and not module._forward_pre_hooks for module in model.modules())
+
+
+def test_progress_reaches_the_end_of_each_step() -> None:
+    seen: dict[str, list[tuple[int, int]]] = {}
+    sp.prune(
+        with_seed(images),
+        data_of((8, 6, 6)),
+        block=(4, 2),
+        sparsity=0.5,
+        include="*",
+        progress=lambda step, done, total: seen.setdefault(step, []).append((done, total)),
+    )
+    assert list(seen) == ["sensitivities", "order", "refit", "tune"]
+    assert all(steps[-1][0] == steps[-1][1] for steps in seen.values())
+    assert all(a <= b for steps in seen.values() for a, b in pairwise(steps))
+
+
+X = torch.randn(8, 12)
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "no data": ({"batches": []}, "no calibration data"),
+    "one sample": ({"batches": [X[:1]]}, "one sample is not enough"),
+    "constant samples": ({"batches": [torch.ones(8, 12)]}, "all 8 samples are equal"),
+    "NaN": ({"batches": [X * torch.nan]}, "NaN or infinity"),
+    "another shape": ({"batches": [torch.randn(8, 5)]}, "the model does not run on it"),
+    "no budget": ({"sparsity": None}, "no budget given"),
+    "two budgets": ({"budget": sp.params(0.5)}, "both given"),
+    "samples": ({"samples": 1}, "samples=1; give an integer, at least 2"),
+    "memory": ({"memory": 0}, "memory=0; give a positive number"),
+    "seed": ({"seed": 0.5}, "seed=0.5; give an integer"),
+    "impossible": ({"sparsity": 0.9, "floor": 0.5}, "at most"),
+    "unknown layer": ({"skip": "x"}, "matches no layer"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_arguments_are_refused_and_nothing_changes(name: str) -> None:
+    model = with_seed(lambda: nn.Sequential(*[nn.Linear(12, 12) for _ in range(3)]))
+    before = copy.deepcopy(model.state_dict())
+    arguments, message = WRONG[name]
+    with pytest.raises(sp.SmartpruneError, match=message):
+        sp.prune(model, **{"batches": [X, X[:3]], "block": (4, 4), "sparsity": 0.5, **arguments})
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+def test_wrong_models_are_refused() -> None:
+    with pytest.raises(sp.SmartpruneError, match=r"give a torch\.nn\.Module"):
+        sp.prune("resnet18", [X], sparsity=0.5)  # type: ignore[arg-type]
+    model = with_seed(lambda: nn.Sequential(nn.Linear(12, 12), nn.Linear(12, 12)))
+    with torch.no_grad():
+        model[0].weight[0, 0] = torch.nan  # type: ignore[index, operator]
+    with pytest.raises(sp.SmartpruneError, match="weight contains NaN"):
+        sp.prune(model, [X], block=(4, 4), sparsity=0.5)
+    model = with_seed(lambda: nn.Sequential(nn.Linear(12, 12), nn.Linear(12, 12)))
+    sp.attach(model, "magnitude", block=(4, 4), sparsity=0.5, steps=1)
+    with pytest.raises(sp.SmartpruneError, match="has a pruner"):
+        sp.prune(model, [X], block=(4, 4), sparsity=0.5)
+
+
+def test_activations_that_overflow_are_named() -> None:
+    model = with_seed(lambda: nn.Sequential(*[nn.Linear(12, 12) for _ in range(4)]))
+    with torch.no_grad():
+        model[0].weight.mul_(1e30)  # type: ignore[union-attr, operator]
+        model[1].weight.mul_(1e30)  # type: ignore[union-attr, operator]
+    with pytest.raises(sp.SmartpruneError, match="NaN or infinite"):
+        sp.prune(model, [X], block=(4, 4), sparsity=0.5)
