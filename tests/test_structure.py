@@ -155,6 +155,7 @@ TESTED_IN = {
     "artifacts/compact_rules": "artifacts/test_compact_layers.py",
     "artifacts/counts": "artifacts/test_receipt.py",  # the parts of a receipt
     "artifacts/torch_pickle": "artifacts/test_torch_file.py",  # the file around it
+    "cli/budget": "cli/test_inspect.py",  # the flags of plan
     "cli/common": "cli/test_cli.py",  # what all commands share
     "cli/models": "cli/test_inspect.py",  # --model and --example
     "cli/signals": "cli/test_train.py",  # runs that are interrupted
@@ -178,6 +179,7 @@ TESTED_IN = {
     "pruning/consensus": "promises/test_7_ranks.py",  # several processes
     "pruning/copies": "promises/test_4_copies.py",
     "pruning/hold": "promises/test_5_zeros_stay_zero.py",
+    "pruning/oneshot/job": "pruning/oneshot/test_prune.py",  # the steps together
     "pruning/hooks": "promises/test_3_your_objects.py",
     "pruning/masked": "promises/test_3_your_objects.py",
     "pruning/multiply_kernels": "pruning/test_multiply_triton.py",  # the launches

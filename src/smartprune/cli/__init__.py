@@ -21,6 +21,7 @@ from .evaluate import add_eval
 from .export import add_export
 from .inspect import add_plan, add_report, add_verify
 from .pack import add_pack, add_unpack
+from .prune import add_prune
 from .streams import discard_unwritten, prepare_streams, print_message
 from .sweep import add_sweep
 from .train import add_train
@@ -28,6 +29,7 @@ from .watch import add_watch
 
 COMMANDS: tuple[Callable[[Subparsers], None], ...] = (
     add_train,
+    add_prune,
     add_plan,
     add_report,
     add_verify,

@@ -13,7 +13,7 @@ from .. import run_files
 from ..errors import SmartpruneError, explain_memory_errors
 from ..training.config import MAX_THREADS
 from .common import Subparsers, add_command, add_trust, argument_errors, check_outputs, files_of_run
-from .models import find_model, load_run, load_stored_weights, parse_input, training_inputs
+from .models import SAMPLES, find_model, load_run, load_stored_weights, parse_input, training_inputs
 from .streams import announce, print_message
 
 if TYPE_CHECKING:
@@ -120,7 +120,8 @@ def _find_model(args: argparse.Namespace, folder: Path) -> tuple[nn.Module, str,
         return model, block, example, [], None
     model, example, receipt, task, config = load_run(folder, args.trust)
     block = str(receipt.block) if receipt is not None else config.block
-    return model, block, example, [arguments[0] for arguments in training_inputs(task, model, config)], receipt
+    inputs = training_inputs(task, model, min(SAMPLES, config.batch), config.seed)
+    return model, block, example, [arguments[0] for arguments in inputs], receipt
 
 
 def _write_result(args: argparse.Namespace, result: Bench, folder: Path, out: Path | str | None) -> int:

@@ -26,7 +26,7 @@ GROUPS = {
     BUDGET: (*budget_names(), "sparsities", "budget", "npu", "cost-table", "floor"),
     LAYERS: ("include", "skip", "map"),
     SCHEDULE: ("rounds", "seconds", "every", "minutes", "jobs", "dense-seed"),
-    DATA: ("data", "task-set", "input", "batch", "split", "calibration", "detections", "annotations"),
+    DATA: ("data", "task-set", "input", "batch", "samples", "split", "calibration", "detections", "annotations"),
     DEVICES: ("device", "threads", "engines", "cpu"),
     OUTPUT: ("out", "json", "csv", "html", "figures", "plot", "record", "note"),
 }

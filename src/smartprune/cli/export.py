@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from .. import run_files
 from ..errors import SmartpruneError, explain_memory_errors
 from .common import Subparsers, add_command, add_trust, argument_errors, check_outputs, files_of_run, print_result
-from .models import SAMPLES, find_model, load_run, load_stored_weights, parse_input, training_inputs
+from .models import SAMPLES, find_model, load_run, load_stored_weights, parse_input, read_inputs, training_inputs
 
 
 def add_export(subparsers: Subparsers) -> None:
@@ -71,7 +70,10 @@ def run_export(args: argparse.Namespace) -> int:
         load_stored_weights(model, args.weights)
     batches = None
     if args.int8:
-        batches = _read_inputs(args.calibration) if args.calibration else training_inputs(task, model, config)  # type: ignore[arg-type]
+        if args.calibration:
+            batches = read_inputs(args.calibration)
+        else:
+            batches = training_inputs(task, model, min(SAMPLES, config.batch), config.seed)  # type: ignore[arg-type, union-attr]
     with explain_memory_errors(f"--input {args.input}" if args.input else args.model):
         result = export_onnx(
             model,
@@ -86,16 +88,3 @@ def run_export(args: argparse.Namespace) -> int:
         )
     print_result(args, result)
     return 0
-
-
-def _read_inputs(path: str) -> list[Any]:
-    import numpy as np
-    import torch
-
-    try:
-        values = torch.from_numpy(np.load(path, allow_pickle=False))
-    except (OSError, ValueError, TypeError, EOFError) as error:
-        raise SmartpruneError(f"--calibration {path} cannot be read as an .npy array ({error})") from None
-    if values.dim() < 2 or len(values) == 0:
-        raise SmartpruneError(f"--calibration {path} has the shape {list(values.shape)}; its first axis must be the samples")
-    return list((values if values.dtype != torch.float64 else values.float()).split(SAMPLES))

@@ -7,12 +7,12 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..budgets import budget_fields, budget_names, removal
+from ..budgets import removal
 from ..errors import SmartpruneError, explain_memory_errors
 from ..files import check_folder, write_atomic
 from ..run_files import CONFIG
+from .budget import add_budget_flags, find_budget
 from .common import (
-    BUDGET,
     NAME_OR_TRUST,
     Subparsers,
     add_command,
@@ -50,20 +50,8 @@ def add_plan(subparsers: Subparsers) -> None:
         "model", help="a built-in network, a task, timm/NAME, torchvision/NAME, or MODULE:FUNCTION that returns a torch.nn.Module"
     )
     parser.add_argument("--block", metavar="SIZE", help="block size, output x input channels (default: the task's, or 16x8)")
-    budget = parser.group(BUDGET).add_mutually_exclusive_group()
-    budget.add_argument("--sparsity", type=float, metavar="X", help="share of blocks to remove, in [0, 1)")
-    budget.add_argument("--params", type=float, metavar="X", help="share of weights to remove")
-    budget.add_argument("--macs", type=float, metavar="X", help="share of multiply-accumulates to remove; needs --input")
-    budget.add_argument("--cycles", type=float, metavar="X", help="share of the cycles on an NPU to remove; needs --input")
-    budget.add_argument("--budget", metavar="KIND=SHARE", help="any budget, such as params=0.9")
-    parser.add_argument("--npu", metavar="NAME", help="small, edge, server, or a .json file with its settings (default: edge)")
-    parser.add_argument("--cost-table", metavar="FILE", help="costs for --budget costs=SHARE: a .json or .csv file")
+    add_budget_flags(parser, "; needs --input")
     parser.add_argument("--measure", action="store_true", help="time the expected model on this CPU, which takes a few seconds")
-    parser.add_argument("--floor", type=float, metavar="X", help="smallest share of its blocks that each layer keeps")
-    parser.add_argument(
-        "--include", action="append", metavar="GLOB", default=[], help="prune these layers although they are skipped by default"
-    )
-    parser.add_argument("--skip", action="append", metavar="GLOB", default=[], help="do not prune these layers")
     parser.add_argument("--input", metavar="SHAPE", help="shape of one sample, such as 3x32x32; needed to count MACs")
     parser.add_argument("--data", metavar="DIR", help="folder of a task's data (default: $SMARTPRUNE_DATA)")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -78,7 +66,7 @@ def run_plan(args: argparse.Namespace) -> int:
         model, block, example = find_model(args.model, args.data)
         if args.input:
             example = parse_input(args.input)
-        budget = _budget(args, example)
+        budget = find_budget(args, example)
         options = {"floor": args.floor, "include": args.include, "skip": args.skip, "example": example}
         if args.measure and (budget is None or example is None):
             raise SmartpruneError("--measure times the model at a budget: add a budget such as --sparsity 0.8, and --input SHAPE")
@@ -95,19 +83,6 @@ def _npu(args: argparse.Namespace) -> NPU | None:
     from ..hardware.npu import read_npu
 
     return read_npu(args.npu) if args.npu else None
-
-
-def _budget(args: argparse.Namespace, example: Any) -> Budget | None:
-    """The budget from the flags, if there is one."""
-    from ..training.config import make_budget, parse_budget
-
-    budgets = [(name, getattr(args, name)) for name in budget_names() if getattr(args, name, None) is not None]
-    if args.budget is not None:
-        budgets = [parse_budget(args.budget)]
-    fields = budget_fields(budgets[0][0]) if budgets else set()
-    if "example" in fields and example is None:
-        raise SmartpruneError(f"--{budgets[0][0]} needs the shape of one sample: add --input, such as --input 3x32x32")
-    return make_budget(*budgets[0], example, args.npu or "edge", args.cost_table) if budgets else None
 
 
 def _print_infeasible(args: argparse.Namespace, result: Plan, budget: Budget | None, problem: str) -> None:

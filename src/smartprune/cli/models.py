@@ -84,11 +84,25 @@ def load_stored_weights(model: nn.Module, path: str | Path) -> None:
     load_into(model, source.tensors if same else source.unwrapped, str(path))
 
 
+def read_inputs(path: str, batch: int = SAMPLES) -> list[Any]:
+    """Inputs of a model from --calibration, an .npy array whose first axis is the samples."""
+    import numpy as np
+    import torch
+
+    try:
+        values = torch.from_numpy(np.load(path, allow_pickle=False))
+    except (OSError, ValueError, TypeError, EOFError) as error:
+        raise SmartpruneError(f"--calibration {path} cannot be read as an .npy array ({error})") from None
+    if values.dim() < 2 or len(values) == 0:
+        raise SmartpruneError(f"--calibration {path} has the shape {list(values.shape)}; its first axis must be the samples")
+    return list((values if values.dtype != torch.float64 else values.float()).split(batch))
+
+
 class _InputRecorded(Exception):  # noqa: N818 (not an error: it ends a forward pass)
     pass
 
 
-def training_inputs(task: Task, model: nn.Module, config: Config) -> list[Any]:
+def training_inputs(task: Task, model: nn.Module, batch: int, seed: int, batches: int = BATCHES) -> list[Any]:
     """The inputs of the model in its first training batches.
 
     Only the task knows the structure of a batch, so a hook on the model records the inputs.
@@ -104,9 +118,9 @@ def training_inputs(task: Task, model: nn.Module, config: Config) -> list[Any]:
     data = task.data("train", torch.device("cpu"))
     hook = model.register_forward_pre_hook(record)
     try:
-        for batch in islice(data.batches(min(SAMPLES, config.batch), config.seed, 0), BATCHES):
+        for values in islice(data.batches(batch, seed, 0), batches):
             try:
-                task.loss(model, batch)
+                task.loss(model, values)
             except _InputRecorded:
                 continue
     finally:

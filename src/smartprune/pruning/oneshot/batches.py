@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -112,9 +112,3 @@ def _map(value: Any, function: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return type(value)(_map(item, function) for item in value) if type(value) in (tuple, list) else value
     return value
-
-
-def fingerprint_tensors(batches: Sequence[Any]) -> Iterator[Tensor]:
-    """All tensors of the data, in order."""
-    for batch in batches:
-        yield from tensors_in(batch)

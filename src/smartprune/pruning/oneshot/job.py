@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -21,6 +23,7 @@ from .matrix import Tiles, as_matrices, as_weight
 from .moments import Moment, Survey, collect_rows, layer_inputs, sensitivities, survey
 from .order import removal_costs
 from .refit import refit
+from .store import Store
 from .uses import Use
 
 HELD_OUT = 8  # one batch in so many decides which corrections are kept
@@ -35,6 +38,7 @@ class Settings:
     damping: float = 0.01
     refit_damping: float = 0.01
     rounds: int = 16
+    stages: int = 1
     seed: int = 0
     memory: int = 2**32  # bytes for moments and inverses
     tuning_steps: int = 64  # of the scales and offsets at the end; 0 for none
@@ -44,8 +48,10 @@ class Settings:
 class Job:
     """One model and its calibration data. ``model`` stays as it is; ``work`` is the copy that is pruned."""
 
-    def __init__(self, model: nn.Module, plan: Plan, batches: Sequence[Any], settings: Settings, progress: Progress) -> None:
-        self.model, self.plan, self.settings, self.progress = model, plan, settings, progress
+    def __init__(
+        self, model: nn.Module, plan: Plan, batches: Sequence[Any], settings: Settings, progress: Progress, store: Store
+    ) -> None:
+        self.model, self.plan, self.settings, self.progress, self.store = model, plan, settings, progress, store
         held = len(batches) // HELD_OUT if len(batches) > 1 else 0
         self.batches, self.held = list(batches[: len(batches) - held]), list(batches[len(batches) - held :])
         self.layers = plan.layers
@@ -53,11 +59,15 @@ class Job:
         self.tiles = [Tiles.of(layer) for layer in self.layers]
         self.survey: Survey = survey(model, self.layers, batches)
         self.work = copy.deepcopy(model)
+        self.stage = 1
 
     def run(self) -> Tensor:
         """Prunes the copy. Returns the hard mask, bool [n]."""
-        mask = self.mask(self.costs())
-        self.refit(mask)
+        mask = torch.ones(self.plan.n, dtype=torch.bool, device="cpu")
+        stages = self.settings.stages
+        for self.stage in range(1, stages + 1):
+            mask = self.choose(self.costs(~mask), Fraction(self.stage, stages))
+            self.refit(mask)
         self.correct()
         return mask
 
@@ -67,39 +77,59 @@ class Job:
 
     # -- the mask ---------------------------------------------------------------------------------------------------------
 
-    def costs(self) -> Tensor:
-        """What removing each block costs, float64 [n] on the CPU."""
+    def costs(self, removed: Tensor) -> Tensor:
+        """What removing each block costs, float64 [n] on the CPU; 0 for those that are removed already."""
+        rows = self.store.get(f"sensitivities-{self.stage}", self._sensitivities)
+        out = torch.zeros(self.plan.n, dtype=torch.float64, device="cpu")
+        done = 0
+        for group in self._groups():
+            missing = [index for index in group if not self.store.has(self._name("costs", index))]
+            moments = self._moments(self.work, missing) if missing else {}
+            for index in group:
+                layer = self.layers[index]
+                gone = removed[layer.start : layer.stop]
+                compute = partial(self._layer_costs, index, moments, rows[str(index)], gone)
+                out[layer.start : layer.stop] = self.store.get(self._name("costs", index), compute)["costs"]
+                done += 1
+                self._report("order", done, len(self.layers))
+        out[removed] = 0
+        return out
+
+    def _sensitivities(self) -> dict[str, Tensor]:
         done = 0
 
         def step() -> None:
             nonlocal done
             done += 1
-            self.progress("sensitivities", done, len(self.batches))
+            self._report("sensitivities", done, len(self.batches))
 
-        rows = sensitivities(self.model, self.layers, self.batches, self.settings.seed, step)
-        out = torch.zeros(self.plan.n, dtype=torch.float64, device="cpu")
-        done = 0
-        for group in self._groups():
-            moments = self._moments(self.model, group)
-            for index in group:
-                layer = self.layers[index]
-                costs = removal_costs(
-                    self._matrices(self.model, index),
-                    moments.pop(index).mean(self._has_offset(index)),
-                    rows[index],
-                    self.tiles[index],
-                    self.settings.damping,
-                    self.settings.memory,
-                    self.settings.rounds,
-                )
-                out[layer.start : layer.stop] = costs.cpu()
-                done += 1
-                self.progress("order", done, len(self.layers))
-        return out
+        rows = sensitivities(self.work, self.layers, self.batches, self.settings.seed, step)
+        return {str(index): row for index, row in enumerate(rows)}
 
-    def mask(self, costs: Tensor) -> Tensor:
-        """The hard mask of the budget, bool [n]: blocks whose removal costs most, for what they take of the budget, are kept."""
-        return choose(self.plan, costs)
+    def _layer_costs(self, index: int, moments: dict[int, Moment], rows: Tensor, removed: Tensor) -> dict[str, Tensor]:
+        weight = self._matrices(self.work, index)
+        costs = removal_costs(
+            weight,
+            moments.pop(index).mean(self._has_offset(index)),
+            rows.to(weight.device),
+            self.tiles[index],
+            self.settings.damping,
+            self.settings.memory,
+            self.settings.rounds,
+            removed,
+        )
+        return {"costs": costs.cpu()}
+
+    def choose(self, costs: Tensor, part: Fraction) -> Tensor:
+        """The hard mask that removes this part of what the budget removes, bool [n]."""
+        return choose(self.plan, costs, part)
+
+    def _name(self, step: str, index: int) -> str:
+        return f"{step}-{self.stage}-{index}"
+
+    def _report(self, step: str, done: int, total: int) -> None:
+        """Progress of a step that is repeated in every stage."""
+        self.progress(step, (self.stage - 1) * total + done, self.settings.stages * total)
 
     # -- refit ------------------------------------------------------------------------------------------------------------
 
@@ -112,22 +142,27 @@ class Job:
                 weight.copy_(torch.where(kept, weight, 0.0))
         for done, index in enumerate(self.survey.order):
             layer = self.layers[index]
-            self.progress("refit", done, len(self.layers))
             self._refit_layer(index, mask[layer.start : layer.stop])
-        self.progress("refit", len(self.layers), len(self.layers))
+            self._report("refit", done + 1, len(self.layers))
 
     def _refit_layer(self, index: int, keep: Tensor) -> None:
         layer = self.layers[index]
+        found = self.store.get(self._name("refit", index), partial(self._refitted, index, keep))
+        stored = self._weight(self.work, index)
+        stored.copy_(as_weight(found["weight"], layer.grid.weight_shape, layer.transposed))
+        if "offset" in found:
+            self._set_offset(index, found["offset"].to(stored.device))
+
+    def _refitted(self, index: int, keep: Tensor) -> dict[str, Tensor]:
+        """The new weight of a layer, and what is added to its outputs."""
         dense = self._matrices(self.model, index).float()
         moment = self._paired_moment(index, dense)
         offset = self._has_offset(index)
         weight = refit(dense, moment.mean(offset), moment.mean_cross(offset), keep, self.tiles[index], self.settings.refit_damping)
-        with torch.no_grad():
-            stored = self._weight(self.work, index)
-            stored.copy_(as_weight(weight, layer.grid.weight_shape, layer.transposed))
-            if offset:
-                x, y = moment.means()
-                self._add_offset(index, (y - (weight.double() @ x[..., None])[..., 0]).reshape(-1))
+        if not offset:
+            return {"weight": weight}
+        x, y = moment.means()
+        return {"weight": weight, "offset": (y - (weight.double() @ x[..., None])[..., 0]).reshape(-1)}
 
     def _paired_moment(self, index: int, dense: Tensor) -> Moment:
         """The moments of the inputs in the pruned network, with the outputs of the dense network as targets."""
@@ -239,28 +274,33 @@ class Job:
         """Whether something adds a constant to each output of a layer, which a refit can change."""
         return index in self.survey.norms or self._bias(self.model, index) is not None
 
-    def _add_offset(self, index: int, offset: Tensor) -> None:
-        bias = self._bias(self.work, index)
-        if bias is not None:
-            bias.add_(offset.to(bias))
+    def _set_offset(self, index: int, offset: Tensor) -> None:
+        """Adds a constant to the outputs of a layer in the copy, in addition to what the model adds."""
+        bias, dense = self._bias(self.work, index), self._bias(self.model, index)
+        if bias is not None and dense is not None:
+            bias.copy_(dense + offset.to(dense))
             return
+        before: Any = self.survey.norms[index]
         names = {id(module): name for name, module in self.model.named_modules()}
-        norm: Any = self.work.get_submodule(names[id(self.survey.norms[index])])
-        norm.running_mean.sub_(offset.to(norm.running_mean))
+        norm: Any = self.work.get_submodule(names[id(before)])
+        norm.running_mean.copy_(before.running_mean - offset.to(before.running_mean))
 
 
 def _append(found: list[tuple[Use, Tensor]], use: Use, rows: Tensor) -> None:
     found.append((use, rows))
 
 
-def choose(plan: Plan, costs: Tensor) -> Tensor:
-    """The exact mask of a plan, for costs of removal [n]."""
+def choose(plan: Plan, costs: Tensor, part: Fraction = Fraction(1)) -> Tensor:
+    """The hard mask of a plan, bool [n]: the blocks are kept whose removal costs most for what they take of the budget.
+
+    ``part`` of what the budget removes is removed; 1 meets the budget exactly.
+    """
     rank = costs.double()
     if plan.cost is not None:
         rank = rank / plan.cost.double().clamp(min=1e-9)
     rank = rank.log().nan_to_num(neginf=-1e30, posinf=1e30)
     owner = torch.cat([torch.full((layer.n,), i) for i, layer in enumerate(plan.layers)])
-    if plan.exact is not None:
+    if part == 1 and plan.exact is not None:
         mask = plan.exact.best(rank, plan.min_keep, owner)
         if mask is None:
             raise SmartpruneError(
@@ -269,5 +309,5 @@ def choose(plan: Plan, costs: Tensor) -> Tensor:
             )
         return mask
     assert plan.limit is not None
-    least = plan.min_keep
-    return hard_topk(rank, plan.limit, plan.cost, least, owner if least is not None else None)
+    limit = plan.total - math.floor(part * (plan.total - plan.limit))
+    return hard_topk(rank, limit, plan.cost, plan.min_keep, owner if plan.min_keep is not None else None)

@@ -23,6 +23,7 @@ def removal_costs(
     damping: float = 0.01,
     memory: int = 2**30,
     rounds: int = ROUND,
+    removed: Tensor | None = None,
 ) -> Tensor:
     """What removing each block adds to the weighted squared error of the outputs, in the order of removal, float64 [n].
 
@@ -34,6 +35,7 @@ def removal_costs(
         damping: What is added to the diagonal of the moment, as a share of its mean.
         memory: How many bytes the inverses may take.
         rounds: Each round removes one in so many of the column groups that are left.
+        removed: Blocks that are removed already, bool [n]. Their weights are zero, and they come first.
 
     Within a row group the costs do not decrease in the order of removal, so a threshold over all blocks follows that order.
     """
@@ -50,15 +52,17 @@ def removal_costs(
         matrix = _pad_columns(scaled[part], columns)
         matrix = torch.where((rows >= 0)[..., None], matrix[rows.clamp(min=0)], 0.0)  # [row groups, rows, columns]
         for first in range(0, len(rows), at_once):
-            costs = eliminate(matrix[first : first + at_once], inverse, size, rounds)
-            out[tiles.index[part, first : first + at_once].to(device)] = costs
+            index = tiles.index[part, first : first + at_once].to(device)
+            gone = torch.zeros_like(index, dtype=torch.bool) if removed is None else removed.to(device)[index]
+            out[index] = eliminate(matrix[first : first + at_once], inverse, size, rounds, gone)
     return out
 
 
-def eliminate(weight: Tensor, inverse: Tensor, size: int, rounds: int) -> Tensor:
+def eliminate(weight: Tensor, inverse: Tensor, size: int, rounds: int, gone: Tensor) -> Tensor:
     """Removes all column groups of ``size`` columns of every row group. Returns what each removal costs, float64 [row groups, n].
 
-    ``weight`` is [row groups, rows, columns], ``inverse`` [columns, columns] that of the moment.
+    ``weight`` is [row groups, rows, columns], ``inverse`` [columns, columns] that of the moment, and ``gone`` [row groups, n] the
+    column groups that come first.
     """
     count, height, width = weight.shape
     n = width // size
@@ -69,7 +73,7 @@ def eliminate(weight: Tensor, inverse: Tensor, size: int, rounds: int) -> Tensor
     highest = torch.zeros(count, 1, dtype=torch.float64, device=weight.device)
     left, inside = n, torch.arange(size, device=weight.device)
     while left:
-        costs = _single_costs(weight, inverse, size, dead)
+        costs = _single_costs(weight, inverse, size, dead).masked_fill(gone & ~dead, -1.0)
         take = max(1, left // rounds)
         chosen = costs.sort(stable=True).indices[:, :take]
         columns = (chosen[..., None] * size + inside).flatten(1)
@@ -93,7 +97,7 @@ def eliminate(weight: Tensor, inverse: Tensor, size: int, rounds: int) -> Tensor
             columns = (alive[..., None] * size + inside).flatten(1)
             weight = weight.gather(2, columns[:, None].expand(-1, height, -1))
             inverse = torch.stack([inverse[i][columns[i]][:, columns[i]] for i in range(count)])
-            names, dead = names.gather(1, alive), torch.zeros_like(alive, dtype=torch.bool)
+            names, gone, dead = names.gather(1, alive), gone.gather(1, alive), torch.zeros_like(alive, dtype=torch.bool)
     return out
 
 

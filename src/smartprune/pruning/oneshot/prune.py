@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from ... import __version__
 from ...artifacts.receipt import Receipt
 from ...core.block import Block
 from ...core.budget import Budget
 from ...core.kinds import is_masked
 from ...core.layers import Patterns
+from ...core.trace import tensors_in
 from ...errors import SmartpruneError
 from .. import optimizers, zeros
 from ..hold import release_layers
 from ..multiply import BlockMultiplier
 from ..plan import Plan, make_plan
 from ..receipt import make_receipt
-from .batches import first_sample, read_batches
+from .batches import first_sample, read_batches, size_of
 from .job import Job, Progress, Settings
+from .store import Store, key_of
 
 SAMPLES = 512
 MEMORY = 4.0
@@ -40,6 +44,7 @@ def prune(
     samples: int = SAMPLES,
     memory: float = MEMORY,
     seed: int = 0,
+    folder: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
 ) -> Receipt:
     """Removes blocks from a trained model without training it. A few hundred inputs without labels are enough.
@@ -63,6 +68,8 @@ def prune(
         samples: How many samples are read at least, if there are so many.
         memory: How many GiB the moments of the layers may take at once. At least one layer is always held.
         seed: The seed of the labels and rows that are drawn.
+        folder: A new folder for intermediate results. If the call is interrupted, the same call with this folder continues and
+            gives the same bits. It is deleted at the end.
         progress: A function that is called with the name of a step, how much of it is done, and of how much.
 
     Returns:
@@ -86,12 +93,29 @@ def prune(
         plan = make_plan(model, block, sparsity, budget, floor=floor, include=include, skip=skip, example=sample).require()
         _check_weights(model, plan)
         settings = Settings(seed=int(seed), memory=int(memory * 2**30))
-        job = Job(model, plan, inputs, settings, progress or _no_progress)
+        store = Store(folder, "" if folder is None else _key(model, plan, inputs, settings))
+        job = Job(model, plan, inputs, settings, progress or _no_progress, store)
         mask = job.run()
         receipt = make_receipt(plan, dict(job.work.named_parameters(remove_duplicate=False)), mask, "oneshot", job.facts())
         _take_over(model, job.work)
         _hold(model, plan, mask)
+        store.clear()
     return receipt
+
+
+def _key(model: nn.Module, plan: Plan, inputs: Sequence[Any], settings: Settings) -> str:
+    """A hash of everything that the result depends on."""
+    facts = {
+        "version": __version__,
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "layers": [(layer.name, layer.grid.weight_shape, layer.sites) for layer in plan.layers],
+        "plan": (str(plan.block), plan.share, plan.bound, plan.unit, plan.floor),
+        "settings": settings,
+        "sizes": [size_of(batch) for batch in inputs],
+    }
+    tensors = [("input", tensor) for tensor in tensors_in(inputs)]
+    return key_of(facts, [*model.named_parameters(), *model.named_buffers(), *tensors])
 
 
 def _no_progress(step: str, done: int, total: int) -> None:
