@@ -75,7 +75,7 @@ def load(folder: Path) -> tuple[nn.Module, Tensor, str, float, str]:
     """The model of a run, an example, the block, the sparsity and the accuracy."""
     from smartprune.cli.models import load_run
 
-    model, example, receipt, task, config = load_run(folder, trust=False)
+    model, example, receipt, _task, config = load_run(folder, trust=False)
     assert receipt is not None
     result = json.loads((folder / "result.json").read_text())
     return model.eval(), example, str(receipt.block), float(config.sparsity), json.dumps(result.get("metrics", {}))[:200]

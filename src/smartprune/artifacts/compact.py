@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..core.example import run_example
 from ..core.kinds import is_masked
 from ..core.trace import tensors_in
-from ..core.usage import count_macs
+from ..core.usage import measure
 from ..errors import SmartpruneError
 from .compact_apply import apply
 from .compact_choose import Choice, Frozen, choose
@@ -289,7 +289,7 @@ class _Work:
     def _macs(self, result: nn.Module) -> tuple[int, int] | None:
         example = self.kwargs or self.args
         try:
-            return count_macs(self.model, example), count_macs(copy.deepcopy(result).cpu(), example)
+            return measure(self.model, example).macs, measure(copy.deepcopy(result).cpu(), example).macs
         except SmartpruneError:
             return None
 

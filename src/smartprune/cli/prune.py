@@ -141,8 +141,8 @@ def _find(args: argparse.Namespace) -> tuple[nn.Module, str, Task | None]:
         if name is not None:
             task = make_task(name, {**parse_settings("task", name, args.task_set or []), **settings})
         model, block, weights = *_network(args, task), None
-    if args.weights or weights is not None:
-        load_stored_weights(model, args.weights or weights)
+    if weights := args.weights or weights:
+        load_stored_weights(model, weights)
     elif not is_function(args.model):
         raise SmartpruneError(f"{args.model} has random weights; give the trained ones: --weights FILE")
     return model, block, task

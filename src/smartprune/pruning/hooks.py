@@ -27,7 +27,7 @@ class ModelHooks:
         model.register_forward_hook(self.live.after_forward, always_call=True)
         model.register_state_dict_pre_hook(self.before_save)
         model.register_load_state_dict_post_hook(self.after_load)
-        nn.Module.load_state_dict = _load_state_dict  # type: ignore[method-assign,assignment]
+        nn.Module.load_state_dict = _load_state_dict  # type: ignore[method-assign]
 
     def remove(self) -> None:
         model = self.search.model

@@ -168,8 +168,15 @@ class GroupListener(Protocol):
 _listeners: WeakSet[Any] = WeakSet()
 _scores = WeakTensorKeyDictionary()  # score parameters, whose groups are checked
 # schedulers that break if a group is added after them: they hold one value for every group, or store values in the groups
-_RIGID = (lr_scheduler.OneCycleLR, lr_scheduler.CyclicLR, lr_scheduler.LambdaLR, lr_scheduler.MultiplicativeLR)
-_RIGID += (lr_scheduler.CosineAnnealingWarmRestarts, lr_scheduler.SequentialLR, SWALR)
+_RIGID = (
+    lr_scheduler.OneCycleLR,
+    lr_scheduler.CyclicLR,
+    lr_scheduler.LambdaLR,
+    lr_scheduler.MultiplicativeLR,
+    lr_scheduler.CosineAnnealingWarmRestarts,
+    lr_scheduler.SequentialLR,
+    SWALR,
+)
 _torch_add_param_group = Optimizer.add_param_group
 
 

@@ -32,7 +32,7 @@ def _budget_verdict(view: View) -> str:
     if budget is None or budget.is_exact:
         removed = f"{share(blocks.removed, blocks.total)} of the blocks removed"
     else:
-        removed = f"{share(budget.total - budget.used, budget.total)} of the {budget_label(budget.kind)} removed"
+        removed = f"{share(budget.total - budget.used, budget.total)} of the {budget.label} removed"
     if budget is None:
         return removed
     return f"{removed}, {'as requested' if receipt.met else f'not {100 * float(budget.share):g} % as requested'}"

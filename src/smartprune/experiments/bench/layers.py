@@ -64,7 +64,7 @@ def layer_inputs(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
     return inputs
 
 
-def _time(name: str, layer: nn.Module, x: Tensor, threads: int, folder: Path, seconds: float) -> float:
+def _time(name: str, layer: nn.Conv2d | nn.Linear, x: Tensor, threads: int, folder: Path, seconds: float) -> float:
     run: Run
     if name in TORCH:
         run = partial(layer, x)
@@ -78,7 +78,7 @@ def _time(name: str, layer: nn.Module, x: Tensor, threads: int, folder: Path, se
         return fastest_call(run, seconds)
 
 
-def save_layer(layer: nn.Module, x: Tensor, path: Path) -> None:
+def save_layer(layer: nn.Conv2d | nn.Linear, x: Tensor, path: Path) -> None:
     """Writes one convolution or linear layer as an ONNX file with one node."""
     import onnx
     from onnx import helper, numpy_helper
