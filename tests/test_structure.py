@@ -161,8 +161,6 @@ TESTED_IN = {
     "cli/signals": "cli/test_train.py",  # runs that are interrupted
     "core/sharding": "promises/test_7_ranks.py",  # several processes
     "experiments/bench/adapters": "experiments/bench/test_engines.py",  # the engines that it wraps
-    "experiments/compare/page": "experiments/compare/test_comparison.py",
-    "experiments/compare/panels": "experiments/compare/test_table.py",
     "integrations/state": "integrations/test_integrations.py",  # all trainers
     "methods/__init__": "methods/test_contract.py",
     "models/bisenetv2": "models/test_models.py",  # all networks

@@ -38,7 +38,7 @@ def test_bench_times_a_run_folder(run_folder: Path, tmp_path: Path, capsys: pyte
     assert {row["name"] for row in result["layers"]} >= {"conv1", "fc"}
     assert all(min(row["dense"], row["ours"]) >= 0 and row["engine"] == "torch" for row in result["layers"])
     assert all(len(line) <= 80 for line in printed.splitlines()[1:])  # the first line contains the path
-    assert "speed-up" in printed
+    assert "times faster than the fastest dense engine" in printed
     assert (tmp_path / "speed.svg").read_text().count("<rect") >= 5
 
 

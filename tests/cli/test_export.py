@@ -29,13 +29,13 @@ def test_export_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     save_file(model.state_dict(), tmp_path / "w.safetensors")
     receipt.save(tmp_path / "receipt.json")
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1]))
-    (tmp_path / "mine.py").write_text("from helpers import zoo\n\n\ndef build():\n    return zoo.conv1d_net()[0]\n")
+    (tmp_path / "own.py").write_text("from helpers import zoo\n\n\ndef build():\n    return zoo.conv1d_net()[0]\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    command = ("export", "mine:build", "--weights", "w.safetensors", "--input", "2x32")
+    command = ("export", "own:build", "--weights", "w.safetensors", "--input", "2x32")
     assert run_cli(*command, "--out", "m.onnx") == 2
     assert "add --block" in capsys.readouterr().err
-    assert run_cli("export", "mine:build", "--block", "4x4", "--out", "m.onnx") == 2
+    assert run_cli("export", "own:build", "--block", "4x4", "--out", "m.onnx") == 2
     assert "add --input" in capsys.readouterr().err
     assert run_cli(*command, "--block", "4x4") == 2
     assert run_cli(*command, "--block", "4y4", "--out", "m.onnx") == 2

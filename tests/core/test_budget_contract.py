@@ -107,7 +107,7 @@ def test_train_compare_and_report(energy: Any, tmp_path: Path) -> None:
     page, chart = tmp_path / "compare.html", tmp_path / "compare.svg"
     assert main(["compare", str(tmp_path), "--html", str(page), "--plot", str(chart)]) == 0
     assert "75 % of energy" in page.read_text()
-    assert "share of energy removed" in chart.read_text()
+    assert "MACs of the pruned layers left, %" in chart.read_text()
     write_page(tmp_path / "report.html", tmp_path / "run0")
     assert re.search(
         r"75 % of the energy of the pruned layers, keep at most [\d,]+ of [\d,]+", (tmp_path / "report.html").read_text()

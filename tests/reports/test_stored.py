@@ -61,7 +61,7 @@ def test_without_a_receipt_assumed_axes_are_not_the_headline(pruned: tuple[nn.Mo
     assert [row.split()[-1] for row in shown if row.startswith("up")] == ["*", "*"]
     page = tmp_path / "page.html"
     write_page(page, tmp_path / "a.pt", receipt.block)
-    assert f"Zero weights {100 * zeros / params:.2f}&nbsp;%" in page.read_text()
+    assert f"Zero weights: {100 * zeros / params:.2f}&nbsp;%" in page.read_text()
     assert "the order of axes is assumed in" in page.read_text()
     assert f"{100 * result.blocks.removed / result.blocks.total:.2f}" not in page.read_text()
     with_model = sp.report(tmp_path / "a.pt", receipt.block, model=zoo.unet()[0])

@@ -27,6 +27,7 @@ from smartprune.artifacts.receipt import Receipt
 from smartprune.tasks import TASKS
 from smartprune.training import ranks
 from smartprune.training.config import configure, make_task
+from smartprune.training.folder import write_checkpoint
 from smartprune.training.result import Result
 from smartprune.training.train import resume, train
 
@@ -170,7 +171,9 @@ def test_torchrun_stops_on_sigterm_and_resumes(tmp_path: Path) -> None:
     state = torch.load(out / "checkpoint.pt", weights_only=True)
     assert state["stage"] == "dense"
     config = json.loads((out / "config.json").read_text())
-    (out / "config.json").write_text(json.dumps(config | {"dense_epochs": state["step"] // 7 + 1}))
+    shorter = {"dense_epochs": state["step"] // 7 + 1}  # as if the run had begun with it
+    (out / "config.json").write_text(json.dumps(config | shorter))
+    write_checkpoint(out, state | {"settings": json.dumps(json.loads(state["settings"]) | shorter)})
     assert resume(out).verified
     assert all((out / name).exists() for name in EXACT_FILES)
 

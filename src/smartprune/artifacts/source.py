@@ -331,8 +331,7 @@ def _load_checkpoint(path: Path) -> Mapping[str, object]:
     except OSError as error:
         raise SmartpruneError(f"{path}: cannot be read ({error.strerror or error})") from None
     for key in NESTED:
-        if isinstance(data, Mapping) and isinstance(data.get(key), Mapping):
-            data = data[key]
+        data = data[key] if isinstance(data, Mapping) and isinstance(data.get(key), Mapping) else data
     if not isinstance(data, Mapping):
         raise SmartpruneError(f"{path}: holds a {type(data).__name__}; save model.state_dict(), a dictionary of tensors")
     return data
@@ -372,8 +371,7 @@ def _is_backed(tensor: Tensor) -> bool:
 
 def _stored(model: nn.Module) -> list[tuple[str, Tensor]]:
     """Parameters and buffers as stored: the weight of a masked layer itself, not its product with the mask."""
-    buffers = [(name, tensor) for name, tensor in model.named_buffers(remove_duplicate=False)]
-    return _parameters(model) + [(name, tensor) for name, tensor in buffers if isinstance(tensor, Tensor)]
+    return _parameters(model) + [named for named in model.named_buffers(remove_duplicate=False) if isinstance(named[1], Tensor)]
 
 
 def _parameters(model: nn.Module) -> list[tuple[str, Tensor]]:

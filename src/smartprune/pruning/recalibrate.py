@@ -29,6 +29,9 @@ def recalibrate(model: nn.Module, batches: Iterable[Any], *, samples: int = SAMP
             are the inputs. Labels are not used.
         samples: How many samples are read at least, if there are so many.
 
+    Returns:
+        Nothing. The statistics are written into the model.
+
     Raises:
         SmartpruneError: The model has no batch norm with running statistics, there is no data, all samples are equal, or a
             statistic is not finite.

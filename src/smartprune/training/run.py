@@ -323,7 +323,7 @@ def restore(run: Run, state: dict[str, Any]) -> None:
 
 def _require_same_settings(run: Run, state: dict[str, Any], path: Path) -> None:
     """Other settings would make a run that no ``config.json`` describes."""
-    saved = state.get("settings", "{}")  # older checkpoints lack this key
+    saved = state.get("settings")
     values = parse_json(saved, str(path)) if isinstance(saved, str) else None
     if not isinstance(values, dict):
         raise SmartpruneError(f"{path} is damaged (its settings cannot be read); delete it to restart the run")

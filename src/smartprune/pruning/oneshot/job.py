@@ -83,13 +83,13 @@ class Job:
         out = torch.zeros(self.plan.n, dtype=torch.float64, device="cpu")
         done = 0
         for group in self._groups():
-            missing = [index for index in group if not self.store.has(self._name("costs", index))]
+            missing = [index for index in group if not self.store.has(self._key("costs", index))]
             moments = self._moments(self.work, missing) if missing else {}
             for index in group:
                 layer = self.layers[index]
                 gone = removed[layer.start : layer.stop]
                 compute = partial(self._layer_costs, index, moments, rows[str(index)], gone)
-                out[layer.start : layer.stop] = self.store.get(self._name("costs", index), compute)["costs"]
+                out[layer.start : layer.stop] = self.store.get(self._key("costs", index), compute)["costs"]
                 done += 1
                 self._report("order", done, len(self.layers))
         out[removed] = 0
@@ -124,7 +124,7 @@ class Job:
         """The hard mask that removes this part of what the budget removes, bool [n]."""
         return choose(self.plan, costs, part)
 
-    def _name(self, step: str, index: int) -> str:
+    def _key(self, step: str, index: int) -> str:
         return f"{step}-{self.stage}-{index}"
 
     def _report(self, step: str, done: int, total: int) -> None:
@@ -147,7 +147,7 @@ class Job:
 
     def _refit_layer(self, index: int, keep: Tensor) -> None:
         layer = self.layers[index]
-        found = self.store.get(self._name("refit", index), partial(self._refitted, index, keep))
+        found = self.store.get(self._key("refit", index), partial(self._refitted, index, keep))
         stored = self._weight(self.work, index)
         stored.copy_(as_weight(found["weight"], layer.grid.weight_shape, layer.transposed))
         if "offset" in found:
