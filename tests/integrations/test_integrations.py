@@ -35,7 +35,7 @@ def trainer(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
     with trainers.importable(made.name) as module:
         made.callback = module.PruneCallback
         yield made
-    del made
+    vars(made).clear()  # pytest keeps the trainer itself
     gc.collect()
     assert Optimizer.add_param_group is add  # PyTorch is restored, also after a trainer that died
     assert len(_global_optimizer_post_hooks) <= max(hooks, 1)  # that of the optimizer registry

@@ -105,6 +105,7 @@ def test_groups_of_the_user_keep_their_numbers(search: Search) -> None:
 
 
 def test_pytorch_is_restored_when_a_waiting_search_is_freed() -> None:
+    gc.collect()  # scores of the tests above are watched until they are freed
     plain = Optimizer.add_param_group
     searches = [Search("here", None, 3, None, None, True, dict(SETTINGS)) for _ in range(2)]
     for search in searches:
