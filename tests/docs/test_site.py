@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
 import pytest
+
+import smartprune as sp
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -17,6 +20,14 @@ GENERATED = {"index.md", "api.md"}  # by docs/site.py: the README, and the docst
 def test_the_navigation_lists_every_page_once() -> None:
     listed = re.findall(r"([\w/-]+\.md)$", NAVIGATION, re.M)
     assert sorted(listed) == sorted({page.relative_to(DOCS).as_posix() for page in PAGES} | GENERATED)
+
+
+def test_the_reference_lists_every_public_name_once() -> None:
+    tree = ast.parse((DOCS / "site.py").read_text())  # not imported: MkDocs is installed in an environment of its own
+    (kinds,) = (node.value for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "KINDS")
+    listed = [name for names in ast.literal_eval(kinds).values() for name in names]
+    assert len(listed) == len(set(listed))
+    assert set(sp.__all__) <= set(listed)
 
 
 def test_the_guides_cover_every_goal() -> None:
