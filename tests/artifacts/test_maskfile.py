@@ -151,6 +151,21 @@ def test_a_mask_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
         mask.apply(model)
 
 
+def test_a_model_that_was_just_pruned_needs_no_receipt(tmp_path: Path) -> None:
+    x = torch.randn(4, 8)
+    baked, pruned = (nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)) for _ in range(2))
+    sp.attach(baked, "magnitude", block=(4, 4), sparsity=0.5, steps=1).freeze()
+    for model, receipt in [(baked, sp.bake(baked)), (pruned, sp.prune(pruned, [x], block=(4, 4), sparsity=0.5))]:
+        assert sp.save_mask(model, tmp_path / "m").hash == receipt.mask_hash
+        assert sp.bsr(model, "0").to_dense().equal(model[0].weight)
+        with pytest.raises(sp.SmartpruneError, match="no block was given and there is no receipt"):
+            sp.save_mask(copy.deepcopy(model), tmp_path / "m")
+        with torch.no_grad():
+            model[0].weight.add_(1)
+        with pytest.raises(sp.SmartpruneError, match="does not match its receipt"):
+            sp.save_mask(model, tmp_path / "m")
+
+
 def test_wrong_arguments_are_explained(tmp_path: Path) -> None:
     model, receipt = model_and_receipt()
     path = tmp_path / "m"

@@ -14,7 +14,7 @@ from ..core.block import Block
 from ..core.kinds import is_masked
 from ..core.layers import plain_name
 from ..errors import SmartpruneError
-from .receipt import AnyReceipt, as_receipt
+from .receipt import AnyReceipt, as_receipt, receipt_of
 from .source import Cut, Model, read_source
 
 
@@ -37,7 +37,7 @@ def bsr(
     Args:
         model: A baked or any other plain model, a state dict, a file or a run folder.
         layer: The name of the layer or of its weight.
-        block: The size of a block. By default that of the receipt or of the packed file.
+        block: The size of a block. By default that of the receipt, of the packed file, or of the pruning in this process.
         receipt: A receipt, its JSON data or its path. Only its block and its axes are used.
         channels_last: Whether the kernel position comes before the input channel.
 
@@ -60,6 +60,8 @@ def bsr(
         raise SmartpruneError("bsr: the model is still being pruned; call smartprune.bake(model) first")
     source = read_source(model)
     known = source.receipt if receipt is None else as_receipt(receipt, "bsr")
+    if known is None and block is None and isinstance(model, nn.Module):
+        known = receipt_of(model)
     source = replace(source, receipt=known)
     default = source.block if known is None else known.block
     if block is None and default is None:

@@ -23,7 +23,7 @@ from ..fields import Fields, is_valid_name
 from ..files import as_path, check_no_overwrite, check_writable, write_atomic
 from .counts import Count, sparsity_line
 from .packfile_read import MAX_NAMES, check_derived, read_block, read_layout
-from .receipt import AnyReceipt, Receipt, as_receipt
+from .receipt import AnyReceipt, Receipt, as_receipt, receipt_of
 from .safetensors_file import MASK, METADATA, read_entry, read_safetensors, safetensors_bytes
 from .source import Model, files_of, read_source
 from .verify import verify
@@ -141,8 +141,9 @@ def save_mask(
 ) -> Mask:
     """Writes which blocks of a model are kept, without the weights.
 
-    The layers are those of the receipt: the receipt that is given, that of a run folder, or that of the pruner of a model whose
-    search is over. Without a receipt, the layers are those that have a block of zeros.
+    The layers are those of the receipt: the receipt that is given, that of a run folder, that of the pruner of a model whose
+    search is over, or that of a model which this process has pruned. Otherwise, ``block`` is needed, and the layers are those that
+    have a block of zeros.
 
     Args:
         model: A model whose mask is hard (frozen, baked or any other with blocks of zeros), a state dict, a file or a run folder.
@@ -164,7 +165,7 @@ def save_mask(
         >>> pruner.freeze()
         >>> receipt = sp.bake(model)
         >>> path = os.path.join(tempfile.mkdtemp(), "net.mask.safetensors")
-        >>> mask = sp.save_mask(model, path, receipt=receipt)
+        >>> mask = sp.save_mask(model, path)
         >>> mask.hash == receipt.mask_hash, mask.grids["0.weight"].shape, mask.sparsity
         (True, torch.Size([2, 2]), 0.75)
     """
@@ -236,6 +237,8 @@ def _read_mask(model: Model, block: Block | None, receipt: AnyReceipt | None) ->
         return _of_receipt(_pruner_of(model).receipt(), block, where)  # which counts the weights
     source = read_source(model)
     known = source.receipt if known is None else known
+    if known is None and block is None and isinstance(model, nn.Module):
+        known = receipt_of(model)
     if known is not None:
         verification = verify(model, receipt=known)
         if not verification.ok:

@@ -8,8 +8,9 @@ import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from weakref import WeakKeyDictionary
 
-from torch import Tensor, cat
+from torch import Tensor, cat, nn
 
 from .. import text
 from ..budgets import removal
@@ -338,6 +339,19 @@ def _check_sums(receipt: Receipt, fields: Fields) -> None:
     maps = ((row.weight, row.grid, row.mask()) for row in receipt.layers)
     if receipt.kept_but_zero == 0 and receipt.mask_hash != map_hash(receipt.block, maps):
         raise SmartpruneError(f"{fields.where}: mask_hash is not the hash of the maps; the file was changed after it was written")
+
+
+_receipts: WeakKeyDictionary[nn.Module, Receipt] = WeakKeyDictionary()
+
+
+def remember_receipt(model: nn.Module, receipt: Receipt) -> None:
+    """Lets :func:`receipt_of` find the receipt as long as the model exists."""
+    _receipts[model] = receipt
+
+
+def receipt_of(model: nn.Module) -> Receipt | None:
+    """The receipt of a model that this process has pruned. Its weights may have changed since."""
+    return _receipts.get(model)
 
 
 def plain_settings(value: object, where: str) -> dict[str, object]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..artifacts.receipt import Receipt
+from ..artifacts.receipt import Receipt, remember_receipt
 from ..core.example import outputs_depend_on
 from ..errors import SmartpruneError
 from . import zeros
@@ -64,6 +64,7 @@ def bake(model: nn.Module, hold: bool = True, example: Any = None) -> Receipt:
     pruner.detach()
     pruner.search.baked = True
     pruner.live.last = None
+    remember_receipt(model, receipt)
     if not hold:
         zeros.release_zeros(pruner.blocks.weights)
     for problem in problems:  # last, since warnings may be errors, and then the model is baked already

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ... import __version__
-from ...artifacts.receipt import Receipt
+from ...artifacts.receipt import Receipt, remember_receipt
 from ...core.block import Block
 from ...core.budget import Budget
 from ...core.kinds import is_masked
@@ -99,6 +99,7 @@ def prune(
         receipt = make_receipt(plan, dict(job.work.named_parameters(remove_duplicate=False)), mask, "oneshot", job.facts())
         _take_over(model, job.work)
         _hold(model, plan, mask)
+        remember_receipt(model, receipt)
         store.clear()
     return receipt
 
