@@ -155,9 +155,9 @@ def greedy_costs(weight: Tensor, moment: Tensor, rows: Tensor) -> Tensor:
         left, highest = list(range(len(groups))), 0.0
         while left:
             index = torch.tensor([groups[i] for i in left])
-            own = inverse[index[:, :, None], index[:, None]]
+            block_inverse = inverse[index[:, :, None], index[:, None]]
             parts = w[:, index].permute(1, 2, 0)
-            values = (parts * torch.linalg.solve(own, parts)).sum(1) @ scale
+            values = (parts * torch.linalg.solve(block_inverse, parts)).sum(1) @ scale
             at = int(values.argmin())
             highest = max(highest, float(values[at]))
             chosen = groups[left.pop(at)]

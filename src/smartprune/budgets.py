@@ -45,7 +45,7 @@ def budget_names() -> tuple[str, ...]:
 
 
 def budget_unit(name: str) -> str:
-    """What a budget counts, or the name itself where this process does not know the budget.
+    """What a budget counts, or the name itself if no such budget is registered.
 
     >>> budget_unit("sparsity"), budget_unit("params"), budget_unit("joules")
     ('blocks', 'weights', 'joules')
@@ -55,7 +55,7 @@ def budget_unit(name: str) -> str:
 
 
 def budget_label(name: str) -> str:
-    """What the share of a budget is a share of, such as ``NPU cycles``; the name itself where the budget is not known."""
+    """What the share of a budget is a share of, such as ``NPU cycles``, or the name itself if no such budget is registered."""
     kind = "blocks" if name == SPARSITY else name
     return str(BUDGETS[kind].label) if kind in BUDGETS else name
 
@@ -71,16 +71,16 @@ def table_unit(table: Mapping[str, Any]) -> str:
 
 
 def removal(share: float, label: str, of: str = "layers") -> str:
-    """What a budget asks for, in words.
+    """What a budget removes, in words.
 
     >>> removal(0.95, "blocks"), removal(0.5, "MACs", of="model")
     ('remove 95% of the blocks', "remove 50% of the model's MACs")
     """
-    whose = "the model's" if of == "model" else "the"
-    return f"remove {100 * share:g}% of {whose} {label}"
+    owner = "the model's" if of == "model" else "the"
+    return f"remove {100 * share:g}% of {owner} {label}"
 
 
 def budget_fields(name: str) -> set[str]:
-    """The fields of a budget's class, such as ``example`` and ``npu``; none where the budget is not known."""
+    """The fields of a budget's class, such as ``example`` and ``npu``; empty if no such budget is registered."""
     kind = "blocks" if name == SPARSITY else name
     return {field.name for field in fields(BUDGETS[kind])} if kind in BUDGETS else set()

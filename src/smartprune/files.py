@@ -209,7 +209,7 @@ def growth_limit(size: int) -> int:
 
 
 def read_limited(path: str | os.PathLike[str], max_bytes: int) -> bytes:
-    """The content of a file. Raises if it has more than ``max_bytes``, or is no regular file."""
+    """The content of a file. Raises if it has more than ``max_bytes``, or is not a regular file."""
     try:
         with open_regular(path) as file:
             size = file_size(file)
@@ -222,7 +222,7 @@ def read_limited(path: str | os.PathLike[str], max_bytes: int) -> bytes:
 
 
 def check_readable(path: str | os.PathLike[str]) -> None:
-    """Raises with the reason of the operating system if a file cannot be opened, or is no regular file. Some readers hide that
+    """Raises with the reason of the operating system if a file cannot be opened, or is not a regular file. Some readers hide that
     reason, or wait forever."""
     try:
         open_regular(path).close()

@@ -94,7 +94,7 @@ def test_names_blocks_and_receipts_are_found(run: Path) -> None:
 
 def test_layouts_that_bsr_cannot_hold_are_explained() -> None:
     model = zoo.plain_cnn()[0]
-    with pytest.raises(sp.SmartpruneError, match=r"not neighbours in the matrix of 3\.weight .* channels_last=True puts them"):
+    with pytest.raises(sp.SmartpruneError, match=r"not adjacent in the matrix of 3\.weight .* channels_last=True puts them"):
         sp.bsr(model, "3", (4, 4))
     with pytest.raises(sp.SmartpruneError, match=r"blocks of 16x8x1x1 do not divide 3\.weight \(20x16x3x3\)"):
         sp.bsr(model, "3", (16, 8), channels_last=True)

@@ -17,8 +17,8 @@ def test_labels_are_united_like_edges_of_a_graph() -> None:
     torch.manual_seed(0)
     for _ in range(20):
         labels = Labels()
-        own = labels.fresh(30)
-        a, b = own[torch.randint(0, 30, (2, 18))]
+        channels = labels.fresh(30)
+        a, b = channels[torch.randint(0, 30, (2, 18))]
         labels.unite(a, b, "")
         reach = torch.eye(31, dtype=torch.bool)
         reach[a, b] = reach[b, a] = True
@@ -36,13 +36,13 @@ def test_labels_broadcast() -> None:
 
 def test_a_reason_belongs_to_the_whole_set() -> None:
     labels = Labels()
-    own = labels.fresh(4)
-    labels.unite(own[0], own[1], "")
-    labels.unite(own[1], torch.tensor(STAYS), "it is an output")
-    labels.unite(own[2], own[0], "")
+    channels = labels.fresh(4)
+    labels.unite(channels[0], channels[1], "")
+    labels.unite(channels[1], torch.tensor(STAYS), "it is an output")
+    labels.unite(channels[2], channels[0], "")
     roots = labels.roots()
-    assert labels.reasons[int(roots[own[2]])] == "it is an output"
-    assert int(roots[own[3]]) not in labels.reasons
-    labels.fix(own[3], "first")
-    labels.fix(own[3], "second")
-    assert labels.reasons[int(labels.roots()[own[3]])] == "first"
+    assert labels.reasons[int(roots[channels[2]])] == "it is an output"
+    assert int(roots[channels[3]]) not in labels.reasons
+    labels.fix(channels[3], "first")
+    labels.fix(channels[3], "second")
+    assert labels.reasons[int(labels.roots()[channels[3]])] == "first"

@@ -24,9 +24,9 @@ def extra(name: str) -> set[str]:
     """The names of the packages of an extra, including those of the extras that it names."""
     packages: set[str] = set()
     for requirement in PROJECT["project"]["optional-dependencies"][name]:
-        own = re.fullmatch(r"smartprune\[([\w,]+)\]", requirement)
-        if own is not None:
-            packages |= {package for other in own[1].split(",") for package in extra(other)}
+        included = re.fullmatch(r"smartprune\[([\w,]+)\]", requirement)
+        if included is not None:
+            packages |= {package for other in included[1].split(",") for package in extra(other)}
         else:
             packages.add(re.split(r"[<>=; ]", requirement)[0])
     return packages

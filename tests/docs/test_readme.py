@@ -57,8 +57,8 @@ def test_accuracies_are_those_of_the_records() -> None:
         ((network, folder, percent, unit),) = re.findall(r"\[(\w+)\]\(records/([\w-]+)\), (\d+) %(.*)", label)
         of = {"": "sparsity", " of its MACs": "macs"}[unit]
         wanted = (network.lower(), "smart", int(percent) / 100)
-        found = [row for row in record(folder) if (row["model"], row["method"], row[of]) == wanted]
-        assert [(f"{row['dense']['mean'] * 100:.2f}", f"{row['mean'] * 100:.2f}") for row in found] == [(dense, pruned)], network
+        matches = [row for row in record(folder) if (row["model"], row["method"], row[of]) == wanted]
+        assert [(f"{row['dense']['mean'] * 100:.2f}", f"{row['mean'] * 100:.2f}") for row in matches] == [(dense, pruned)], network
 
 
 def test_speeds_are_those_of_the_record() -> None:

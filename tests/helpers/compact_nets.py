@@ -355,8 +355,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x) + self.place
         q, k, v = self.split(self.q(x)), self.split(self.k(x)), self.split(self.v(x))
-        own = None if self.fused else (q @ k.transpose(-1, -2) * 0.5).softmax(-1) @ v
-        y = F.scaled_dot_product_attention(q, k, v, scale=0.5) if own is None else own
+        plain = None if self.fused else (q @ k.transpose(-1, -2) * 0.5).softmax(-1) @ v
+        y = F.scaled_dot_product_attention(q, k, v, scale=0.5) if plain is None else plain
         out: Tensor = self.o(y.transpose(1, 2).reshape(*x.shape[:2], -1))
         return out
 

@@ -46,10 +46,10 @@ def replay(kind: str, seen: list[tuple[Tensor, Tensor]], steps: int, accumulate:
     model = trainers.Body()
     plain = list(model.parameters())
     pruner = sp.attach(model, sp.Smart(), steps=steps, **SETTINGS)
-    own = pruner.param_group() if lr is None else pruner.param_group(lr=lr)
+    group = pruner.param_group() if lr is None else pruner.param_group(lr=lr)
     decayed = [p for p in plain if p.ndim > 1 or kind == "lightning"]
     rest = [p for p in plain if p.ndim == 1 and kind != "lightning"]
-    optimizer = trainers.make_optimizer([{"params": decayed}, *([{"params": rest, "weight_decay": 0.0}] if rest else []), own])
+    optimizer = trainers.make_optimizer([{"params": decayed}, *([{"params": rest, "weight_decay": 0.0}] if rest else []), group])
     scheduler = trainers.make_scheduler(optimizer, -(-trainers.BATCHES // accumulate) * trainers.EPOCHS)
     for number, (x, y) in enumerate(seen):
         (model(x, y)["loss"] / accumulate).backward()
@@ -82,9 +82,9 @@ def test_result_equals_that_of_a_plain_loop(trainer: Any, accumulate: int) -> No
 def test_scores_have_their_own_parameter_group(trainer: Any) -> None:
     callback, module = trainer.callback(steps=9, score_lr=0.2, **SETTINGS), trainer.module()
     trainer.fit(module, callback)
-    own = [group for group in trainer.groups() if group["initial_lr"] == 0.2]
-    assert [group["weight_decay"] for group in own] == [0.0]
-    assert [p.numel() for p in own[0]["params"]] == [callback.pruner.blocks.n]
+    groups = [group for group in trainer.groups() if group["initial_lr"] == 0.2]
+    assert [group["weight_decay"] for group in groups] == [0.0]
+    assert [p.numel() for p in groups[0]["params"]] == [callback.pruner.blocks.n]
     model, receipt = replay(trainer.name, module.seen, 9, lr=0.2)
     assert callback.receipt.mask_hash == receipt.mask_hash
     assert same_bits(model, module)

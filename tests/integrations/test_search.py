@@ -72,14 +72,14 @@ def test_scores_have_one_group_however_parameters_are_given(search: Search, kind
     model = attached(search)
     assert search.pruner is not None
     scores = search.pruner.parameters()
-    own = {"params": [*scores], "lr": 0.3}
+    group = {"params": [*scores], "lr": 0.3}
     weights = [parameter for parameter in model.parameters() if parameter is not scores[0]]
     given: Any = {
         "all": list(model.parameters()),
         "names": list(model.named_parameters()),
         "single": [{"params": parameter} for parameter in model.parameters()],
         "generator": (parameter for parameter in model.parameters()),
-        "own": [{"params": weights}, own],
+        "own": [{"params": weights}, group],
     }[kind]
     optimizer = trainers.make_optimizer(given)
     search.settle([optimizer])

@@ -22,10 +22,10 @@ def test_mask_follows_norms_within_each_layer() -> None:
     keep = [int(k) for k in pruner.search.values()["keep"].tolist()]
     assert sum(keep) == pruner.plan.keep
     for layer, k in zip(pruner.plan.layers, keep, strict=True):
-        own = norms[layer.start : layer.stop]
-        ranked = sorted(own, reverse=True)
+        layer_norms = norms[layer.start : layer.stop]
+        ranked = sorted(layer_norms, reverse=True)
         t = (ranked[k - 1] + ranked[k]) / 2 if k < layer.n else None
-        for norm, value in zip(own, mask[layer.start : layer.stop], strict=True):
+        for norm, value in zip(layer_norms, mask[layer.start : layer.stop], strict=True):
             expected = 1.0 if t is None else 1 / (1 + math.exp(min(50, max(-50, -(norm**2 - t**2) / 1e-4))))
             assert value == pytest.approx(expected, abs=2e-3)
         assert sum(value > 0.5 for value in mask[layer.start : layer.stop]) == k

@@ -58,9 +58,9 @@ def test_outputs_that_do_not_depend_on_the_input_are_reported() -> None:
 
 
 def test_a_residual_path_around_a_dead_layer_keeps_the_outputs_alive() -> None:
-    with pytest.warns(UserWarning, match="bake:") as found:
+    with pytest.warns(UserWarning, match="bake:") as caught:
         sp.bake(pruned(dead=True, residual=True), example=torch.ones(2, 8))
-    assert [str(warning.message).split(",")[0] for warning in found] == ["bake: 1 of 2 layers kept no block"]
+    assert [str(warning.message).split(",")[0] for warning in caught] == ["bake: 1 of 2 layers kept no block"]
 
 
 def test_an_example_that_does_not_run_leaves_the_model_masked() -> None:

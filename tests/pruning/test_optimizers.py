@@ -75,10 +75,10 @@ def test_cancelled_momentum_resets_do_nothing() -> None:
 
 
 class Listener:
-    """Gives its parameter a group of its own."""
+    """Gives its parameter a group of its wanted."""
 
-    def __init__(self, own: nn.Parameter) -> None:
-        self.own = own
+    def __init__(self, wanted: nn.Parameter) -> None:
+        self.own = wanted
         self.added: list[Optimizer] = []
 
     def takes_group(self, parameter_ids: set[int]) -> bool:
@@ -94,17 +94,17 @@ class Listener:
 
 
 def test_a_listener_places_its_groups_until_it_stops() -> None:
-    original, own, other = Optimizer.add_param_group, parameter(), parameter()
-    listener = Listener(own)
+    original, wanted, other = Optimizer.add_param_group, parameter(), parameter()
+    listener = Listener(wanted)
     optimizers.listen_to_groups(listener)
-    optimizer = torch.optim.SGD([own, other], lr=0.1)
-    assert [[id(p) for p in group["params"]] for group in optimizer.param_groups] == [[id(other)], [id(own)]]
+    optimizer = torch.optim.SGD([wanted, other], lr=0.1)
+    assert [[id(p) for p in group["params"]] for group in optimizer.param_groups] == [[id(other)], [id(wanted)]]
     unrelated = torch.optim.SGD([parameter(), parameter()], lr=0.1)
     assert len(unrelated.param_groups) == 1
     assert listener.added == [optimizer, unrelated]
     optimizers.stop_listening_to_groups(listener)
     assert Optimizer.add_param_group is original
-    assert len(torch.optim.SGD([own, other], lr=0.1).param_groups) == 1
+    assert len(torch.optim.SGD([wanted, other], lr=0.1).param_groups) == 1
 
 
 def test_pytorch_is_restored_when_the_last_listener_is_freed() -> None:

@@ -103,8 +103,8 @@ def test_map_norms_and_scores_match_the_weights(run: Path) -> None:
         wanted = [math.sqrt(square) for square, keep in zip(squares, kept, strict=True) if keep]
         np.testing.assert_allclose(norms, wanted, rtol=2e-3, atol=1e-3 * factor)
         factor, packed = layer["scores"]
-        own = factor * np.frombuffer(base64.b64decode(packed), "<f2").astype(np.float64)
-        np.testing.assert_allclose(own, scores[start : start + len(kept)], rtol=2e-3, atol=1e-3 * factor)
+        values = factor * np.frombuffer(base64.b64decode(packed), "<f2").astype(np.float64)
+        np.testing.assert_allclose(values, scores[start : start + len(kept)], rtol=2e-3, atol=1e-3 * factor)
         start += len(kept)
     assert start == len(scores)
 
@@ -126,14 +126,14 @@ def test_hostile_names_are_escaped(tmp_path: Path) -> None:
     torch.save(HOSTILE, tmp_path / "model.pt")
     write_page(tmp_path / "page.html", tmp_path / "model.pt", (8, 8))
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
-    found = HtmlPage(page)
-    assert [tag for tag, _ in found.tags].count("script") == 2
-    assert not set("<>&") & set(found.scripts[0])
-    assert "img" not in {tag for tag, _ in found.tags}
-    assert not [name for _, values in found.tags for name in values if name.startswith("on")]
+    parsed = HtmlPage(page)
+    assert [tag for tag, _ in parsed.tags].count("script") == 2
+    assert not set("<>&") & set(parsed.scripts[0])
+    assert "img" not in {tag for tag, _ in parsed.tags}
+    assert not [name for _, values in parsed.tags for name in values if name.startswith("on")]
     assert not set("\u202e\u2066\u2028\x1b") & set(page)
-    assert "\\u202egnp" in found.text
-    names = [layer["name"] for layer in found.data["layers"]]
+    assert "\\u202egnp" in parsed.text
+    names = [layer["name"] for layer in parsed.data["layers"]]
     assert "</script><script>window.hit=1</script>" in names
     for figure in figures(gather(tmp_path / "model.pt", (8, 8))):
         ElementTree.fromstring(figure.drawing.svg())

@@ -197,8 +197,8 @@ def test_loss_does_not_synchronize_with_the_device() -> None:
     try:
         with FakeTensorMode():
             maps = [torch.randn(2, 3, SIZE // s, SIZE // s, 8, requires_grad=True) for s in STRIDES]
-            targets, own = torch.rand(2, 5, 5), torch.rand(3, 3, 2)
-            yolo_loss(maps, targets, own, SIZE).backward()  # type: ignore[no-untyped-call]
+            targets, boxes = torch.rand(2, 5, 5), torch.rand(3, 3, 2)
+            yolo_loss(maps, targets, boxes, SIZE).backward()  # type: ignore[no-untyped-call]
             assert all(raw.grad is not None and raw.grad.shape == raw.shape for raw in maps)
             with pytest.raises(Exception, match="_local_scalar_dense"):
                 bool(targets.any())
@@ -211,17 +211,17 @@ def test_loss_can_be_captured_in_a_cuda_graph() -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")
     maps = [raw.float().cuda().requires_grad_() for raw in raw_maps(3, 4)]
-    targets, own = some_targets(3, 4).float().cuda(), anchors.float().cuda()
+    targets, boxes = some_targets(3, 4).float().cuda(), anchors.float().cuda()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for _ in range(2):
-            yolo_loss(maps, targets, own, SIZE).backward()  # type: ignore[no-untyped-call]
+            yolo_loss(maps, targets, boxes, SIZE).backward()  # type: ignore[no-untyped-call]
     torch.cuda.synchronize()
     for raw in maps:
         raw.grad = None
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
-        value = yolo_loss(maps, targets, own, SIZE)
+        value = yolo_loss(maps, targets, boxes, SIZE)
         value.backward()  # type: ignore[no-untyped-call]
     targets.copy_(some_targets(3, 4, seed=9))
     graph.replay()

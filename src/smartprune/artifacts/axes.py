@@ -50,7 +50,7 @@ def swapped(tensors: Mapping[str, Tensor], names: Collection[str]) -> dict[str, 
 
 
 def bias_says_inputs_first(key: str, tensors: Mapping[str, Tensor]) -> bool:
-    """Whether the bias next to a stored matrix has one entry per column, and not one per row: the matrix is (in, out)."""
+    """Whether the bias of a stored matrix has one entry per column instead of one per row, so that the matrix is (in, out)."""
     stem, _, attribute = key.rpartition(".")
     weight, bias = tensors[key], tensors.get(f"{stem}.bias" if stem else "bias")
     if attribute != "weight" or bias is None or bias.dim() != 1 or weight.dim() != 2 or weight.shape[0] == weight.shape[1]:

@@ -29,7 +29,7 @@ def bsr(
     """One weight as a ``torch.sparse_bsr`` matrix of shape (outputs, inputs * kernel), without its zero blocks.
 
     A convolution is the product of this matrix with the columns of ``torch.nn.functional.unfold``. A BSR block is a rectangle of
-    neighbouring columns, so the columns of a block must lie next to each other. In the default order, that of
+    neighbouring columns, so the columns of a block must lie next to each other. In the default order, which is
     ``weight.flatten(1)``, this holds for linear layers, 1x1 convolutions, and blocks that span the whole kernel. With
     ``channels_last``, the columns are those of ``weight.movedim(1, -1).flatten(1)``: the kernel position comes first, then the
     input channel. Blocks of one kernel position, such as (16, 8), then fit.
@@ -37,12 +37,12 @@ def bsr(
     Args:
         model: A baked or any other plain model, a state dict, a file or a run folder.
         layer: The name of the layer or of its weight.
-        block: The size of a block. By default that of the receipt, of the packed file, or of the pruning in this process.
+        block: The size of a block. Defaults to the block of the receipt, of the packed file, or of the pruning in this process.
         receipt: A receipt, its JSON data or its path. Only its block and its axes are used.
         channels_last: Whether the kernel position comes before the input channel.
 
     Returns:
-        The matrix. Its values are copies. With groups, the columns are those of one group, as PyTorch stores the weight.
+        The matrix. Its values are copies. With groups, the columns are the inputs of one group, as PyTorch stores the weight.
 
     Raises:
         SmartpruneError: There is no such layer, or its blocks are not equal rectangles of the matrix.
@@ -75,7 +75,7 @@ def bsr(
         if not channels_last and all(step == 1 for step in steps[2:]):
             hint = "channels_last=True puts them next to each other"
         raise SmartpruneError(
-            f"bsr: the columns of a block of {text.format_shape(steps)} are not neighbours in the matrix of {cut.weight} "
+            f"bsr: the columns of a block of {text.format_shape(steps)} are not adjacent in the matrix of {cut.weight} "
             f"({text.format_shape(weight.shape)}); {hint}"
         )
     matrix = weight.permute(0, *order).flatten(1)

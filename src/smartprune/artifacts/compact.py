@@ -41,8 +41,8 @@ def compact(model: nn.Module, example: Any) -> nn.Module:
     the same function as the model, to float rounding. It is compared with the model on the example, on random inputs and on
     another batch size. :func:`smartprune.compaction` says what was removed, and why something could not be removed.
 
-    The result has the classes, the code and the names of the model, with smaller parameters. It is meant for inference: it is
-    in eval mode, and in training mode its normalization would see other channels than before. The model does not change.
+    The result has the classes, the code and the names of the model, with smaller parameters. It is meant for inference: it is in
+    eval mode, and in training mode, its normalization would be computed over other channels than before. The model does not change.
 
     Args:
         model: A baked or any other plain model.
@@ -136,9 +136,9 @@ class _Work:
         graph = self.graph = export(self.exact, *self._cast((self.args, self.kwargs), dtype))
         record(graph, RULES)
         expected = [self._outputs(self.exact, self._cast(batch, dtype)) for batch in self.batches]
-        found = self._search(graph, expected, dtype)
+        outcome = self._search(graph, expected, dtype)
         plain = [self._outputs(self.model, batch) for batch in self.batches]
-        small, choice = found
+        small, choice = outcome
         for new, dtype_before in _with_dtypes(self.model, small):
             new.data = new.data.to(dtype_before)
         problem = self._compare(small, plain, None)
@@ -197,7 +197,7 @@ class _Work:
         return [x.detach() for x in tensors_in(out)]
 
     def _compare(self, small: nn.Module, expected: list[list[Tensor]], dtype: torch.dtype | None) -> str | None:
-        """What is wrong with the outputs of a smaller model. None if nothing is."""
+        """Describes what is wrong with the outputs of a smaller model; None if they agree."""
         self.difference = self.scale = 0.0
         for batch, wanted in zip(self.batches, expected, strict=True):
             try:
@@ -227,26 +227,26 @@ class _Work:
         """The smallest model that the code of the model can run.
 
         Code may state the shape of a tensor, as in ``x.view(-1, 64)``. The graph does not show whether 64 was computed from
-        another shape, so this is found out by running the smaller model, for one line of code at a time.
+        another shape. Running the smaller model shows it, for one line of code at a time.
         """
-        found = self._try(graph, {}, expected, dtype)
-        if not isinstance(found, str):
-            return found
+        result = self._try(graph, {}, expected, dtype)
+        if not isinstance(result, str):
+            return result
         options: dict[str, list[int | None]] = {}
         for line, values in graph.reshapes.items():
             axes = sorted({axis for value in values for axis in value.axes()})
             options[line] = [*axes, None] if len(axes) > 1 else [None]
         frozen: dict[str, int | None] = dict.fromkeys(options)
-        found = self._try(graph, frozen, expected, dtype)
-        if isinstance(found, str):
-            raise SmartpruneError(f"compact: {found}; please report this model")
+        result = self._try(graph, frozen, expected, dtype)
+        if isinstance(result, str):
+            raise SmartpruneError(f"compact: {result}; please report this model")
         for line, allowed in options.items():
             for attempt in ({k: v for k, v in frozen.items() if k != line}, *({**frozen, line: axis} for axis in allowed[:-1])):
-                if torch.equal(choose(graph, attempt).removed, found[1].removed):
+                if torch.equal(choose(graph, attempt).removed, result[1].removed):
                     continue
                 better = self._try(graph, attempt, expected, dtype)
                 if not isinstance(better, str):
-                    frozen, found = attempt, better
+                    frozen, result = attempt, better
                     break
         final = self._try(graph, frozen, expected, dtype)
         assert not isinstance(final, str)
@@ -311,14 +311,14 @@ def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _with_dtypes(model: nn.Module, small: nn.Module) -> Iterator[tuple[Tensor, torch.dtype]]:
-    """The tensors of the smaller model with their dtypes in the model. That of a new bias is the dtype of its weight."""
+    """The tensors of the smaller model, each with its dtype in the model. A new bias gets the dtype of its weight."""
     dtypes = {name: tensor.dtype for name, tensor in _named(model)}
     for name, tensor in _named(small):
         yield tensor, dtypes.get(name) or dtypes[f"{name.rpartition('.')[0]}.weight"]
 
 
 def _like(model: nn.Module, small: nn.Module) -> nn.Module:
-    """The smaller model on the devices of the model, and with its settings of gradients."""
+    """Moves the smaller model to the devices of the model, and copies ``requires_grad`` of its parameters."""
     tensors = dict(_named(model))
     for name, new in _named(small):
         old = tensors.get(name, tensors.get(f"{name.rpartition('.')[0]}.weight"))

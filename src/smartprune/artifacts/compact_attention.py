@@ -1,4 +1,4 @@
-"""What attention does with channels: products of two activations."""
+"""Attention in a graph: how products of two activations treat channels."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .compact_rules import add_live, arguments, read, unknown
 def contract(graph: Graph, node: fx.Node, a: Known, b: Known, mean: bool) -> Any:
     """A product of two activations, over the last axis of ``a`` and the last but one of ``b``.
 
-    ``mean`` says that the last axis of ``a`` sums to one, so that a constant of ``b`` remains what it is.
+    ``mean`` says that the last axis of ``a`` sums to one, so that a constant in ``b`` stays constant.
     """
     rank, meta, where = max(len(a.shape), len(b.shape)), node.meta["val"], where_of(node)
     if len(a.shape) != len(b.shape):

@@ -130,7 +130,7 @@ def _constants(graph: Graph, targets: list[str | None], roots: Tensor, why: dict
 
 
 class _Shapes:
-    """Keeps channels until every tensor is what is left of it when whole positions of its axes are removed."""
+    """Keeps more channels until every tensor loses only whole positions of its axes."""
 
     def __init__(self, graph: Graph, choice: Choice, values: list[Known], frozen: Frozen) -> None:
         self.graph, self.choice = graph, choice
@@ -159,7 +159,7 @@ class _Shapes:
         self.choice.slabs = {id(value): self._slabs(value) for value in self.values}
 
     def _stay(self, labels: Tensor, reason: str) -> None:
-        """Takes entries back."""
+        """Keeps entries that were chosen for removal."""
         roots = self.roots[labels.reshape(-1)].unique()
         if len(roots):
             self.removed[torch.isin(self.roots, roots)] = False
@@ -172,7 +172,7 @@ class _Shapes:
         axes[axis] = axes[axis] | positions if axis in axes else positions
 
     def _slabs(self, value: Known) -> dict[int, Tensor]:
-        """The positions of each axis of which all entries are removed."""
+        """For each axis, the positions whose entries are all removed."""
         gone = self.removed[value.label]
         slabs = {}
         for axis in value.axes():

@@ -80,7 +80,7 @@ def shrink(values: Tensor, axes: Sequence[int]) -> Tensor:
 
 @dataclass
 class Reader:
-    """A layer that multiplies channels by a weight: what it would miss if a channel were removed."""
+    """A layer that multiplies channels by a weight, and what its outputs lose with each channel."""
 
     node: fx.Node
     weight: str
@@ -96,7 +96,7 @@ class Reader:
     border: bool  # whether constant channels can give different outputs at different positions
 
     def live_outputs(self) -> Tensor:
-        """Which outputs something may depend on, bool [outputs]."""
+        """The outputs that a later operation may depend on, bool [outputs]."""
         return self.out.live.reshape(-1)
 
     def response(self, weight: Tensor, value: Tensor) -> Tensor:
@@ -160,7 +160,7 @@ class Graph:
         return axes[axis]
 
     def fix(self, value: Known, reason: str) -> None:
-        """All entries of a tensor stay."""
+        """Keeps all entries of a tensor."""
         self.labels.fix(value.label, reason)
 
     def fix_parameter(self, name: str, reason: str) -> None:
@@ -227,5 +227,5 @@ def classes_of(node: fx.Node) -> Iterator[str]:
 def line_of(node: fx.Node) -> str:
     """The innermost line of code outside torch that runs an operation."""
     lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip().startswith("File ")]
-    own = [line for line in lines if not any(part in line for part in TORCH_FILES)]
-    return (own or lines or [node.name])[-1]
+    model_lines = [line for line in lines if not any(part in line for part in TORCH_FILES)]
+    return (model_lines or lines or [node.name])[-1]

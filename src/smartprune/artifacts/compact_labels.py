@@ -44,11 +44,11 @@ class Labels:
 
     def same(self, labels: Tensor) -> Tensor:
         """The labels, with equal numbers for entries that were tied so far."""
-        found, inverse = labels.unique(return_inverse=True)
-        return torch.tensor([self.root(label) for label in found.tolist()])[inverse]
+        distinct, inverse = labels.unique(return_inverse=True)
+        return torch.tensor([self.root(label) for label in distinct.tolist()])[inverse]
 
     def fix(self, labels: Tensor, reason: str) -> None:
-        """Entries with these labels stay, for this reason."""
+        """Keeps the entries with these labels, for this reason."""
         for label in labels.unique().tolist():
             self._fix(label, reason)
 

@@ -101,7 +101,7 @@ class Requested:
 
     @property
     def is_exact(self) -> bool:
-        """Whether the limit is kept exactly, and not only as an upper bound: if the budget counts blocks."""
+        """Whether the limit is met exactly, not only as an upper bound. This holds for budgets in blocks."""
         return self.kind == BlockBudget.kind
 
     @property
@@ -159,7 +159,7 @@ def _read_table(fields: Fields) -> dict[str, object]:
 
 
 def _read_plain_fields(fields: Fields) -> dict[str, object]:
-    """Names with numbers, short texts or null, which can be printed whatever they mean."""
+    """Names with numbers, short texts or null. They are printed without being interpreted."""
     if len(fields.data) > MAX_FIELDS or not all(is_valid_name(name, 40) for name in fields.data):
         raise SmartpruneError(f"{fields.where} must have at most {MAX_FIELDS} fields with short names")
     for name, value in fields.data.items():

@@ -32,7 +32,7 @@ VERSION = 1
 
 
 class _Attached(Protocol):
-    """What a mask file needs of a pruner."""
+    """The part of a pruner that a mask file needs."""
 
     def receipt(self) -> Receipt: ...
 
@@ -76,12 +76,12 @@ class Mask:
 
     @property
     def sparsity(self) -> float:
-        """Share of blocks removed, of the blocks of the layers of the mask."""
+        """Share of blocks removed, over all layers of the mask."""
         return self.blocks.removed / self.blocks.total
 
     @property
     def hash(self) -> str:
-        """The hash of the kept blocks. It is the ``mask_hash`` of the receipt, unless blocks are kept that hold only zeros."""
+        """The hash of the kept blocks. It equals the ``mask_hash`` of the receipt, unless some kept blocks hold only zeros."""
         return map_hash(self.block, ((layer.weight, layer.kept.shape, layer.kept) for layer in self.layers))
 
     def apply(self, model: nn.Module) -> int:
@@ -148,7 +148,7 @@ def save_mask(
     Args:
         model: A model whose mask is hard (frozen, baked or any other with blocks of zeros), a state dict, a file or a run folder.
         path: The file to write; by convention it ends in ``.mask.safetensors``.
-        block: The size of a block. By default that of the receipt.
+        block: The size of a block. Defaults to the block of the receipt.
         receipt: The receipt of the pruning, its JSON data or its path. It is checked against the weights.
 
     Returns:
@@ -284,7 +284,7 @@ def _pruner_of(model: nn.Module) -> _Attached:
             pruner: _Attached = module.__dict__[PRUNER]
             return pruner
     raise SmartpruneError(
-        "save_mask: the layers of this model are masked by the pruner of another one; give that model, or the whole model"
+        "save_mask: the layers of this model are masked by the pruner of another model; give that model, or the whole model"
     )
 
 
@@ -296,7 +296,7 @@ def _check_plain(model: nn.Module, where: str) -> None:
 
 
 def _misfit(weight: Any, parts: int, transposed: bool, layer: MaskLayer) -> str | None:
-    """Why the mask of a layer cannot be applied to a weight, if so."""
+    """Why the mask of a layer cannot be applied to a weight; None if it can."""
     layout = layer.layout
     if isinstance(weight, nn.UninitializedParameter) or tuple(weight.shape) != layout.shape:
         shape = "lazy" if isinstance(weight, nn.UninitializedParameter) else text.format_shape(weight.shape)
@@ -351,8 +351,8 @@ def _read_layer(entry: Fields, block: Block, tensors: dict[str, Tensor]) -> Mask
     check_derived(entry, _derived(layout, block))
     bits, size = tensors.pop(name, None), -(-grid.n // 8)
     if bits is None or bits.dtype != torch.uint8 or tuple(bits.shape) != (size,):
-        found = "missing or used twice" if bits is None else f"{bits.dtype} {list(bits.shape)}"
-        raise SmartpruneError(f"{entry.where}: the tensor {text.escape(name)} is {found}; it must be U8 [{size}]")
+        actual = "missing or used twice" if bits is None else f"{bits.dtype} {list(bits.shape)}"
+        raise SmartpruneError(f"{entry.where}: the tensor {text.escape(name)} is {actual}; it must be U8 [{size}]")
     unpacked = np.unpackbits(bits.numpy(), bitorder="little")
     if unpacked[grid.n :].any():
         raise SmartpruneError(f"{entry.where}: bits after the last block of {text.escape(name)} are set; the file is damaged")

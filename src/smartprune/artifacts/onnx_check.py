@@ -25,7 +25,7 @@ MAX_INT8_ERROR = 0.5  # root mean square error of int8 outputs, relative to the 
 
 @contextmanager
 def explain_float64(model: nn.Module) -> Iterator[None]:
-    """Adds what to do to errors of a model in float64, for which onnxruntime has few operations."""
+    """Adds a remedy to errors of float64 models, for which onnxruntime has few operations."""
     try:
         yield
     except SmartpruneError as error:

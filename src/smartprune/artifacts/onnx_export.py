@@ -35,7 +35,7 @@ SIDECAR = ".mask.json"
 class Exported:
     """The result of :func:`export_onnx`.
 
-    ``size`` is that of the file, and ``dense_size`` what it would be without sparse weights, which ``sparse`` names.
+    ``size`` is the size of the file in bytes, and ``dense_size`` its size without sparse weights, which ``sparse`` names.
     ``difference`` is the largest deviation of the file's float outputs from the model's, ``scale`` the largest output;
     ``int8_error`` is the root mean square error of the int8 outputs, relative to the float ones. ``blocks`` counts the blocks of
     all weights that nodes use unchanged; removed are those that are zero in the file. ``pruned`` counts the blocks of the layers
@@ -147,7 +147,7 @@ def export_onnx(
         example: An input with a batch axis, a tuple of them, or a dictionary of keyword arguments. The inputs of the graph have
             the names of the arguments of ``forward``. Numbers, texts, booleans and None in the dictionary become part of the
             graph.
-        block: The size of a block. By default that of the receipt.
+        block: The size of a block. Defaults to the block of the receipt.
         receipt: The receipt of the pruning, which is stored in the file.
         int8: Whether to quantize. Weights are symmetric per channel, so zeros stay zero. Needs ``calibration``.
         calibration: Batches of inputs that set the ranges of the int8 activations.
@@ -157,7 +157,7 @@ def export_onnx(
             in half precision.
         sparse: Whether to store each weight as a sparse tensor (``sparse_initializer``) if that is smaller: below a third of
             nonzero weights in float32, and below a ninth in int8. The file gets smaller. onnxruntime makes these weights dense
-            when it loads the file, so its speed and memory stay the same; other runtimes may not read them.
+            when it loads the file, so its speed and memory stay the same; other runtimes may not support them.
 
     Returns:
         The counts and differences of the check. ``print`` shows them.

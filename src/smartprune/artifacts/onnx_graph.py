@@ -53,7 +53,7 @@ def export_graph(model: nn.Module, arguments: Arguments, batch: Batch, outputs: 
 
 
 def _cause(error: BaseException) -> str:
-    """The first line of the innermost error. Exporters wrap it in others that say less, with colours and lists of steps."""
+    """The first line of the innermost error. Exporters wrap it in less specific errors, with colours and lists of steps."""
     errors = [error]
     while (inner := errors[-1].__cause__) is not None and inner not in errors:
         errors.append(inner)
@@ -112,7 +112,7 @@ def _equal(array: Any, cut: Cut) -> bool:
 
 
 def _split_merged(graph: Any, arrays: Mapping[str, Any], cuts: Sequence[Cut], missing: Sequence[Cut]) -> set[str]:
-    """Gives weights that the exporter merged a tensor each, and returns their names. It merges small weights that are equal,
+    """Gives each weight that the exporter merged its own tensor, and returns their names. It merges small weights that are equal,
     such as those without kept blocks.
 
     The metadata of a node names its module, but after folding that may be the normalization. The remaining nodes go to the

@@ -78,7 +78,7 @@ def _names(model: nn.Module, tensors: Sequence[Tensor]) -> tuple[list[str], str 
     try:
         signature = inspect.signature(model.forward)
         values = signature.bind(*tensors).arguments
-    except (TypeError, ValueError):  # the model itself will say what is wrong
+    except (TypeError, ValueError):  # calling the model raises a clearer error
         return ["input", *(f"input{i}" for i in range(2, len(tensors) + 1))], None
     names = []
     for name, value in values.items():
@@ -89,7 +89,7 @@ def _names(model: nn.Module, tensors: Sequence[Tensor]) -> tuple[list[str], str 
 
 
 def calibration_batches(calibration: Iterable[Example], model: nn.Module, arguments: Arguments, example: Batch) -> list[Batch]:
-    """The batches on which activations are measured, checked here because messages of onnxruntime say little."""
+    """The batches on which activations are measured, checked here because errors of onnxruntime are vague."""
     read = [read_example(model, batch) for batch in calibration]
     if not read:
         raise SmartpruneError("export_onnx: calibration= holds no batches")

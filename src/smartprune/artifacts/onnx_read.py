@@ -136,7 +136,8 @@ def parse_onnx(data: bytes, where: str) -> OnnxFile:
 
 
 def check_messages(data: bytes, descriptor: Any, where: str) -> None:
-    """Raises if a protobuf file has far more parts than its size explains: an empty part takes 2 bytes there, and 100 in memory."""
+    """Raises if a protobuf file has far more parts than its size explains: an empty part takes 2 bytes in the file, and 100 in
+    memory."""
     left, todo = FREE_MESSAGES + len(data) // BYTES_PER_MESSAGE, [(0, len(data), descriptor)]
     try:
         while todo:

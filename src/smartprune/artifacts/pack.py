@@ -30,7 +30,7 @@ RUNTIME = "smartprune.runtime"
 
 @dataclass(frozen=True)
 class PackedRow:
-    """One weight that can be cut. ``dense`` and ``size`` are bytes; ``packed`` is false where blocks would save none."""
+    """One weight that can be cut. ``dense`` and ``size`` are bytes; ``packed`` is false if blocks would save no bytes."""
 
     name: str
     shape: tuple[int, ...]
@@ -44,8 +44,8 @@ class PackedRow:
 class Packed:
     """The result of :func:`pack`. ``dense`` is the size of a plain safetensors file of the same tensors.
 
-    ``mask_hash`` is that of the receipt; without a receipt it is ``stored_hash``, the hash of the blocks that the file stores. The
-    two differ where a pruned layer is stored unchanged, because its blocks would save no bytes.
+    ``mask_hash`` is the hash in the receipt; without a receipt it is ``stored_hash``, the hash of the blocks that the file stores.
+    The two differ where a pruned layer is stored unchanged, because its blocks would save no bytes.
     """
 
     path: str
@@ -118,7 +118,7 @@ def pack(
     Args:
         model: A baked or any other plain model, a state dict, a file or a run folder.
         path: The file to write; by convention it ends in ``.packed.safetensors``.
-        block: The size of a block. By default that of the receipt or of the packed file.
+        block: The size of a block. Defaults to the block of the receipt or of the packed file.
         receipt: The receipt of the pruning. It is checked against the weights and stored in the file. The receipt of a run
             folder is found.
 

@@ -154,7 +154,7 @@ def read_source(model: Model, network: nn.Module | None = None) -> Source:
 
 
 def stored_and_network(stored: Model | None, model: Model | None, where: str) -> tuple[Model, nn.Module | None]:
-    """The weights to read, and their network. A network alone is what to read."""
+    """The weights to read, and their network. If only the network is given, its own weights are read."""
     if stored is None and model is None:
         raise SmartpruneError(f"{where}: give a torch.nn.Module, a state dict, or the path of a file or of a run folder")
     if stored is None or model is None:

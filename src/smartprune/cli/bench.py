@@ -90,7 +90,7 @@ def run_bench(args: argparse.Namespace) -> int:
             layers=not args.no_layers,
             calibration=inputs,
             only=args.engines,
-            tell=print_message,
+            announce=print_message,
             receipt=None if args.weights else receipt,
         )
     return _write_result(args, result, folder, out)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def add_budget_flags(parser: Parser, example: str) -> None:
-    """Adds the flags. ``example`` says in the help what counting needs."""
+    """Adds the flags. ``example`` is added to the help of budgets that need an input to count."""
     budget = parser.group(BUDGET).add_mutually_exclusive_group()
     budget.add_argument("--sparsity", type=float, metavar="X", help="share of blocks to remove, in [0, 1)")
     budget.add_argument("--params", type=float, metavar="X", help="share of weights to remove")

@@ -20,7 +20,7 @@ def add_compact(subparsers: Subparsers) -> None:
     parser = add_command(
         subparsers,
         "compact",
-        "write a smaller model without the channels that are empty",
+        "write a smaller model without its empty channels",
         "  smartprune compact runs/mine\n"
         "  smartprune compact runs/mine --out small.onnx\n"
         "  smartprune compact mypackage.net:build --weights model.safetensors --input 3x224x224 --out small.pt2\n\n"

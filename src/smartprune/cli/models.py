@@ -66,7 +66,7 @@ def load_run(folder: Path, trust: bool) -> tuple[nn.Module, Any, Any, Task, Conf
         if not (folder / name).is_file():
             raise SmartpruneError(f"{folder} has no {name}; give the folder of a finished run")
     config = load_config(folder / run_files.CONFIG)
-    check_trusted(config.model, folder / run_files.CONFIG, trust=trust, tell=print_message)
+    check_trusted(config.model, folder / run_files.CONFIG, trust=trust, announce=print_message)
     task = make_task(config.task, config.task_settings)
     model = task.model(config.model)
     load_stored_weights(model, folder / run_files.MODEL)

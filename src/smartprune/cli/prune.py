@@ -40,7 +40,7 @@ def add_prune(subparsers: Subparsers) -> None:
         "model", help="the folder of a run, a task, a built-in network, timm/NAME, torchvision/NAME, or MODULE:FUNCTION"
     )
     parser.add_argument("--weights", metavar="FILE", help="the trained weights: any file that verify can read")
-    parser.add_argument("--task", metavar="NAME", help="the task whose training data is used (default: that of the model)")
+    parser.add_argument("--task", metavar="NAME", help="the task whose training data is used (default: the model's)")
     parser.add_argument("--data", metavar="DIR", help="folder of the task's data (default: the run's, or $SMARTPRUNE_DATA)")
     parser.add_argument("--task-set", action="append", metavar="NAME=VALUE", help="a setting of the task")
     parser.add_argument("--calibration", metavar="FILE", help="inputs in place of a task's, an .npy array")
@@ -49,9 +49,9 @@ def add_prune(subparsers: Subparsers) -> None:
     parser.add_argument("--block", metavar="SIZE", help="block size, output x input channels (default: the task's, or 16x8)")
     add_budget_flags(parser, "")
     parser.add_argument("--memory", type=float, metavar="GIB", default=4.0, help="memory for the moments of layers (default: 4)")
-    parser.add_argument("--seed", type=int, metavar="N", default=0, help="seed of what is drawn at random (default: 0)")
+    parser.add_argument("--seed", type=int, metavar="N", default=0, help="seed of all random numbers (default: 0)")
     parser.add_argument("--device", metavar="NAME", default="cpu", help="cpu or cuda (default: cpu)")
-    parser.add_argument("--threads", type=int, metavar="N", default=0, help="threads of the CPU (default: those of PyTorch)")
+    parser.add_argument("--threads", type=int, metavar="N", default=0, help="CPU threads (default: PyTorch's)")
     parser.add_argument(
         "--out", metavar="DIR", required=True, help="folder for model.safetensors, receipt.json and the packed file"
     )
@@ -131,7 +131,7 @@ def _find(args: argparse.Namespace) -> tuple[nn.Module, str, Task | None]:
     folder, settings = Path(args.model), {"folder": str(Path(args.data).absolute())} if args.data else {}
     if folder.is_dir() and (folder / run_files.CONFIG).exists():
         config = load_config(folder / run_files.CONFIG)
-        check_trusted(config.model, folder / run_files.CONFIG, trust=args.trust, remedy=NAME_OR_TRUST, tell=print_message)
+        check_trusted(config.model, folder / run_files.CONFIG, trust=args.trust, remedy=NAME_OR_TRUST, announce=print_message)
         values = {**config.task_settings, **parse_settings("task", config.task, args.task_set or []), **settings}
         task: Task | None = make_task(config.task, values)
         model, block, weights = make_task(config.task, values).model(config.model), config.block, folder / run_files.DENSE

@@ -19,7 +19,7 @@ def prepare_streams() -> None:
 
 
 def _open_null(descriptor: int) -> int:
-    """/dev/null. If the stream's descriptor is free, it is taken, so that no other file gets it."""
+    """Opens /dev/null, on the stream's own descriptor if that is free, so that no other file gets it."""
     null = os.open(os.devnull, os.O_WRONLY)
     try:
         os.fstat(descriptor)

@@ -44,11 +44,9 @@ def add_sweep(subparsers: Subparsers) -> None:
     )
     parser.usage = "%(prog)s --out DIR [options]"
     parser.add_argument("--task", metavar="NAME", help="task to train on (default: digits)")
-    parser.add_argument("--methods", metavar="LIST", help="methods, such as smart,gradual (default: that of --config, or smart)")
-    parser.add_argument(
-        "--sparsities", metavar="LIST", help="shares of blocks to remove (default: that of --config, or the task's)"
-    )
-    parser.add_argument("--seeds", metavar="LIST", help="seeds, such as 0,1,2 (default: that of --config, or 0)")
+    parser.add_argument("--methods", metavar="LIST", help="methods, such as smart,gradual (default: from --config, or smart)")
+    parser.add_argument("--sparsities", metavar="LIST", help="shares of blocks to remove (default: from --config, or the task's)")
+    parser.add_argument("--seeds", metavar="LIST", help="seeds, such as 0,1,2 (default: from --config, or 0)")
     parser.add_argument("--dense-seed", type=int, metavar="N", help="all seeds start from the dense model of this seed")
     parser.add_argument("--label", metavar="WORD", help="a word in the names of these runs, such as short")
     parser.add_argument("--grid", metavar="FILE", help="read the grid from a JSON file instead")

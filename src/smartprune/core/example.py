@@ -50,7 +50,7 @@ def outputs_depend_on(model: nn.Module, example: Any) -> bool:
             second = _outputs(model, tree_unflatten(changed, structure))
             if len(first) != len(second) or not all(_same(a, b) for a, b in zip(first, second, strict=True)):
                 return True
-    return not first or all(_same_leaf(a, b) for a, b in zip(leaves, changed, strict=True))  # then nothing can be said
+    return not first or all(_same_leaf(a, b) for a, b in zip(leaves, changed, strict=True))  # then the answer is not known
 
 
 def _outputs(model: nn.Module, example: Any) -> list[Tensor]:

@@ -41,7 +41,7 @@ def heads_in_trace(trace: Trace, constants: Set[int], narrow: Set[int], named: S
 
 
 class _Walk:
-    """From the outputs of a model back to its layers."""
+    """Walks from the outputs of a model back to its layers."""
 
     def __init__(self, trace: Trace, constants: Set[int], narrow: Set[int], named: Set[int]) -> None:
         self.nodes, self.outputs = trace.nodes, trace.outputs

@@ -313,7 +313,7 @@ def _unsupported(candidate: Candidate) -> str | None:
 
 
 def _no_layer(candidate: Candidate) -> str:
-    """Why a parameter is not the weight of a layer with blocks, and what to use instead if there is something."""
+    """Why a parameter is not the weight of a layer with blocks, and a replacement if there is one."""
     kind, attribute = candidate.kind, candidate.attribute
     if isinstance(candidate.module, nn.RNNBase):
         return f"{kind} passes its weights to torch as a list, so they cannot be masked: use {kind}Cell to prune them"

@@ -13,7 +13,7 @@ _NO_DISPATCH = Tensor.__torch_dispatch__
 
 
 class NoMemoryError(SmartpruneError):
-    """The numbers of a tensor are not in its memory."""
+    """A tensor has no memory that holds its numbers."""
 
     def __init__(self, tensor: Tensor, where: str) -> None:
         kind = type(tensor).__name__
@@ -25,7 +25,7 @@ class NoMemoryError(SmartpruneError):
 def address_of(tensor: Tensor, where: str) -> int:
     """The address of the first number of a tensor, or 0 if it has no numbers.
 
-    Raises :class:`NoMemoryError` for fake, functional and batched tensors, for zeros of automatic differentiation, and for classes
+    Raises :class:`NoMemoryError` for fake, functional and batched tensors, for the zero tensors of autograd, and for classes
     with operations of their own: they have no memory, or store something else there. Raises an error that starts with ``where``
     if the memory was freed.
 

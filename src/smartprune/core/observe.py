@@ -77,9 +77,9 @@ def _is_narrow(weight: Candidate) -> bool:
 
 
 def _transformed(model: nn.Module, example: Any, recorded: Trace, weights: Mapping[int, Sequence[Candidate]]) -> set[int]:
-    """The weights that layers compute with in a form in which zeros are not zero.
+    """The weights that layers transform before use, so that zeros do not stay zero.
 
-    Such a weight gets additional zeros, and these must be found in every form of it.
+    To test a weight, zeros are added to it, and every form of it must contain them.
     """
     probed = {
         key: users[0].weight
@@ -110,7 +110,7 @@ def _survive(before: Form, after: Form, probed: Mapping[int, Tensor]) -> bool:
 
 @contextmanager
 def _probes(model: nn.Module, probed: Collection[int]) -> Iterator[None]:
-    """Gives the model parameters without zeros for a while, and those in ``probed`` with known zeros."""
+    """Temporarily gives the model parameters without zeros, and those in ``probed`` known zeros."""
     stored: list[tuple[nn.Parameter, Tensor]] = []
     try:
         for parameter in model.parameters():

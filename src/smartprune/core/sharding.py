@@ -30,7 +30,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
 def reshard(model: nn.Module) -> None:
     """Reshards the weights that FSDP left unsharded after a forward pass without backward.
 
-    The root module, for one, stays unsharded then, and writes to its unsharded weights are lost.
+    The root module, for example, then stays unsharded, and writes to its unsharded weights are lost.
     """
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:

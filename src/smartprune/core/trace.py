@@ -52,7 +52,7 @@ class Node:
     inputs: tuple[int, ...]  # what it reads, in the order of the arguments
     data: bool  # whether it depends on the inputs of the model
     params: frozenset[int]  # parameters that it is computed from, by id, if it is itself some form of a weight
-    exact: bool  # whether it has all its values from these parameters unchanged
+    exact: bool  # whether all its values are unchanged values of these parameters
     weights: frozenset[int] = frozenset()  # parameters, by id, that this operation multiplies by
 
 

@@ -50,7 +50,7 @@ Calls = dict[str, list[tuple[Call, ...]]]  # name of a weight -> its calls; a tu
 
 @dataclass(frozen=True)
 class Usage:
-    """What one run of an example did.
+    """The uses of all weights in one run of an example.
 
     ``calls`` are the calls of every weight, by its name. A tuple has one entry per part of the weight: the in-projection of
     attention has three, query, key and value. ``macs`` are those of the whole model for one sample. ``not_counted`` names the
@@ -139,7 +139,7 @@ class _Recorder(TorchFunctionMode):
         self.time_first: tuple[int, ...] = ()  # (time, batch) of an input that attention or a recurrent layer reads in that order
         self.names: dict[int, str] = {}  # names of the weights of layers, by their id
         self.running: set[int] = set()  # ids of the weights whose layer is being called
-        self.started: list[int] = []  # MACs when the calls of modules began that have not ended
+        self.started: list[int] = []  # MACs at the start of each module call that is still running
         self.masked: list[nn.Module] = []  # layers whose `weight` attribute is a masked copy
         self.hooks: list[RemovableHandle] = []
         masked = any(is_masked(module) for module in model.modules())
@@ -254,7 +254,8 @@ class _Recorder(TorchFunctionMode):
         self.sizes[name] = size
 
     def _subtract(self, start: int, macs: int) -> None:
-        """Subtracts the MACs of a recorded call from those since ``start``. A layer may compute more than its weight says."""
+        """Subtracts the MACs of a recorded call from those since ``start``. A layer may run operations besides the product with its
+        weight."""
         self.counter.macs = max(start, self.counter.macs - macs)
 
     def _note_axes(self, module: nn.Module, args: Any, kwargs: Any) -> None:

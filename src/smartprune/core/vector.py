@@ -43,7 +43,7 @@ class Blocks:
         self.to(self.device)
 
     def to(self, device: torch.device) -> None:
-        """Moves what methods read in every step: copies from host memory would synchronize the device."""
+        """Moves the tensors that methods read in every step, because copies from host memory would synchronize the device."""
         self.sizes, self.layer = self.sizes.to(device), self.layer.to(device)
         self.counts = torch.tensor([layer.n for layer in self.layers], device=device)
 

@@ -25,7 +25,7 @@ from ..errors import SmartpruneError
 from ..fields import is_valid_name
 from ..files import as_path, parse_json, read_limited
 
-Per = Literal["block", "layer"]  # what a single number of the table is the cost of
+Per = Literal["block", "layer"]  # what a single number of the table stands for: the cost of a block, or of a layer
 
 MAX_BYTES = 1 << 28  # of a file
 MAX_TOTAL = 2**53  # of all costs together, in units of the resolution
@@ -184,10 +184,10 @@ def costs(
         table: A cost for each layer to prune, by the name of the layer or of its weight: a number, or an array with one number for
             each block, in the shape of the grid or flat. Or a file: ``.json`` with ``{"name": ..., "unit": ..., "costs": {...}}``,
             or ``.csv`` with the columns ``layer,cost`` or ``layer,block,cost``. Layers that are not pruned may be in the table.
-        name: What is counted, such as ``"energy"``. By default that of the file, or ``"costs"``.
-        unit: Its unit, such as ``"pJ"``. By default that of the file, or ``"units"``.
-        per: What a single number is the cost of: ``"block"``, each block, by default; ``"layer"``, the whole layer, which is
-            divided among its blocks by their weights.
+        name: What is counted, such as ``"energy"``. Defaults to the name in the file, or ``"costs"``.
+        unit: Its unit, such as ``"pJ"``. Defaults to the unit in the file, or ``"units"``.
+        per: What a single number stands for: ``"block"`` (the default), the cost of each block; ``"layer"``, the cost of the whole
+            layer, which is divided among its blocks by their weights.
         resolution: Costs are rounded to multiples of this number.
 
     Returns:

@@ -104,7 +104,7 @@ class LayerCycles:
 
     @property
     def mac_speedup(self) -> float:
-        """The speed-up of the multiplications alone. ``speedup`` is no larger where the dense layer waits for no memory and its
+        """The speed-up of the multiplications alone. ``speedup`` is at most this if the dense layer never waits for memory and its
         lanes are even."""
         return _ratio(self.dense.mac, self.pruned.mac)
 

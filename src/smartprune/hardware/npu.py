@@ -205,7 +205,7 @@ class NPU:
         Args:
             model: A plain or baked model.
             example: One input of the model: a tensor, or a tuple or dictionary of arguments.
-            block: What the NPU skips. By default the block of the receipt of the weights, or else the shape of the array.
+            block: What the NPU skips. Defaults to the block of the receipt of the weights, or else to the shape of the array.
             weights: A file, a run folder or a state dict whose weights replace those of the model.
 
         Returns:

@@ -23,7 +23,7 @@ from ..pruning.pruner import Pruner
 from .state import Carrier
 
 DEFAULT_SHARE = 0.3  # of the training: records with 0.2 and 0.4 differ by no more than their standard deviation
-UNKNOWN_STEPS = 2**31  # the length of a search until the trainer knows the length of the training
+UNKNOWN_STEPS = 2**31  # the length of a search until the length of the training is known
 
 
 class Search:
@@ -181,7 +181,7 @@ class Search:
             self._pruner.step()
 
     def metrics(self, wait: bool = False) -> dict[str, float]:
-        """With ``wait`` it includes numbers that a GPU must be waited for."""
+        """With ``wait`` it includes numbers that must be copied from a GPU."""
         out = {"smartprune/tau": self._pruner.tau, "smartprune/progress": self._pruner.progress}
         if wait:
             out["smartprune/undecided"] = float(self._pruner.telemetry()["undecided"])
@@ -275,7 +275,7 @@ class Search:
 
 
 class Pruning:
-    """What all callbacks have: their arguments, the pruner, and the receipt after the training.
+    """The common part of all callbacks: their arguments, the pruner, and the receipt after the training.
 
     ``steps`` is the length of the search in optimizer steps, or a share (a float) of the training. ``epochs`` is its length in
     epochs. Without either it is 0.3 of the training, and the rest is fine-tuning. ``score_lr`` is the learning rate of the scores,

@@ -25,7 +25,7 @@ from ..topk import hard_topk, soft_topk
 from .balanced import balanced_rank
 from .method import Change, Clock, State, choose, lists_settings, within
 
-REFRESHES = 200  # how many times per search the scores take up changes of the weights
+REFRESHES = 200  # how many times per search the scores are updated with changes of the weights
 ROUNDING = 1e-6  # of the mean score: a smaller spread comes from rounding, not from different weights
 RAMP_START = 0.99  # share of the cost of all blocks; below 1, so scores have gradients from the first step on
 

@@ -82,13 +82,13 @@ def attach(
         raise SmartpruneError("attach: the model already has a pruner; bake it first, or start from a fresh model")
     if sparsity is None and budget is None:
         raise SmartpruneError("attach: no budget given; give sparsity=0.95, or budget=smartprune.macs(0.5, example=x)")
-    with torch.inference_mode(False):  # what is made here is trained, or read by backward passes
+    with torch.inference_mode(False):  # tensors made here are trained, or read by backward passes
         planned = make_plan(model, block, sparsity, budget, floor=floor, include=include, skip=skip, example=example).require()
     checks.require_blocks_that_fit(planned)
     masked = [layer.name for layer in planned.layers if any(is_masked(model.get_submodule(name)) for name, _ in layer.sites)]
     if masked:
         raise SmartpruneError(
-            f"attach: {masked[0]} belongs to another pruner already, that of a larger model or of one that shares the layer; bake "
+            f"attach: {masked[0]} already belongs to another pruner, of a larger model or of one that shares the layer; bake "
             f"that one first, or leave the layer out: skip={masked[0]!r}"
         )
     with torch.inference_mode(False):

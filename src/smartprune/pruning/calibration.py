@@ -23,7 +23,8 @@ class Calibration:
         self.norms = [freeze_running_statistics(module) for module in norms]
 
     def pause_parameters(self) -> None:
-        """Also needed in a copy of the model and after parameters were replaced: the registry knows parameters, not models."""
+        """Also called in a copy of the model and after parameters were replaced, because the registry holds parameters, not
+        models."""
         optimizers.pause(self.model.parameters())
 
     def to(self, device: torch.device) -> None:

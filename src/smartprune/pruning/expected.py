@@ -44,7 +44,7 @@ class Expected:
         cycles: Cycles on ``npu``, for one sample.
         npu: The machine of ``cycles``.
         speedup: The expected speed-up on a CPU with float32, from the share of MACs that is left, as ``low``, ``typical`` and
-            ``high``. None for networks of fewer than 50 million MACs, whose time is not that of their MACs.
+            ``high``. None for networks of fewer than 50 million MACs, whose time does not follow from their MACs.
         measured: The time on this CPU, if it was measured.
     """
 

@@ -28,7 +28,7 @@ NAMES = 3  # names that a text lists
 
 
 class Mark:
-    """Lies in a module and finds its held weights: in copies, after pickling, and when the module gets new ones."""
+    """Stored in a module to find its held weights in copies, after pickling, and when the module gets new weights."""
 
     def __init__(self, module: nn.Module) -> None:
         self.layers: dict[str, tuple[ZeroMask, int]] = {}  # attribute -> mask, and the index of the layer there
@@ -113,7 +113,7 @@ class Hold:
         self.empty = tuple(layer.name for layer in layers if not layer.live.any())  # layers that are zero as a whole
 
     def remove(self) -> None:
-        """The blocks of the model may train again. Copies of the model keep theirs."""
+        """Lets the blocks of the model train again. Copies of the model keep their zeros."""
         model = self._model()
         if model is not None:
             _release(model)
@@ -177,7 +177,7 @@ def hold(model: nn.Module, block: Block | str | Sequence[int | None] | Receipt |
 
 
 def _release(model: nn.Module) -> None:
-    """Ends every hold on the weights of a model, that of ``bake`` included."""
+    """Ends every hold on the weights of a model, including the one of ``bake``."""
     for module in model.modules():
         mark = module.__dict__.pop(MARK, None)
         if mark is not None:

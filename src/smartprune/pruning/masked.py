@@ -81,7 +81,7 @@ class MaskedModules:
             )
         wanted = {id(module) for module in self.modules.values()}
         out = []
-        for parent, name, child in reversed(edges):  # from the leaves up: a parent is wanted if a child is
+        for parent, name, child in reversed(edges):  # from the leaves up: a parent is needed if a child is
             if id(child) in wanted:
                 wanted.add(id(parent))
                 out.append((parent, name, child))

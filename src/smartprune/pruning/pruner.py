@@ -323,8 +323,8 @@ class Pruner:
     def apply_to(self, other: nn.Module) -> None:
         """Gives a copy of the model, such as an EMA copy, the mask, the temperature and the phase of this pruner.
 
-        A copy that was made by deepcopy after :func:`smartprune.attach` follows. A plain copy, made before, becomes a masked
-        one. If this pruner is frozen, the removed blocks of a plain copy are zeroed and held at zero instead.
+        A deepcopy that was made after :func:`smartprune.attach` is updated. A plain copy that was made before becomes a masked one.
+        If this pruner is frozen, the removed blocks of a plain copy are zeroed and held at zero instead.
 
         Args:
             other: A copy of the model.

@@ -24,10 +24,10 @@ def recalibrate(model: nn.Module, batches: Iterable[Any], *, samples: int = SAMP
     those of all samples together, so the size of the batches does not matter much. Weights do not change.
 
     Args:
-        model: The model. If it fails, the model is as it was.
+        model: The model. If the call fails, the model does not change.
         batches: Any iterable of inputs, such as a DataLoader: tensors, dictionaries of arguments, or tuples whose first entries
             are the inputs. Labels are not used.
-        samples: How many samples are read at least, if there are so many.
+        samples: The least number of samples to read, if there are that many.
 
     Returns:
         Nothing. The statistics are written into the model.

@@ -1,6 +1,6 @@
 """The registry of weights whose zero blocks stay zero. The optimizer hooks zero these blocks again after every step.
 
-Weights are known by identity, and a deepcopy of a held weight is held, too. PyTorch has no hook for copies, so
+Weights are identified by object identity, and a deepcopy of a held weight is held, too. PyTorch has no hook for copies, so
 ``nn.Parameter.__deepcopy__`` is replaced once a weight is held. Models of :func:`smartprune.hold` also have marks (``hold.py``).
 They find the weights again after pickling, or when modules get new ones.
 """
@@ -139,7 +139,7 @@ def _hold(mask: ZeroMask, layer: int, weight: Tensor) -> None:
 
 
 def release_zeros(weights: Iterable[Tensor]) -> None:
-    """Removed blocks of these weights may train again."""
+    """Lets the removed blocks of these weights train again."""
     global _held_version
     _held_version += 1
     for weight in weights:

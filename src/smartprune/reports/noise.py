@@ -8,10 +8,9 @@ CONFIDENCE = 1.96  # standard errors on each side: about 95 % of all test splits
 
 
 def accuracy_noise(dense: float, pruned: float, samples: float) -> float:
-    """Half the width of the 95 % interval of the difference (Agresti and Caffo), if both models saw samples of their own.
-
-    Both see the same samples, which makes the real interval narrower, so this is an upper bound for one test split. The spread
-    between seeds comes on top, and one run does not show it.
+    """Half the width of the 95 % interval of the difference (Agresti and Caffo), if the models were tested on independent samples.
+    They are tested on the same samples, which makes the real interval narrower, so this is an upper bound for one test split. The
+    spread between seeds is not included, because one run does not show it.
 
     >>> round(accuracy_noise(0.95, 0.94, 10_000), 4)
     0.0063

@@ -45,8 +45,8 @@ def write_page(
 
     ``estimate`` holds its cycles on an NPU. ``network`` is the module that a file belongs to, ``receipt`` its receipt.
     """
-    beside = receipt if isinstance(receipt, (str, os.PathLike)) else find_receipt(model)
-    check_no_overwrite(path, {**files_of(model), **({} if beside is None else {"the receipt": beside})}, "report:")
+    receipt_file = receipt if isinstance(receipt, (str, os.PathLike)) else find_receipt(model)
+    check_no_overwrite(path, {**files_of(model), **({} if receipt_file is None else {"the receipt": receipt_file})}, "report:")
     write_atomic(path, render(gather(model, block, estimate, network, receipt)).encode())
 
 

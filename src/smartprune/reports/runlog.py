@@ -1,4 +1,4 @@
-"""Reads a run folder for a report. Its files may be incomplete, damaged or made up; that is never an error here."""
+"""Reads a run folder for a report. Its files may be incomplete, damaged or forged, which is never an error here."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def _with_found(source: Source, path: Path, wanted: Block | None) -> Stored:
         return Stored(source, note=f"{path.name} next to the file cannot be used ({error})")
     if problems := _differences(source, receipt):
         return Stored(source, note=f"{path.name} next to the file is not used, because the weights do not match it ({problems[0]})")
-    source = replace(source, receipt=receipt)  # also for other blocks, because it tells the axes
+    source = replace(source, receipt=receipt)  # also for other blocks, because it gives the axes
     if wanted is not None and wanted != receipt.block:
         return Stored(source, note=f"{path.name} counts blocks of {receipt.block}, so its sparsity is not shown")
     return Stored(source, receipt)
@@ -99,5 +99,6 @@ def summarize(problems: Sequence[str]) -> str:
 
 
 def _differences(source: Source, receipt: Receipt) -> tuple[str, ...]:
-    """Differences between weights and receipt. NaN and infinity are none: they are reported with or without a receipt."""
+    """Differences between weights and receipt. NaN and infinity are left out, because they are reported with or without a
+    receipt."""
     return tuple(p for p in compare_with_receipt(source, receipt).problems if not p.endswith(NOT_FINITE))

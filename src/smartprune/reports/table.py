@@ -211,7 +211,7 @@ def report(
 
     Args:
         stored: Anything that :func:`smartprune.verify` reads.
-        block: The size of a block. By default that of the receipt or of the packed file, or else 16x8.
+        block: The size of a block. Defaults to the block of the receipt or of the packed file, or else to 16x8.
         model: The ``torch.nn.Module`` that a state dict or a file belongs to. It says which layers are transposed or grouped.
             Without it and without a receipt, axes are read as (out, in, ...), and ``assumed`` of the result names those weights.
         receipt: A receipt, its JSON data or its path; it must match the weights. By default the receipt in the file or folder, or

@@ -17,7 +17,7 @@ CONTAINERS = (nn.Module, nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 class Proxy(nn.Module):
-    """Has the attributes of the module in the list ``_model``, besides its own."""
+    """Has the attributes of the module in the list ``_model`` in addition to its own."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -30,7 +30,7 @@ class Proxy(nn.Module):
 
 
 class ReplacedLayer(Proxy, Accelerated):
-    """Takes the place of one layer, and has its attributes: model code may read the weight or the number of outputs."""
+    """Replaces one layer and has its attributes, because model code may read its weight or its number of outputs."""
 
 
 class ReplacedModel(Proxy, Opaque):

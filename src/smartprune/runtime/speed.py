@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..core.kinds import is_masked
 from ..errors import SmartpruneError
 
-# The time that is left of a dense float32 network, as a share: its MACs left, and a fixed part for everything else. The rows of
+# The share of a dense float32 network's time that is left: its share of MACs, and a fixed part for everything else. The rows of
 # five networks in records/runtime-cpu lie between the bounds, and the second number is typical of ResNet50 and YOLOv5m.
 FIXED_TIME, TYPICAL_FIXED_TIME = 0.085, 0.025
 LARGEST_GAIN = 1.1  # the speed-up, times the share of MACs left

@@ -27,7 +27,8 @@ INK = 0.35  # a pixel belongs to a digit if its share of ink is larger
 
 @dataclass(frozen=True)
 class Scenes:
-    """Segmentation of digits. The splits use the digits of the same splits of the task ``digits``, so they share none."""
+    """Segmentation of digits. The splits use the digits of the same splits of the task ``digits``, so no digit is in two of
+    them."""
 
     data_seed: int = 0  # seed of the scenes
     width: int = 16  # channels of the first layer of segnet

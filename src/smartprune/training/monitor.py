@@ -18,7 +18,7 @@ from .progress import format_duration
 
 SPARKS, ASCII_SPARKS = "▁▂▃▄▅▆▇█", "_.-=*#"
 POINTS = 24  # of a sparkline
-STALLED_SECONDS = 120.0  # a run without news for so long, and for three epochs, may have stopped
+STALLED_SECONDS = 120.0  # a run without output for so long, and for three epochs, may have stopped
 STALLED = "  no new output; the run may have stopped"
 
 

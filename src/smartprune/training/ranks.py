@@ -1,7 +1,7 @@
 """Training with several processes, as torchrun starts them.
 
-A rank is one of these processes. Rank 0 writes the files and shows progress. With a single process every function here
-does what its name says for one rank, at no cost.
+A rank is one of these processes. Rank 0 writes the files and shows progress. With a single process, every function here works for
+that one rank at no cost.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def process_group(device: str) -> Iterator[None]:
         raise SmartpruneError(f"rank {rank()}: another process ended too early; read its error first ({message})") from None
     else:
         if created:
-            any_rank(True)  # waits for all ranks, so that none ends while another still talks to it
+            any_rank(True)  # waits for all ranks, so that none ends while another still communicates with it
             torch.distributed.destroy_process_group()
 
 

@@ -17,15 +17,15 @@ def check_trusted(
     named: str | None = None,
     trust: bool = False,
     remedy: str = "--trust",
-    tell: Callable[[str], None] | None = None,
+    announce: Callable[[str], None] | None = None,
 ) -> None:
     """Raises if ``model``, which the file ``where`` names, is a function that would be imported and that only this file names.
 
     ``named`` is the model that the user named, and ``trust`` whether the user trusts the file. ``remedy`` is what to add.
-    ``tell`` gets a line that says what is imported.
+    ``announce`` gets a line that says what is imported.
 
     >>> check_trusted("resnet18", "config.json")
-    >>> check_trusted("package.net:build", "config.json", trust=True, tell=print)
+    >>> check_trusted("package.net:build", "config.json", trust=True, announce=print)
     config.json: imports package.net and calls build
     """
     if not is_function(model):
@@ -35,6 +35,6 @@ def check_trusted(
             f"{where}: model is {escape(model)}, a function that would be imported and run, and only this file names it; "
             f"if you trust the file, add {remedy.format(model=shlex.quote(model))}"
         )
-    if tell is not None:
+    if announce is not None:
         module, _, function = escape(model).partition(":")
-        tell(f"{where}: imports {module} and calls {function}")
+        announce(f"{where}: imports {module} and calls {function}")

@@ -57,12 +57,12 @@ def test_labels_keep_grids_with_different_options_apart() -> None:
 
 
 def test_dense_seed_gives_all_seeds_one_dense_model(tmp_path: Path) -> None:
-    own, shared = expand_grids([small_grid(seeds=(0, 1, 7))]), expand_grids([small_grid(seeds=(0, 1, 7), dense_seed=7)])
-    assert len({cell.dense for cell in own}) == 3
-    assert {cell.dense for cell in shared} == {own[2].dense}
-    assert [cell.config for cell in shared] == [cell.config for cell in own]
+    cells, shared = expand_grids([small_grid(seeds=(0, 1, 7))]), expand_grids([small_grid(seeds=(0, 1, 7), dense_seed=7)])
+    assert len({cell.dense for cell in cells}) == 3
+    assert {cell.dense for cell in shared} == {cells[2].dense}
+    assert [cell.config for cell in shared] == [cell.config for cell in cells]
     assert {cell.dense_config(tmp_path).seed for cell in shared} == {7}
-    assert dense_name(shared[0].dense_config(tmp_path)) == own[2].dense
+    assert dense_name(shared[0].dense_config(tmp_path)) == cells[2].dense
     with pytest.raises(SmartpruneError, match="is in two grids"):
         expand_grids([small_grid(dense_seed=0), small_grid(dense_seed=1)])
     wrong: list[Any] = [-1, 2**32, 1.0, True, "0"]
@@ -71,8 +71,8 @@ def test_dense_seed_gives_all_seeds_one_dense_model(tmp_path: Path) -> None:
             small_grid(dense_seed=seed)
     with pytest.raises(SmartpruneError, match=r"dense_seed 0 and dense 'd\.safetensors': give only one of them"):
         small_grid(dense_seed=0, options={**OPTIONS, "dense": "d.safetensors"})
-    finish(tmp_path, own[1], dense=f"/elsewhere/{own[1].dense}.safetensors")
-    Sweep(tmp_path, own)
+    finish(tmp_path, cells[1], dense=f"/elsewhere/{cells[1].dense}.safetensors")
+    Sweep(tmp_path, cells)
     with pytest.raises(SmartpruneError, match="started from the dense model digits-resnet8-s1, but digits-resnet8-s7 is requested"):
         Sweep(tmp_path, shared)
 
@@ -120,8 +120,8 @@ def test_grid_files_are_read_and_checked(tmp_path: Path) -> None:
     names = [cell.name for cell in expand_grids([g.override({"batch": 64}, {"smart": {"end": 0.01}}) for g in read_grids(path)])]
     assert len(names) == 3
     assert "start=2-end=0.01" in names[0]
-    (found,) = [g for g in read_grids(path) if g.methods == ("magnitude",)]
-    assert found.override({"task_settings": {"folder": "/data"}}, {}).options["task_settings"] == {"width": 4, "folder": "/data"}
+    (grid,) = [g for g in read_grids(path) if g.methods == ("magnitude",)]
+    assert grid.override({"task_settings": {"folder": "/data"}}, {}).options["task_settings"] == {"width": 4, "folder": "/data"}
     for text, message in (
         ("[3]", "is of type int"),
         ("[]", "holds no grid"),

@@ -68,10 +68,10 @@ class Branches(nn.Module):
 def test_survey_finds_order_uses_and_norms() -> None:
     model = Branches()
     layers = layers_of(model)
-    found = survey(model, layers, [torch.randn(2, 2, 5, 5)])
-    assert [layers[i].name for i in found.order] == ["conv", "free", "last"]
-    assert found.uses == {1: 1, 2: 1, 0: 1}
-    assert {layers[i].name: norm for i, norm in found.norms.items()} == {"conv": model.norm}
+    result = survey(model, layers, [torch.randn(2, 2, 5, 5)])
+    assert [layers[i].name for i in result.order] == ["conv", "free", "last"]
+    assert result.uses == {1: 1, 2: 1, 0: 1}
+    assert {layers[i].name: norm for i, norm in result.norms.items()} == {"conv": model.norm}
     assert [layer_inputs(layer) for layer in layers] == [6, 18, 6]
 
 
@@ -97,7 +97,7 @@ def test_sensitivities_are_squared_gradients_of_the_sampled_loss(frozen: bool) -
     if frozen:
         model.requires_grad_(False)
     batches = [torch.randn(3, 2, 5, 5), torch.randn(2, 2, 5, 5)]
-    found = sensitivities(model, layers_of(model), batches, 7, lambda: None)
+    result = sensitivities(model, layers_of(model), batches, 7, lambda: None)
     assert all(parameter.grad is None for parameter in model.parameters())
     generator = torch.Generator().manual_seed(7)
     expected: list[Any] = [torch.zeros(1, 4), torch.zeros(2, 3), torch.zeros(1, 3)]
@@ -111,15 +111,15 @@ def test_sensitivities_are_squared_gradients_of_the_sampled_loss(frozen: bool) -
         for i, gradient in enumerate(gradients):
             sums = gradient.square().reshape(len(x), gradient.shape[1], -1).sum((0, 2))
             expected[i] = expected[i] + sums.view_as(expected[i]) / 5
-    for a, b in zip(found, expected, strict=True):
+    for a, b in zip(result, expected, strict=True):
         assert torch.allclose(a.float(), b, rtol=1e-4, atol=1e-7)
 
 
 def test_outputs_that_are_no_classes_are_projected() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(2, 4, 1), nn.Conv2d(4, 2, 1))
-    found = sensitivities(model, layers_of(model), [torch.randn(4, 2, 6, 6)], 0, lambda: None)
-    assert all((rows > 0).all() for rows in found)
+    result = sensitivities(model, layers_of(model), [torch.randn(4, 2, 6, 6)], 0, lambda: None)
+    assert all((rows > 0).all() for rows in result)
 
 
 def test_a_layer_without_gradient_gets_the_mean_of_the_others() -> None:

@@ -52,8 +52,8 @@ def test_costs_are_those_of_greedy_removal_by_least_squares(block: tuple[int, in
             highest = max(highest, after[best] - before)
             expected[best], before = highest, after[best]
             kept.remove(best)
-        found = costs[tiles.index[0, r]]
-        assert found.tolist() == pytest.approx([expected[i] for i in range(len(expected))], rel=1e-3)
+        result = costs[tiles.index[0, r]]
+        assert result.tolist() == pytest.approx([expected[i] for i in range(len(expected))], rel=1e-3)
 
 
 def test_greedy_removal_is_close_to_the_best_subset() -> None:
@@ -62,10 +62,10 @@ def test_greedy_removal_is_close_to_the_best_subset() -> None:
     tiles = tiles_of(3, 8, (3, 1))
     costs = removal_costs(weight[None], (x.T @ x / 60)[None].double(), ones[None], tiles, 1e-4, rounds=ALL)
     best = min(loss(weight, x, list(kept), ones, 1e-4) for kept in combinations(range(8), 4))
-    found = loss(weight, x, sorted(costs.argsort()[4:].tolist()), ones, 1e-4)
-    assert found <= 1.5 * best
+    result = loss(weight, x, sorted(costs.argsort()[4:].tolist()), ones, 1e-4)
+    assert result <= 1.5 * best
     smallest = loss(weight, x, sorted(weight.norm(dim=0).argsort()[4:].tolist()), ones, 1e-4)
-    assert found < smallest
+    assert result < smallest
 
 
 def test_rounds_of_several_blocks_have_the_exact_total() -> None:

@@ -20,9 +20,9 @@ def test_kept_weights_are_those_of_least_squares() -> None:
     dense, x = torch.randn(parts, outputs, inputs), torch.randn(60, inputs).double()
     y = torch.stack([(x @ dense[p].T.double()) + 0.3 * torch.randn(60, outputs) for p in range(parts)])
     keep = torch.rand(grid.n) < 0.6
-    found = refit(dense, (x.T @ x / 60)[None], x.T @ y / 60, keep, tiles, damping=0.05)
+    result = refit(dense, (x.T @ x / 60)[None], x.T @ y / 60, keep, tiles, damping=0.05)
     live = grid.expand(keep).view(parts, outputs, inputs)
-    assert (found[~live] == 0).all()
+    assert (result[~live] == 0).all()
     root = np.sqrt(0.05 * float((x.T @ x / 60).diagonal().mean()) * 60)
     for part in range(parts):
         for row in range(outputs):
@@ -30,7 +30,7 @@ def test_kept_weights_are_those_of_least_squares() -> None:
             system = np.vstack([x.numpy()[:, columns], root * np.eye(len(columns))])
             goal = np.concatenate([y[part, :, row].numpy(), root * dense[part, row].double().numpy()[columns]])
             expected = lstsq(system, goal)[0] if len(columns) else []
-            assert np.allclose(found[part, row].numpy()[columns], expected, atol=1e-4)
+            assert np.allclose(result[part, row].numpy()[columns], expected, atol=1e-4)
 
 
 def test_nothing_changes_if_nothing_is_removed() -> None:
@@ -38,5 +38,5 @@ def test_nothing_changes_if_nothing_is_removed() -> None:
     tiles = Tiles.of(Layer("a", "Linear", Block(2, 2).grid((4, 6)), 0, False, (("a", "weight"),)))
     dense, x = torch.randn(1, 4, 6), torch.randn(30, 6).double()
     moment = (x.T @ x / 30)[None]
-    found = refit(dense, moment, moment @ dense.double().mT, torch.ones(6, dtype=torch.bool), tiles)
-    assert torch.allclose(found, dense, atol=1e-5)
+    result = refit(dense, moment, moment @ dense.double().mT, torch.ones(6, dtype=torch.bool), tiles)
+    assert torch.allclose(result, dense, atol=1e-5)

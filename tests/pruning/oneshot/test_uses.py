@@ -50,14 +50,14 @@ LAYERS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
 
 def uses_of(model: nn.Module, x: Any) -> list[tuple[Use, Tensor | None]]:
     layers, _ = find_layers(model, Block(2, 2), include="*")
-    found: list[tuple[Use, Tensor | None]] = []
+    uses: list[tuple[Use, Tensor | None]] = []
 
     def on_use(use: Use, out: Tensor | None) -> Tensor | None:
-        found.append((use, out))
+        uses.append((use, out))
         return out
 
     run_with(model, x, UseReader(model, layers, on_use))
-    return found
+    return uses
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -126,9 +126,9 @@ def test_cells_read_inputs_and_states() -> None:
                 state = self.cell(step, state)
             return state[0]  # type: ignore[index]
 
-    found = uses_of(Model(), torch.randn(3, 2, 4))
-    assert [(use.layer, tuple(use.x.shape)) for use, _ in found if use.layer == 0] == [(0, (2, 4))] * 3
-    assert [tuple(use.x.shape) for use, _ in found if use.layer == 1] == [(2, 6)] * 2  # the first step has no state
+    uses = uses_of(Model(), torch.randn(3, 2, 4))
+    assert [(use.layer, tuple(use.x.shape)) for use, _ in uses if use.layer == 0] == [(0, (2, 4))] * 3
+    assert [tuple(use.x.shape) for use, _ in uses if use.layer == 1] == [(2, 6)] * 2  # the first step has no state
 
 
 def test_a_weight_that_another_module_uses_is_found() -> None:

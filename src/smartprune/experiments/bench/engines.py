@@ -1,4 +1,4 @@
-"""The engines that a benchmark knows, and which of them are installed."""
+"""The engines that can be timed, and which of them are installed."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def time_layers(
 ) -> dict[str, tuple[str, float]]:
     """The kind and the time of every convolution and linear layer alone, in seconds.
 
-    The overhead of a call is that of a layer with a single weight in the same engine, and is subtracted.
+    The overhead of a call, measured with a layer of a single weight in the same engine, is subtracted.
     """
     overheads = {
         "conv": _time(name, nn.Conv2d(1, 1, 1), torch.zeros(1, 1, 1, 1), threads, folder, seconds),

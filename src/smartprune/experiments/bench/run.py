@@ -46,7 +46,7 @@ def bench(
     layers: bool = True,
     calibration: Sequence[Tensor] = (),
     only: Sequence[str] = (),
-    tell: Callable[[str], None] = lambda message: None,
+    announce: Callable[[str], None] = lambda message: None,
     receipt: Receipt | None = None,
 ) -> Bench:
     """Times a pruned model in every engine that is installed, or in those of ``only``. ``example`` is one sample with a batch
@@ -60,7 +60,7 @@ def bench(
     timings: list[Timing] = []
     layer_timings: list[LayerTiming] = []
     steps = [("preparing", len(batches)), ("round", rounds * len(batches)), ("layers", int(layers))]
-    eta = Eta(tell, dict(steps), {"round": len(engines) * seconds})
+    eta = Eta(announce, dict(steps), {"round": len(engines) * seconds})
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         for batch in batches:

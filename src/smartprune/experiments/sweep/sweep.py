@@ -1,7 +1,7 @@
 """A grid of runs on one machine: one process per run, several at once, resumable after any interruption.
 
-Every job writes to a log that stays locked while the job runs. A restarted sweep therefore knows which runs of the killed
-sweep are still going. It waits for them and runs nothing twice. Dense models are trained by jobs too.
+Every job writes to a log that stays locked while the job runs. A restarted sweep can therefore tell which runs of the killed sweep
+are still going. It waits for them and runs nothing twice. Dense models are trained by jobs too.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Sweep:
             self._require_same_settings(cell)
 
     def check(self) -> None:
-        """Raises now what would otherwise make a run fail after its dense stage.
+        """Raises errors that would otherwise make a run fail after its dense stage.
 
         Cells that differ only in their seeds are checked once. Runs that have begun were checked when they began.
         """
@@ -204,12 +204,12 @@ class Sweep:
             path = self.out / LOGS / f"{name}.json"
             write_json(path, settings)
             arguments = ["train", "--config", str(path), "--out", str(folder)]
-        arguments += ["--model", cell.config.model]  # the run imports no other function, whatever its folder names
+        arguments += ["--model", cell.config.model]  # the run imports no other function, even if its folder names one
         arguments += ["--dense-only"] * (kind == "dense")
         self.running[name] = Job(name, kind, folder, self.out / LOGS / f"{name}.log", arguments, self.jobs)
 
     def _end_dense_run(self, name: str, cell: Cell) -> None:
-        """Ends what a killed sweep left of a dense model that is already trained: its run folder, and maybe its process."""
+        """Cleans up after a killed sweep whose dense model is already trained: removes its run folder, or ends its process."""
         with (self.out / LOGS / f"{name}.log").open("ab") as log:
             ended = try_lock(log)
         if ended:

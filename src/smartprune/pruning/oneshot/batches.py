@@ -16,7 +16,7 @@ GIVE = "give a few hundred inputs of the model, such as a DataLoader of its trai
 
 
 def read_batches(where: str, model: nn.Module, batches: Iterable[Any], samples: int) -> list[Any]:
-    """The inputs of the first batches, at least ``samples`` samples if there are so many, on the device of the model.
+    """The inputs of the first batches, at least ``samples`` samples if there are that many, on the device of the model.
 
     A batch is a tensor, a dictionary of arguments, or a tuple or list. Of these, as many entries are arguments as the model
     requires; the others are labels.

@@ -33,7 +33,7 @@ Progress = Callable[[str, int, int], None]  # the name of the step, how much of 
 
 @dataclass(frozen=True)
 class Settings:
-    """What decides the result, beside model, data and plan."""
+    """What determines the result, besides model, data and plan."""
 
     damping: float = 0.01
     refit_damping: float = 0.01
@@ -147,11 +147,11 @@ class Job:
 
     def _refit_layer(self, index: int, keep: Tensor) -> None:
         layer = self.layers[index]
-        found = self.store.get(self._key("refit", index), partial(self._refitted, index, keep))
+        refitted = self.store.get(self._key("refit", index), partial(self._refitted, index, keep))
         stored = self._weight(self.work, index)
-        stored.copy_(as_weight(found["weight"], layer.grid.weight_shape, layer.transposed))
-        if "offset" in found:
-            self._set_offset(index, found["offset"].to(stored.device))
+        stored.copy_(as_weight(refitted["weight"], layer.grid.weight_shape, layer.transposed))
+        if "offset" in refitted:
+            self._set_offset(index, refitted["offset"].to(stored.device))
 
     def _refitted(self, index: int, keep: Tensor) -> dict[str, Tensor]:
         """The new weight of a layer, and what is added to its outputs."""
@@ -172,9 +172,9 @@ class Job:
             share = size_of(batch) / self.samples / max(1, uses)
             pairs: list[list[tuple[Use, Tensor]]] = []
             for model in (self.model, self.work):
-                found: list[tuple[Use, Tensor]] = []
-                collect_rows(model, self.layers, batch, number, share, {index}, partial(_append, found), uses)
-                pairs.append(found)
+                rows_of_model: list[tuple[Use, Tensor]] = []
+                collect_rows(model, self.layers, batch, number, share, {index}, partial(_append, rows_of_model), uses)
+                pairs.append(rows_of_model)
             matching = [(use.parts, rows.shape) for use, rows in pairs[0]] == [(use.parts, rows.shape) for use, rows in pairs[1]]
             for (_, before), (use, after) in zip(pairs[0] if matching else pairs[1], pairs[1], strict=True):
                 total.add(use.parts, after, before @ dense[use.parts].mT)
@@ -184,22 +184,22 @@ class Job:
 
     def correct(self) -> None:
         """Tries new batch-norm statistics and tuned scales, and keeps what is closest to the dense network on held-out data."""
-        judge = self.held or self.batches
-        targets = [outputs_of(self.model, batch) for batch in (*self.batches, *judge)]
+        held_out = self.held or self.batches
+        targets = [outputs_of(self.model, batch) for batch in (*self.batches, *held_out)]
         fit, goal = targets[: len(self.batches)], targets[len(self.batches) :]
         if not goal[0]:  # no output to compare
             return
         candidates = [self.work]
         if norms_with_statistics(self.work):
             candidates.append(recalibrated(self.work, self.batches))
-        errors = [error(model, judge, goal) for model in candidates]
+        errors = [error(model, held_out, goal) for model in candidates]
         best = errors.index(min(errors))
         steps = self.settings.tuning_steps
         if steps:
             tune = tuned(
                 candidates[best], self.batches, fit, steps, self.settings.tuning_rate, lambda n: self.progress("tune", n, steps)
             )
-            if error(tune, judge, goal) < errors[best]:
+            if error(tune, held_out, goal) < errors[best]:
                 candidates.append(tune)
                 best = len(candidates) - 1
         self.work = candidates[best]
@@ -286,8 +286,8 @@ class Job:
         norm.running_mean.copy_(before.running_mean - offset.to(before.running_mean))
 
 
-def _append(found: list[tuple[Use, Tensor]], use: Use, rows: Tensor) -> None:
-    found.append((use, rows))
+def _append(collected: list[tuple[Use, Tensor]], use: Use, rows: Tensor) -> None:
+    collected.append((use, rows))
 
 
 def choose(plan: Plan, costs: Tensor, part: Fraction = Fraction(1)) -> Tensor:

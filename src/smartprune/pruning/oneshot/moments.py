@@ -1,4 +1,4 @@
-"""What passes over the model tell about its layers: the moments of their inputs, and how much the loss depends on their outputs."""
+"""Measures layers in passes over the model: the moments of their inputs, and how much the loss depends on their outputs."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class Moment:
 
 @dataclass
 class Survey:
-    """What the first pass over the model finds out about each layer.
+    """What the first pass over the model records about each layer.
 
     Attributes:
         order: The layers in the order of their first use.
@@ -177,12 +177,12 @@ class _Watcher:
         self.outputs.clear()
 
     def norms(self) -> dict[int, nn.Module]:
-        found = {}
+        norms = {}
         for layer, readers in self.readers.items():
             norm = readers[0] if len(readers) == 1 and self.uses[layer] == 1 else None
             if norm is not None and self.normed[id(norm)] == 1:
-                found[layer] = norm
-        return found
+                norms[layer] = norm
+        return norms
 
 
 def require_finite(layer: Layer, use: Use) -> None:

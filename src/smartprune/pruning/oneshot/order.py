@@ -109,10 +109,10 @@ def _single_costs(weight: Tensor, inverse: Tensor, size: int, dead: Tensor) -> T
         diagonal = inverse.diagonal(dim1=1, dim2=2)
         costs: Tensor = weight.square().sum(1) / torch.where(dead | (diagonal <= 0), 1.0, diagonal)
         return costs.masked_fill(dead, torch.inf)
-    own = inverse.view(count, n, size, n, size).diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2)
-    own = torch.where(dead[..., None, None], torch.eye(size, dtype=own.dtype, device=own.device), own)
+    inverses = inverse.view(count, n, size, n, size).diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2)
+    inverses = torch.where(dead[..., None, None], torch.eye(size, dtype=inverses.dtype, device=inverses.device), inverses)
     parts = weight.view(count, height, n, size).permute(0, 2, 3, 1)
-    errors: Tensor = torch.linalg.solve_triangular(cholesky(own), parts, upper=False)
+    errors: Tensor = torch.linalg.solve_triangular(cholesky(inverses), parts, upper=False)
     return errors.square().sum((2, 3)).masked_fill(dead, torch.inf)
 
 

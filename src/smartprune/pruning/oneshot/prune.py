@@ -54,7 +54,7 @@ def prune(
     search (:func:`attach`) or fine-tuning afterwards is more accurate at high sparsities.
 
     Args:
-        model: The trained model. It is pruned in place. If anything fails, it is as it was.
+        model: The trained model. It is pruned in place. If anything fails, it does not change.
         batches: Any iterable of inputs, such as a DataLoader: tensors, dictionaries of arguments, or tuples whose first entries
             are the inputs. Labels are not used.
         block: The size of a block, such as ``(16, 8)`` or ``"16x8"``: output channels, input channels, then the kernel.
@@ -65,7 +65,7 @@ def prune(
             list.
         skip: Layers to leave out, in the same form. It takes precedence over ``include``.
         example: One input of the model, by default the first of the calibration data. See :func:`plan`.
-        samples: How many samples are read at least, if there are so many.
+        samples: The least number of samples to read, if there are that many.
         memory: How many GiB the moments of the layers may take at once. At least one layer is always held.
         seed: The seed of the labels and rows that are drawn.
         folder: A new folder for intermediate results. If the call is interrupted, the same call with this folder continues and
@@ -76,8 +76,8 @@ def prune(
         The receipt. The model has the zeros already, as after :func:`bake`, and optimizers keep them.
 
     Raises:
-        SmartpruneError: The budget cannot be met, there is no or unusable data, a layer is never reached, values are not finite, or
-            an argument is out of range.
+        SmartpruneError: The budget cannot be met, the data is missing or unusable, a layer is never reached, values are not finite,
+            or an argument is out of range.
 
     Examples:
         >>> import smartprune as sp

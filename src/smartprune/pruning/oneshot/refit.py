@@ -26,8 +26,8 @@ def refit(dense: Tensor, moment: Tensor, cross: Tensor, keep: Tensor, tiles: Til
     out = torch.zeros_like(dense, dtype=torch.float32)
     keep = keep.cpu()
     for part in range(dense.shape[0]):
-        own = moment[min(part, moment.shape[0] - 1)]
-        mean = own.diagonal().mean()
+        second = moment[min(part, moment.shape[0] - 1)]
+        mean = second.diagonal().mean()
         added = damping * (mean if float(mean) > 0 else torch.ones_like(mean))
         groups: dict[bytes, list[int]] = {}
         for row_group, kept in enumerate(keep[tiles.index[part]]):
@@ -39,7 +39,7 @@ def refit(dense: Tensor, moment: Tensor, cross: Tensor, keep: Tensor, tiles: Til
             columns, rows = columns[columns >= 0].to(dense.device), rows[rows >= 0].to(dense.device)
             if not len(columns):
                 continue
-            system = own[columns][:, columns]
+            system = second[columns][:, columns]
             goal = cross[part][columns][:, rows] + added * dense[part][rows][:, columns].T.to(cross.dtype)
             system = system + torch.diag(added.expand(len(columns)))
             if len(columns) > 1536:
