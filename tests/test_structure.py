@@ -154,6 +154,7 @@ TESTED_IN = {
     "artifacts/compact_report": "artifacts/test_compact.py",
     "artifacts/compact_rules": "artifacts/test_compact_layers.py",
     "artifacts/counts": "artifacts/test_receipt.py",  # the parts of a receipt
+    "artifacts/tensors": "artifacts/test_source.py",  # the sources of these tensors
     "artifacts/torch_pickle": "artifacts/test_torch_file.py",  # the file around it
     "cli/budget": "cli/test_inspect.py",  # the flags of plan
     "cli/common": "cli/test_cli.py",  # what all commands share
@@ -185,6 +186,7 @@ TESTED_IN = {
     "pruning/state": "pruning/test_pruner.py",
     "pruning/zeros": "promises/test_5_zeros_stay_zero.py",
     "recipe": "tasks/test_tasks.py",  # fields without functions
+    "reports/__init__": "reports/test_table.py",  # report() and its result
     "reports/block_map": "reports/test_figures.py",
     "reports/layer_table": "reports/test_page.py",  # parts of the page
     "reports/shell": "reports/test_page.py",
@@ -195,8 +197,12 @@ TESTED_IN = {
     "runtime/cpu/pool": "runtime/cpu/test_program.py",
     "runtime/gpu/kernel": "runtime/gpu/test_layers.py",
     "runtime/lower/__init__": "runtime/cpu/test_program.py",
+    "runtime/lower/context": "runtime/cpu/test_program.py",
+    "runtime/lower/elementwise": "runtime/cpu/test_program.py",
     "runtime/lower/fuse": "runtime/cpu/test_program.py",
     "runtime/lower/handlers": "runtime/cpu/test_program.py",
+    "runtime/lower/layers": "runtime/cpu/test_program.py",
+    "runtime/lower/pooling": "runtime/cpu/test_program.py",
     "runtime/lower/steps": "runtime/cpu/test_program.py",
     "runtime/partition": "runtime/test_module.py",
     "runtime/trace/tracer": "runtime/trace/test_inputs.py",

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .pruning.plan import Plan, plan
     from .pruning.pruner import Pruner
     from .pruning.recalibrate import recalibrate
-    from .reports.table import report
+    from .reports import report
     from .runtime import accelerate
     from .topk import hard_topk, soft_topk
 
@@ -100,7 +100,7 @@ _MODULES = {
     "pruning.plan": ["Plan", "plan"],
     "pruning.pruner": ["Pruner"],
     "pruning.recalibrate": ["recalibrate"],
-    "reports.table": ["report"],
+    "reports": ["report"],
     "runtime": ["accelerate"],
     "topk": ["hard_topk", "soft_topk"],
 }

@@ -1,4 +1,4 @@
-"""Tensors that say they are float32 numbers on the CPU, and whose numbers are not in their memory."""
+"""Tensors that claim to be float32 numbers on the CPU, although their numbers are not in their memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Slow loops in plain Python that say what the fast code must give. Nothing here imports the package."""
+"""Slow loops in plain Python that compute what the fast code must return. Nothing here imports the package."""
 
 import itertools
 import math

@@ -75,7 +75,7 @@ def test_cancelled_momentum_resets_do_nothing() -> None:
 
 
 class Listener:
-    """Gives its parameter a group of its wanted."""
+    """Gives its parameter a group of its own."""
 
     def __init__(self, wanted: nn.Parameter) -> None:
         self.own = wanted

@@ -17,7 +17,7 @@ from smartprune.pruning.plan import plan
 
 
 @pytest.mark.parametrize(
-    "module", ["pruning.plan", "text", "core.block", "core.budget", "fields", "core.occupancy", "artifacts.verify", "reports.table"]
+    "module", ["pruning.plan", "text", "core.block", "core.budget", "fields", "core.occupancy", "artifacts.verify", "reports"]
 )
 def test_examples_in_docstrings(module: str) -> None:
     __import__(f"smartprune.{module}")

@@ -254,7 +254,7 @@ def test_resume_writes_a_missing_report(finished_run: Path) -> None:
 
 
 def test_resume_without_the_dense_file_uses_the_copy(finished_run: Path, tmp_path: Path) -> None:
-    """The run has a copy; what it is interrupted by may also move its folders."""
+    """The run has a copy, because whatever interrupts it may also move its folders."""
     file = tmp_path / "dense.safetensors"
     file.write_bytes((finished_run / "dense.safetensors").read_bytes())
     finished_run, parted = tmp_path / "whole", tmp_path / "parted"

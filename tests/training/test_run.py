@@ -77,7 +77,7 @@ def test_finished_run_frees_its_model_and_closes_its_writer(tmp_path: Path, step
 
 
 def test_errors_on_close_do_not_hide_the_error_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """TensorBoard's writer raises where the disk is full, and how to go on would be lost."""
+    """TensorBoard's writer raises if the disk is full, which would hide the error that says how to continue."""
 
     class Full(Recorder):
         def close(self) -> None:

@@ -20,7 +20,8 @@ from .packfile import MAX_AXES, PackedFile, PackedWeight
 from .packfile_read import read_packed
 from .receipt import Receipt
 from .safetensors_file import safetensors_size
-from .source import Model, Source, check_not_masked, files_of, read_source, storage_key
+from .source import Model, Source, check_not_masked, files_of, read_source
+from .tensors import storage_key
 from .verify import verify
 
 WIDTH = 80

@@ -6,7 +6,7 @@ import json
 import os
 import textwrap
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from weakref import WeakKeyDictionary
 
@@ -44,8 +44,7 @@ class Receipt:
         model_weights: Weights of the whole model.
         model_macs: MACs of the whole model for one sample, or None.
         mask_hash: The hash of the kept blocks.
-        not_counted: Operators that ran and whose MACs are not known. In receipts of older versions it is None, and ``model_macs``
-            counts convolutions and linear layers only.
+        not_counted: Operators that ran and whose MACs are not known. None if MACs were not counted.
         not_pruned: Names of layers that were left out because of what inference does with them, with the reason.
 
     Examples:
@@ -118,7 +117,6 @@ class Receipt:
             A dictionary of numbers, strings, lists and dictionaries.
         """
         requested = self.requested
-        not_counted = {} if self.not_counted is None else {"not_counted": list(self.not_counted)}
         return {
             "format": FORMAT,
             "smartprune": self.version,
@@ -136,10 +134,10 @@ class Receipt:
                 "model_weights": self.model_weights.to_json(),
                 "model_macs": None if self.model_macs is None else self.model_macs.to_json(),
                 "kept_but_zero": self.kept_but_zero,
-                **not_counted,
+                "not_counted": None if self.not_counted is None else list(self.not_counted),
             },
             "mask_hash": self.mask_hash,
-            **({"not_pruned": [{"name": name, "reason": reason} for name, reason in self.not_pruned]} if self.not_pruned else {}),
+            "not_pruned": [{"name": name, "reason": reason} for name, reason in self.not_pruned],
             "layers": [row.to_json() for row in self.layers],
         }
 
@@ -227,7 +225,7 @@ class Receipt:
             "weights of the pruned layers": self.weights,
             "weights of the model": self.model_weights,
             "MACs of the pruned layers": self.macs,
-            "MACs of the model" if self.not_counted is not None else "MACs of convolutions and linear layers": self.model_macs,
+            "MACs of the model": self.model_macs,
         }
         rows = [
             (name, f"{count.total:,}", f"{count.kept:,}", f"{count.removed:,}", count.percent)
@@ -305,6 +303,8 @@ def _read(fields: Fields) -> Receipt:
     used = None if request is None else achieved.integer("used")
     blocks, weights = Count.sum([row.blocks for row in layers]), Count.sum([row.weights for row in layers])
     model_macs = achieved.optional("model_macs")
+    not_counted = None if achieved.raw("not_counted") is None else achieved.texts("not_counted", MAX_NAMES)
+    not_pruned = fields.items("not_pruned", MAX_LAYERS)
     receipt = Receipt(
         version=fields.text("smartprune", max_length=100),
         method=fields.text("method", max_length=100),
@@ -315,14 +315,12 @@ def _read(fields: Fields) -> Receipt:
         layers=layers,
         model_weights=Count.read(achieved.nested("model_weights")),
         model_macs=None if model_macs is None else Count.read(model_macs),
-        not_counted=achieved.texts("not_counted", MAX_NAMES) if "not_counted" in achieved.data else None,
+        not_counted=not_counted,
+        not_pruned=tuple((item.text("name"), item.text("reason")) for item in not_pruned),
         mask_hash=fields.match("mask_hash", "sha256:[0-9a-f]{64}", "'sha256:' and 64 hexadecimal digits"),
     )
-    if "not_pruned" in fields.data:  # receipts of older versions have none
-        items = fields.items("not_pruned", MAX_LAYERS)
-        receipt = replace(receipt, not_pruned=tuple((item.text("name"), item.text("reason")) for item in items))
-        for item in items:
-            item.reject_unknown_keys()
+    for item in not_pruned:
+        item.reject_unknown_keys()
     fields.reject_unknown_keys()
     _check_sums(receipt, fields)
     return receipt

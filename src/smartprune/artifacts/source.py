@@ -28,13 +28,13 @@ from .packfile import is_packed
 from .packfile_read import read_packed
 from .receipt import Receipt
 from .safetensors_file import MASK, check_header
+from .tensors import is_learned, named_tensors, storage_key, stored_parameters, stored_tensors
 from .torch_file import NotPlainError, read_torch_file
 
 Model = nn.Module | Mapping[str, Tensor] | str | os.PathLike[str]
 
 NESTED = ("model", "state_dict", "model_state_dict")
 SPREAD = (nn.DataParallel, nn.parallel.DistributedDataParallel)
-STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 @dataclass(frozen=True)
@@ -87,12 +87,12 @@ class Source:
 
     def _learned(self) -> dict[str, Tensor]:
         learned, seen = {}, set()
-        names = None if self.model is None else {name for name, _ in _parameters(self.model)}
+        names = None if self.model is None else {name for name, _ in stored_parameters(self.model)}
         for name, tensor in self.tensors.items():
             key = storage_key(tensor)
             if tensor.layout is not torch.strided or key in seen:
                 continue
-            if _learnable(name, tensor) if names is None else name in names:
+            if is_learned(name, tensor) if names is None else name in names:
                 seen.add(key)
                 learned[name] = tensor
         return learned
@@ -166,9 +166,9 @@ def stored_and_network(stored: Model | None, model: Model | None, where: str) ->
 
 def _stored_weights(model: Model) -> Source:
     if isinstance(model, nn.Module):
-        return Source(type(model).__name__, dict(_stored(model)), model)
+        return Source(type(model).__name__, dict(stored_tensors(model)), model)
     if isinstance(model, Mapping):
-        return Source("the state dict", _tensors(model, "the state dict"))
+        return Source("the state dict", named_tensors(model, "the state dict"))
     if not isinstance(model, (str, os.PathLike)):
         raise SmartpruneError(
             f"model is a {type(model).__name__}; give a torch.nn.Module, a state dict, or the path of a file or of a run folder"
@@ -235,7 +235,7 @@ def check_not_masked(names: Iterable[str], where: str) -> None:
 
 def _with_network(source: Source, network: nn.Module) -> Source:
     """The source with the axes that its network defines."""
-    check_not_masked((name for name, _ in _stored(network)), type(network).__name__)
+    check_not_masked((name for name, _ in stored_tensors(network)), type(network).__name__)
     source = swap_axes(source, inputs_first_in(network))
     parameters = list(network.named_parameters(remove_duplicate=False))
     stored = {id(weight): tensor for name, weight in parameters if (tensor := source.get(name)) is not None}
@@ -254,7 +254,7 @@ def _with_network(source: Source, network: nn.Module) -> Source:
             )
         tensors[name] = tensor
     for name, tensor in source.unwrapped.items():
-        if name not in tensors and tensor.dim() > 1 and _learnable(name, tensor) and not source.rounded:  # a graph has constants
+        if name not in tensors and tensor.dim() > 1 and is_learned(name, tensor) and not source.rounded:  # a graph has constants
             raise SmartpruneError(
                 f"{source.where} does not belong to the model: {name} ({text.format_shape(tensor.shape)}) is not in the model; "
                 "give the model of these weights"
@@ -302,17 +302,17 @@ def _read_safetensors(path: Path) -> Source:
         raise SmartpruneError(f"{path}: is a mask file and holds no weights; read it with smartprune.load_mask(path)")
     if packed:
         packed_file = read_packed(path)
-        tensors = _tensors(packed_file.dense(), str(path))
+        tensors = named_tensors(packed_file.dense(), str(path))
         return Source(
             str(path), tensors, receipt=packed_file.receipt, layouts=packed_file.layouts, block=packed_file.block, complete=True
         )
     check_header(path)
-    return Source(str(path), _tensors(tensors, str(path)))
+    return Source(str(path), named_tensors(tensors, str(path)))
 
 
 def _read_onnx(path: Path) -> Source:
     onnx_file = read_onnx(path)
-    tensors = _tensors(onnx_file.tensors(), str(path))
+    tensors = named_tensors(onnx_file.tensors(), str(path))
     receipt = onnx_file.receipt
     layouts, absent = onnx_file.layouts(), onnx_file.absent
     source = Source(str(path), tensors, None, receipt, layouts, onnx_file.block, complete=True, absent=absent, rounded=True)
@@ -320,7 +320,7 @@ def _read_onnx(path: Path) -> Source:
 
 
 def _read_checkpoint(path: Path) -> Source:
-    return Source(str(path), _tensors(_load_checkpoint(path), str(path)))
+    return Source(str(path), named_tensors(_load_checkpoint(path), str(path)))
 
 
 def _load_checkpoint(path: Path) -> Mapping[str, object]:
@@ -346,54 +346,6 @@ READERS: dict[str, Callable[[Path], Source]] = {
     ".bin": _read_checkpoint,
     ".onnx": _read_onnx,
 }
-
-
-def _tensors(data: Mapping[str, object], where: str) -> dict[str, Tensor]:
-    """The tensors among the values. A tensor that is larger than its storage raises."""
-    out = {}
-    for key, tensor in data.items():
-        if not isinstance(key, str) or not isinstance(tensor, Tensor):
-            continue
-        if tensor.layout is torch.strided and not tensor.is_meta and not _is_backed(tensor):
-            raise SmartpruneError(f"{where}: {key} claims {tensor.numel():,} numbers and stores fewer; the file is damaged")
-        out[key] = tensor
-    if not out:
-        raise SmartpruneError(f"{where}: holds no named tensors; give a state dict or a file that holds one")
-    return out
-
-
-def _is_backed(tensor: Tensor) -> bool:
-    try:
-        return tensor.numel() * tensor.element_size() <= tensor.untyped_storage().nbytes()
-    except (NotImplementedError, RuntimeError):  # tensor subclasses without a storage
-        return True
-
-
-def _stored(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Parameters and buffers as stored: the weight of a masked layer itself, not its product with the mask."""
-    return _parameters(model) + [named for named in model.named_buffers(remove_duplicate=False) if isinstance(named[1], Tensor)]
-
-
-def _parameters(model: nn.Module) -> list[tuple[str, Tensor]]:
-    return [
-        (f"{module_name}.{name}" if module_name else name, weight.detach())
-        for module_name, module in model.named_modules()
-        for name, weight in module._parameters.items()
-        if weight is not None and not isinstance(weight, nn.UninitializedParameter)
-    ]
-
-
-def _learnable(name: str, tensor: Tensor) -> bool:
-    if name.rpartition(".")[2] in STATISTICS or tensor.is_complex():
-        return False
-    return tensor.is_floating_point() or tensor.is_quantized or tensor.dtype in (torch.int8, torch.uint8)
-
-
-def storage_key(tensor: Tensor) -> tuple[object, ...]:
-    """A key that is the same for two names of one tensor."""
-    if tensor.layout is not torch.strided or tensor.is_meta or tensor.numel() == 0:
-        return (id(tensor),)
-    return (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
 
 def _first_line(error: Exception) -> str:

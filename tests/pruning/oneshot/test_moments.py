@@ -115,7 +115,7 @@ def test_sensitivities_are_squared_gradients_of_the_sampled_loss(frozen: bool) -
         assert torch.allclose(a.float(), b, rtol=1e-4, atol=1e-7)
 
 
-def test_outputs_that_are_no_classes_are_projected() -> None:
+def test_outputs_that_are_not_classes_are_projected() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(2, 4, 1), nn.Conv2d(4, 2, 1))
     result = sensitivities(model, layers_of(model), [torch.randn(4, 2, 6, 6)], 0, lambda: None)

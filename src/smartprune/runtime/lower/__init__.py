@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import fx
 
-from .handlers import FUNCTIONS, METHODS, MODULES, Context, Handler
+from .context import Context, Handler
+from .handlers import FUNCTIONS, METHODS, MODULES
 from .steps import Shape, Step
 
 
