@@ -221,6 +221,15 @@ def read_limited(path: str | os.PathLike[str], max_bytes: int) -> bytes:
     return data
 
 
+def read_start(path: str | os.PathLike[str], count: int) -> bytes:
+    """The first bytes of a file of any size."""
+    try:
+        with open_regular(path) as file:
+            return file.read(count)
+    except (OSError, ValueError) as error:
+        raise SmartpruneError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
+
+
 def check_readable(path: str | os.PathLike[str]) -> None:
     """Raises with the reason of the operating system if a file cannot be opened, or is not a regular file. Some readers hide that
     reason, or wait forever."""

@@ -83,7 +83,7 @@ def test_errors_name_the_damaged_file(tmp_path: Path) -> None:
         ("binary", "test_batch.bin", 0, "the test set of CIFAR-10 is empty"),
         ("mosaic", "train_1.jpg", 700, "train_1.jpg cannot be read as an image"),
         ("mosaic", "train_4.jpg", None, r"train_4.jpg cannot be read \(No such file"),
-        ("mosaic", "train_labels.npy", 50, "train_labels.npy cannot be read as an array"),
+        ("mosaic", "train_labels.npy", 50, "train_labels.npy cannot be read as an .npy array"),
         ("mosaic", "test_labels.npy", -1, "test_labels.npy has 39 labels for 40 images"),
     ]:
         place = tmp_path / f"{layout}-{name}-{keep}"

@@ -288,7 +288,7 @@ def test_errors_name_a_truncated_tar_file(folder: Path, tmp_path: Path) -> None:
     with tarfile.open(tar) as file:
         last = [member for member in file if member.isfile()][-1]
     tar.write_bytes(tar.read_bytes()[: last.offset_data + 10])
-    with pytest.raises(SmartpruneError, match=r"short\.tar cannot be read as a plain tar file \(unexpected end of data\)"):
+    with pytest.raises(SmartpruneError, match=r"short\.tar cannot be read as a plain tar file \('.*' was cut off\)"):
         ImageFolder(folder=str(tar)).data("train", CPU)
 
 

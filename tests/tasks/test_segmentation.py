@@ -157,7 +157,7 @@ def test_number_of_classes_comes_from_setting_file_or_masks(tmp_path: Path, monk
     assert make_task(tmp_path / "own").data("validation", CPU).steps(4) == 0
     assert make_task(tmp_path / "own").data("test", CPU).steps(1) == PAIRS["val"]
     (write_pairs(tmp_path / "bad") / "classes.json").write_text("[]")
-    with pytest.raises(SmartpruneError, match=r'classes\.json should hold \{"classes": \[names\]\}'):
+    with pytest.raises(SmartpruneError, match=r'classes\.json must hold \{"classes": \[names\]\}'):
         make_task(tmp_path / "bad").model("bisenetv2")
 
 

@@ -157,18 +157,19 @@ def check_messages(data: bytes, descriptor: Any, where: str) -> None:
                         f"{where}: has far more parts than a file of {len(data):,} bytes should; it is damaged or hostile"
                     )
     except IndexError:
-        return  # cut off, which the library reports
+        return  # cut off or damaged, which the library reports
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
     """A number of variable length, and the place after it."""
-    value = shift = 0
-    while True:
+    value = 0
+    for shift in range(0, 70, 7):
         byte = data[at]
         value |= (byte & 127) << shift
-        at, shift = at + 1, shift + 7
+        at += 1
         if byte < 128:
             return value, at
+    raise IndexError("a number is longer than 64 bits")
 
 
 def _graphs(onnx: Any, graph: Any, where: str, outer: _Graph | None = None) -> Iterator[_Graph]:

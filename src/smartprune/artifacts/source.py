@@ -19,12 +19,12 @@ from ..core.layers import Skipped, candidates, every_layer, plain_name
 from ..core.memory import check_memory
 from ..core.occupancy import nonzero
 from ..errors import SmartpruneError
-from ..files import as_path, check_readable
+from ..files import as_path, check_readable, read_start
 from ..run_files import MODEL, RECEIPT
 from .axes import bias_says_inputs_first, inputs_first, inputs_first_in, swap_axes
 from .counts import Row
 from .onnx_read import read_onnx
-from .packfile import is_packed
+from .packfile import MAX_AXES, is_packed
 from .packfile_read import read_packed
 from .receipt import Receipt
 from .safetensors_file import MASK, check_header
@@ -131,8 +131,8 @@ class Source:
             if layout is None or unknown:
                 layout = Layout(name, "matrix" if tensor.dim() == 2 else "kernel", shape, transposed=key in columns)
             try:
-                if tensor.numel() == 0:
-                    raise SmartpruneError("no weights")
+                if tensor.numel() == 0 or tensor.dim() > MAX_AXES:
+                    raise SmartpruneError("no weights" if tensor.dim() <= MAX_AXES else f"more than {MAX_AXES} axes")
                 # any other matrix belongs to a linear layer, unless the model has layers such as Conv1D
                 square = bool(columns) and len(set(shape)) == 1
                 ambiguous = tensor.dim() > 2 or square or key.endswith("in_proj_weight")
@@ -285,8 +285,7 @@ def _read(path: Path) -> Source:
 
 
 def _looks_like_safetensors(path: Path) -> bool:
-    with path.open("rb") as file:
-        return file.read(9)[8:] == b"{"
+    return read_start(path, 9)[8:] == b"{"
 
 
 def _read_safetensors(path: Path) -> Source:

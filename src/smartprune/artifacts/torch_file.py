@@ -6,6 +6,7 @@ into plain values and descriptions of tensors. A tensor is built after its descr
 
 from __future__ import annotations
 
+import errno
 import io
 import math
 import pickle
@@ -21,11 +22,13 @@ import torch
 from torch import Tensor
 
 from ..errors import SmartpruneError
-from ..files import file_size, open_regular
-from .torch_pickle import COMPRESSED, REBUILD, TYPES, Call, Inert, Name, Storage, Unpickler, dtype_of, value_limit
+from ..files import FREE_BYTES, file_size, open_regular
+from ..pickles import value_limit
+from .torch_pickle import COMPRESSED, REBUILD, TYPES, Call, Inert, Name, Storage, Unpickler, dtype_of
 
 MAX_PICKLE = 1 << 28  # bytes
 MAX_DEPTH = 100
+MAX_VIEWS = 4  # times that the content of a file may appear in different tensors
 MAGIC, PROTOCOL = 0x1950A86A20F9469CFC6C, 1001  # the first two values of files of torch before 1.6
 CHUNK = 1 << 22
 INTEGERS = {torch.qint8: torch.int8, torch.quint8: torch.uint8, torch.qint32: torch.int32}  # behind quantized numbers
@@ -55,7 +58,7 @@ def parse_torch_file(file: BinaryIO, where: str, checksums: bool = False) -> obj
     except pickle.UnpicklingError as error:
         raise NotPlainError(f"{where}: holds more than plain tensors, or is damaged ({_first_line(error)})") from None
     except OSError as error:
-        if error.errno is not None:  # from the system
+        if error.errno not in (None, errno.EINVAL):  # from the system
             raise
         raise SmartpruneError(f"{where}: not a readable torch checkpoint ({_first_line(error)})") from None
     except Exception as error:  # a damaged pickle may raise anything
@@ -125,9 +128,9 @@ class _Archive(_Reader):
         entry = self.entries.get(f"{self.folder}/{name}")
         if entry is None:
             raise ValueError(f"it has no {name[:40]}")
-        self.file.seek(entry.header_offset)
+        self.file.seek(max(entry.header_offset, 0))
         head = self.file.read(30)
-        if len(head) < 30 or head[:4] != b"PK\x03\x04":
+        if entry.header_offset < 0 or len(head) < 30 or head[:4] != b"PK\x03\x04":
             raise ValueError("an entry has no header")
         names, extra = struct.unpack("<HH", head[26:])
         data = self.read(entry.header_offset + 30 + names + extra, entry.file_size)
@@ -173,6 +176,8 @@ class _Builder:
     def __init__(self, reader: _Reader) -> None:
         self.reader, self.nodes = reader, 0
         self.tensors: dict[int, Tensor] = {}
+        self.views: set[object] = set()
+        self.viewed = 0  # bytes of different tensors, which may overlap
 
     def value(self, value: object, depth: int = MAX_DEPTH) -> Any:
         """A copy of plain data, with tensors in place of their descriptions."""
@@ -233,8 +238,18 @@ class _Builder:
             raise ValueError(f"a tensor claims {math.prod(size):,} numbers, and the file stores fewer; the file is damaged")
         if start % dtype.itemsize:
             raise ValueError("a tensor does not start at a number")
+        self.check_views((storage.key, start, offset, size, stride, dtype), math.prod(size) * dtype.itemsize)
         out = torch.empty(0, dtype=dtype, device="cpu")
         return out.set_(numbers.untyped_storage(), start // dtype.itemsize + offset, size, stride)
+
+    def check_views(self, view: object, size: int) -> None:
+        """Raises if different tensors share the same bytes again and again: work on them would take far longer than on the file."""
+        self.viewed += 0 if view in self.views else size
+        self.views.add(view)
+        if self.viewed > FREE_BYTES + MAX_VIEWS * self.reader.size:
+            raise ValueError(
+                f"its tensors claim {self.viewed:,} bytes, and the file has {self.reader.size:,}; it may be damaged or hostile"
+            )
 
     def quantized(self, args: Sequence[Any], depth: int) -> Tensor:
         storage, offset, size, stride, parameters = args[:5]

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import io
 import pickle
-import pickletools
 from typing import Any
 
 import torch
 
-MAX_OPERATIONS = 10_000_000  # of a pickle; a tensor has about 40
-FREE_ITEMS, MAX_GROWTH = 1 << 16, 4  # values that any pickle may have, and how many more per byte
+from ..pickles import check_operations, value_limit
+
 ITEM_BYTES = 8  # of a list
-FORBIDDEN = {  # operations that torch.save does not write. They import more, or allocate what they claim
-    *("INST", "OBJ", "NEWOBJ", "NEWOBJ_EX", "EXT1", "EXT2", "EXT4", "PERSID", "BYTEARRAY8", "NEXT_BUFFER", "READONLY_BUFFER"),
-}
 STORAGES = {
     "DoubleStorage": torch.float64,
     "FloatStorage": torch.float32,
@@ -97,7 +93,7 @@ class Unpickler(pickle.Unpickler):
 
     def __init__(self, stream: io.BytesIO) -> None:
         start = stream.tell()
-        _check_operations(stream)
+        check_operations(stream)
         self.size = stream.tell() - start
         stream.seek(start)
         self.copied = 0  # bytes, by calls
@@ -146,21 +142,6 @@ class Unpickler(pickle.Unpickler):
             case _ if name in CALLS:
                 return Call(name, args)
         raise pickle.UnpicklingError(f"it calls {name}")
-
-
-def _check_operations(stream: io.BytesIO) -> None:
-    """Moves past the next pickle in a stream. Raises for operations that no checkpoint has."""
-    argument: Any
-    for count, (opcode, argument, _) in enumerate(pickletools.genops(stream), 1):
-        if opcode.name in FORBIDDEN or (opcode.name.endswith("PUT") and int(argument) > count):
-            raise pickle.UnpicklingError(f"it has the operation {opcode.name}, which is not allowed")
-        if count > MAX_OPERATIONS:
-            raise ValueError(f"it has more than {MAX_OPERATIONS:,} operations")
-
-
-def value_limit(size: int) -> int:
-    """How many values the content of pickles with so many bytes may have. Few have more than one per byte."""
-    return FREE_ITEMS + MAX_GROWTH * size
 
 
 def dtype_of(name: str) -> torch.dtype | None:

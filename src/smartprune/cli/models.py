@@ -86,14 +86,16 @@ def load_stored_weights(model: nn.Module, path: str | Path) -> None:
 
 def read_inputs(path: str, batch: int = SAMPLES) -> list[Any]:
     """Inputs of a model from --calibration, an .npy array whose first axis is the samples."""
-    import numpy as np
     import torch
 
+    from ..arrays import read_array
+
+    array = read_array(path, "give the inputs of --calibration as np.save stores them")
     try:
-        values = torch.from_numpy(np.load(path, allow_pickle=False))
-    except (OSError, ValueError, TypeError, EOFError) as error:
-        raise SmartpruneError(f"--calibration {path} cannot be read as an .npy array ({error})") from None
-    if values.dim() < 2 or len(values) == 0:
+        values = torch.from_numpy(array)
+    except TypeError:
+        raise SmartpruneError(f"--calibration {path} holds {array.dtype}; give numbers that torch knows, such as float32") from None
+    if values.dim() < 2 or values.numel() == 0:
         raise SmartpruneError(f"--calibration {path} has the shape {list(values.shape)}; its first axis must be the samples")
     return list((values if values.dtype != torch.float64 else values.float()).split(batch))
 

@@ -27,6 +27,9 @@ MAX_BYTES = 1 << 16
 Dataflow = Literal["output_stationary", "weight_stationary"]
 
 
+MOST = {"buffer_bytes": 1 << 50}  # how large an integer may be; others up to 2**20
+
+
 @dataclass(frozen=True)
 class NPU:
     """A model of an accelerator: an array of multiply-accumulate units that skips zero blocks. ``print`` shows it.
@@ -75,14 +78,14 @@ class NPU:
                 if value not in get_args(Dataflow):
                     raise SmartpruneError(f"NPU: dataflow={value!r}; it is one of: {', '.join(get_args(Dataflow))}")
             elif field.type == "int":
-                least = 0 if field.name == "index_bytes" else 1
-                if type(value) is not int or value < least:
-                    raise SmartpruneError(f"NPU: {field.name}={value!r} must be an integer, {least} or more")
+                least, most = 0 if field.name == "index_bytes" else 1, MOST.get(field.name, 1 << 20)
+                if type(value) is not int or not least <= value <= most:
+                    raise SmartpruneError(f"NPU: {field.name}={value!r} must be an integer, {least} or more, and at most {most}")
             else:
-                positive = isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
-                if not positive or (field.name == "clock_mhz" and math.isinf(value)):
+                valid = isinstance(value, (int, float)) and not isinstance(value, bool) and 1e-6 <= value <= 1e12
+                if not valid and not (value == math.inf and field.name != "clock_mhz"):
                     hint = "" if field.name == "clock_mhz" else ", in bytes per cycle (math.inf: never waited for)"
-                    raise SmartpruneError(f"NPU: {field.name}={value!r} must be a number above 0{hint}")
+                    raise SmartpruneError(f"NPU: {field.name}={value!r} must be a number above 0{hint}, from 1e-6 to 1e12")
 
     @staticmethod
     def small() -> NPU:

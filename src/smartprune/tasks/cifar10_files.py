@@ -15,7 +15,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..arrays import read_array
 from ..errors import SmartpruneError
+from ..files import read_limited
+from ..pickles import check_operations, value_limit
+from .images import check_pixels
 
 ByteArray = NDArray[np.uint8]
 Images = tuple[ByteArray, ByteArray]  # images [n, 32, 32, 3], labels [n]
@@ -23,6 +27,7 @@ Images = tuple[ByteArray, ByteArray]  # images [n, 32, 32, 3], labels [n]
 SIDE, CHANNELS, CLASSES = 32, 3, 10
 IMAGE_BYTES = CHANNELS * SIDE * SIDE
 BATCHES = 5  # files of the training set
+MAX_BYTES = 1 << 28  # of a file
 SUBFOLDERS = ("", "cifar10", "cifar-10-batches-py", "cifar-10-batches-bin")
 HOMEPAGE = "https://www.cs.toronto.edu/~kriz/cifar.html"
 REPAIR = "download it again"
@@ -74,11 +79,7 @@ def read_binary(folder: Path, split: str) -> Images:
 def read_mosaic(folder: Path, split: str) -> Images:
     """Images that hold many tiles of 32x32, row by row, and one ``.npy`` file of labels."""
     path = folder / f"{split}_labels.npy"
-    try:
-        values = np.load(io.BytesIO(_read_bytes(path)), allow_pickle=False)
-    except (ValueError, EOFError, OSError) as error:
-        raise SmartpruneError(f"{path} cannot be read as an array ({error}); {REPAIR}") from None
-    labels = _labels(values, path)
+    labels = _labels(read_array(path, REPAIR), path)
     tiles: list[ByteArray] = []
     while sum(map(len, tiles)) < len(labels):
         tiles.append(_tiles(folder / ("test.webp" if split == "test" else f"train_{len(tiles)}.jpg")))
@@ -116,11 +117,23 @@ class _BytesUnpickler(pickle.Unpickler):
         ("numpy._core.multiarray", "_reconstruct"): _Inert,
         ("numpy", "ndarray"): _Inert,
         ("numpy", "dtype"): _Inert,
-        ("_codecs", "encode"): lambda text, *_: text.encode("latin1"),
     }
+
+    def __init__(self, content: bytes) -> None:
+        check_operations(io.BytesIO(content))
+        self.left = value_limit(len(content))  # bytes that calls may copy
+        super().__init__(io.BytesIO(content), encoding="bytes")
+
+    def encode(self, text: str, *_: object) -> bytes:
+        self.left -= len(text)
+        if self.left < 0:
+            raise pickle.UnpicklingError("it copies its values again and again")
+        return text.encode("latin1")
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in self.names:
+            if (module, name) == ("_codecs", "encode"):
+                return self.encode
             raise pickle.UnpicklingError(f"it refers to {module}.{name}, which is not allowed")
         return self.names[module, name]
 
@@ -128,7 +141,7 @@ class _BytesUnpickler(pickle.Unpickler):
 def _python_batch(path: Path) -> Images:
     content = _read_bytes(path)
     try:
-        batch = _BytesUnpickler(io.BytesIO(content), encoding="bytes").load()
+        batch = _BytesUnpickler(content).load()
         batch = {key.decode() if isinstance(key, bytes) else key: value for key, value in batch.items()}
         _, shape, _, fortran, stored = batch["data"].state
         labels = np.array(batch["labels"], np.int64)
@@ -148,8 +161,9 @@ def _tiles(path: Path) -> ByteArray:
         raise SmartpruneError(f"{path} needs Pillow, which is not installed; run: pip install pillow") from None
     try:
         with Image.open(io.BytesIO(content), formats=("JPEG", "WEBP", "PNG")) as image:
+            check_pixels(image, len(content))
             mosaic = np.asarray(image.convert("RGB"))
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise SmartpruneError(f"{path} cannot be read as an image ({error}); {REPAIR}") from None
     height, width, _ = mosaic.shape
     if height % SIDE or width % SIDE:
@@ -160,9 +174,9 @@ def _tiles(path: Path) -> ByteArray:
 
 def _read_bytes(path: Path) -> bytes:
     try:
-        return path.read_bytes()
-    except OSError as error:
-        raise SmartpruneError(f"{path} cannot be read ({error.strerror or error}); {REPAIR}") from None
+        return read_limited(path, MAX_BYTES)
+    except SmartpruneError as error:
+        raise SmartpruneError(f"{error}; {REPAIR}") from None
 
 
 def _channels_last(planes: ByteArray) -> ByteArray:

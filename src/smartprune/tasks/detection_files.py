@@ -8,7 +8,6 @@ Boxes are x, y, width and height in pixels. Category ids may be any integers; cl
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -27,6 +26,7 @@ from .images import SUFFIXES, ImageFiles, decode_all, open_images
 
 FOLDERS = ("annotations",)
 YEARS = ("", "2017")  # suffixes of split names
+MAX_BYTES = 1 << 31  # of a file of annotations
 MAX_ENTRIES = 100_000_000  # of a list
 TOLERANCE = 1.0  # pixels that a box may extend beyond its image because of rounding; they are clipped
 GRAY = 114  # padding of images that are not square
@@ -107,7 +107,7 @@ def load_truth(files: ImageFiles, name: str, lenient: bool = False) -> GroundTru
     annotations = _annotations_of(name)
     if annotations not in files:
         raise SmartpruneError(f"{files.where(annotations)} is missing; it holds the boxes of the split in COCO's format")
-    truth = parse_annotations(files.read(annotations), files.where(annotations), lenient)
+    truth = parse_annotations(files.read(annotations, MAX_BYTES), files.where(annotations), lenient)
     folder = next((top for top in (f"images/{name}", name) if files.names(top)), f"images/{name}")
     images, listed = [], set()
     for image in truth.images:
@@ -207,7 +207,7 @@ def _box(entry: Fields, where: str, image: Fields, lenient: bool) -> Corners | N
 
 def _numbers(value: object, where: str, count: int) -> tuple[float, ...]:
     valid = isinstance(value, list) and len(value) == count
-    if not valid or not all(type(v) in (int, float) and math.isfinite(v) and abs(v) < 1e9 for v in value):  # type: ignore[attr-defined]
+    if not valid or not all(type(v) in (int, float) and abs(v) < 1e9 for v in value):  # type: ignore[attr-defined]
         raise SmartpruneError(f"{where} is {str(value)[:60]}; it must be {count} finite number{'s' * (count > 1)}")
     return tuple(float(v) for v in value)  # type: ignore[attr-defined]
 

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import SmartpruneError
+from ..files import FREE_BYTES
 from ..models import build
 from ..recipe import Recipe
 from .distance import soft_distance
@@ -226,6 +227,10 @@ def load(files: ImageFiles, name: str, side: int) -> Tensor:
     image = files.rgb(name, min_side=side)
     short = min(image.size)
     if short != side:
+        if 3 * side * max(image.size) * side // short > max(FREE_BYTES, 96 * side * side):
+            raise SmartpruneError(
+                f"{files.where(name)} has {image.size[0]}x{image.size[1]} pixels, too elongated to be resized; crop it"
+            )
         image = image.resize([max(side, round(length * side / short)) for length in image.size], resample=3)  # bicubic
     left, top = ((length - side) // 2 for length in image.size)
     return torch.from_numpy(np.array(image.crop((left, top, left + side, top + side))))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import io
 import os
 import posixpath
-import tarfile
-from collections.abc import Callable, Iterable, Iterator
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
@@ -18,11 +18,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import SmartpruneError
+from ..files import file_size, growth_limit, open_regular
+from .tar import Member, TarError, tar_members
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP")
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet statistics of red, green and blue in [0, 1]
 MAX_LINKS = 8  # length of a chain of links in a tar file
+MAX_PATHS = 64  # by which links may lead to one folder
+MAX_BYTES = 1 << 28  # of a picture
 WORKERS = min(8, os.cpu_count() or 1)  # decoding threads
 
 
@@ -48,14 +52,18 @@ class ImageFiles:
         """The path of a file for error messages."""
         return f"{self.path}: {name}" if self.is_tar else str(self.path / name)
 
-    def read(self, name: str) -> bytes:
+    def read(self, name: str, max_bytes: int = MAX_BYTES) -> bytes:
         path, start, size = self.files[name]
         try:
-            with open(path, "rb") as file:
+            with open_regular(path) as file:
+                size = file_size(file) if size < 0 else size
                 file.seek(start)
-                return file.read(size)
+                content = file.read(size) if size <= max_bytes else b""
         except OSError as error:
             raise SmartpruneError(f"{self.where(name)} cannot be read ({error.strerror or error})") from None
+        if size > max_bytes:
+            raise SmartpruneError(f"{self.where(name)} has {size:,} bytes; it may have at most {max_bytes:,}; replace or delete it")
+        return content
 
     def image(self, name: str, min_side: int = 0) -> Any:
         """The Pillow image. A JPEG may be decoded at a smaller size, but no side gets shorter than ``min_side``."""
@@ -68,8 +76,9 @@ class ImageFiles:
             image = Image.open(io.BytesIO(content), formats=FORMATS)
             if min_side:
                 image.draft("RGB", (min_side, min_side))
+            check_pixels(image, len(content))
             image.load()
-        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
             reason = str(error).split(" <")[0]
             raise SmartpruneError(
                 f"{self.where(name)} cannot be read as an image ({reason}); download it again or delete it"
@@ -82,11 +91,18 @@ class ImageFiles:
         if image.mode.startswith("I"):
             from PIL import Image
 
-            values = np.asarray(image, dtype=np.int64)
+            values = np.asarray(image)
             if values.min() < 0 or values.max() > 65535:
                 raise SmartpruneError(f"{self.where(name)} has values outside 0 to 65535; store the image with 8 or 16 bits")
             image = Image.fromarray((values >> 8).astype(np.uint8))
         return image.convert("RGB")
+
+
+def check_pixels(image: Any, size: int) -> None:
+    """Raises ValueError if a picture has far more pixels than its file of ``size`` bytes explains."""
+    width, height = image.size
+    if 3 * width * height > growth_limit(size):
+        raise ValueError(f"{width}x{height} pixels in {size:,} bytes; it may be damaged or hostile")
 
 
 FileSlice = tuple[str, int, int]  # path, first byte, number of bytes (-1: all)
@@ -94,52 +110,69 @@ FileSlice = tuple[str, int, int]  # path, first byte, number of bytes (-1: all)
 
 def _tar_members(path: Path) -> dict[str, FileSlice]:
     try:
-        with tarfile.open(path, "r:") as tar:
-            members = {posixpath.normpath(member.name): member for member in tar}
-    except (tarfile.TarError, OSError, EOFError) as error:
+        with open_regular(path) as tar:
+            members = {posixpath.normpath(name): member for name, member in tar_members(tar).items()}
+    except (TarError, OSError) as error:
         raise SmartpruneError(f"{path} cannot be read as a plain tar file ({error}); decompress it first") from None
     out: dict[str, FileSlice] = {}
-    for name, member in [*members.items(), *_below_linked_folders(members)]:
-        if member.isdir() or _hidden(name):
+    for name, member in [*members.items(), *_below_linked_folders(members, path)]:
+        if member.kind == "folder" or _hidden(name):
             continue
-        file = member if member.isfile() else _resolve(name, members)
+        file = member if member.kind == "file" else _resolve(name, members)
         if file is not None:
-            out[name] = (str(path), file.offset_data, file.size)
+            out[name] = (str(path), file.start, file.size)
         elif name.lower().endswith(SUFFIXES):
             raise SmartpruneError(f"{path}: {name} is a link to a file outside of it; create the file with tar --dereference")
     return out
 
 
-def _below_linked_folders(members: dict[str, tarfile.TarInfo]) -> Iterator[tuple[str, tarfile.TarInfo]]:
+def _below_linked_folders(members: Mapping[str, Member], path: Path) -> Iterator[tuple[str, Member]]:
     """The files in folders that are links, by their names below the link."""
+    ordered, left = sorted(members), MAX_PATHS * len(members)
     for name, member in members.items():
-        if member.issym() and not name.lower().endswith(SUFFIXES) and _resolve(name, members) is None:
-            folder = _link_target(name, member)
-            for inner in members:
-                file = _resolve(inner, members) if inner.startswith(f"{folder}/") else None
+        if member.kind == "symbolic link" and not name.lower().endswith(SUFFIXES) and _resolve(name, members) is None:
+            folder = f"{_link_target(name, member)}/"
+            for at in range(bisect_left(ordered, folder), len(ordered)):
+                inner, left = ordered[at], left - 1
+                if left < 0:
+                    raise SmartpruneError(f"{path} has far too many links to folders; create it with tar --dereference")
+                if not inner.startswith(folder):
+                    break
+                file = _resolve(inner, members)
                 if file is not None:
-                    yield name + inner.removeprefix(folder), file
+                    yield f"{name}/{inner.removeprefix(folder)}", file
 
 
-def _link_target(name: str, member: tarfile.TarInfo) -> str:
-    return posixpath.normpath(posixpath.join(posixpath.dirname(name) if member.issym() else "", member.linkname))
+def _link_target(name: str, member: Member) -> str:
+    start = posixpath.dirname(name) if member.kind == "symbolic link" else ""
+    return posixpath.normpath(posixpath.join(start, member.link))
 
 
-def _resolve(name: str, members: dict[str, tarfile.TarInfo]) -> tarfile.TarInfo | None:
+def _resolve(name: str, members: Mapping[str, Member]) -> Member | None:
     """The member itself, or the file in the tar that it links to."""
     for _ in range(MAX_LINKS):
         member = members.get(name)
-        if member is None or member.isfile():
+        if member is None or member.kind == "file":
             return member
-        if not (member.islnk() or member.issym()):
+        if member.kind not in ("hard link", "symbolic link"):
             return None
         name = _link_target(name, member)
     return None
 
 
 def _walk(folder: Path) -> dict[str, FileSlice]:
+    """The files below a folder. Links are followed; a circle of links raises."""
     out: dict[str, FileSlice] = {}
-    for base, _, files in os.walk(folder, followlinks=True):
+    paths: dict[tuple[int, int], list[str]] = {}  # to each folder
+    for base, folders, files in os.walk(folder, followlinks=True):
+        folders[:] = [name for name in folders if not _hidden(name)]
+        status = os.stat(base)
+        known = paths.setdefault((status.st_dev, status.st_ino), [])
+        if len(known) >= MAX_PATHS or any(base.startswith(f"{above}{os.sep}") for above in known):
+            raise SmartpruneError(
+                f"{base} is a folder that links lead to again and again; remove the links, or give another folder"
+            )
+        known.append(base)
         top = Path(base).relative_to(folder).as_posix()
         for file in files:
             name = file if top == "." else f"{top}/{file}"

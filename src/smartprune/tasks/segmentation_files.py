@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import lru_cache
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..errors import SmartpruneError
+from ..files import parse_json
 from .images import SUFFIXES, ImageFiles, decode_all, open_images
 
 IGNORE = 255  # mask value of pixels without a class, which are never counted
@@ -69,11 +69,12 @@ def count_classes(files: ImageFiles, setting: int) -> int:
     if files.names("leftImg8bit"):
         return CITYSCAPES_CLASSES
     if "classes.json" in files:
-        try:
-            return len(json.loads(files.read("classes.json"))["classes"])
-        except (ValueError, KeyError, TypeError) as error:
-            path = files.where("classes.json")
-            raise SmartpruneError(f'{path} should hold {{"classes": [names]}} ({type(error).__name__}: {error})') from None
+        path = files.where("classes.json")
+        data = parse_json(files.read("classes.json"), path)
+        names = data.get("classes") if isinstance(data, dict) else None
+        if not isinstance(names, list) or not 0 < len(names) <= IGNORE:
+            raise SmartpruneError(f'{path} must hold {{"classes": [names]}} with 1 to {IGNORE} names')
+        return len(names)
     highest = 0
     for _, name in list_pairs(files, "train"):
         values = load_mask(files, name, None)

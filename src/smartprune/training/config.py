@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
 from ..budgets import BUDGETS, SPARSITY, budget_fields, budget_names
 from ..errors import SmartpruneError
-from ..files import parse_json
+from ..files import parse_json, read_limited
 
 if TYPE_CHECKING:
     from ..core.budget import Budget
@@ -155,8 +155,8 @@ def check_names(settings: Mapping[str, Any]) -> None:
 def read_config(path: str | Path) -> dict[str, Any]:
     """The values in a ``config.json``, unchecked."""
     try:
-        values = parse_json(Path(path).read_bytes(), str(path))
-    except (OSError, SmartpruneError) as error:
+        values = parse_json(read_limited(path, MAX_BYTES), str(path))
+    except SmartpruneError as error:
         raise SmartpruneError(f"{path} cannot be read as a configuration: {error}") from None
     if not isinstance(values, dict):
         raise SmartpruneError(f"{path} holds a {type(values).__name__}; a configuration is a JSON object")
@@ -274,6 +274,7 @@ NOT_NEGATIVE = (
 SMALL = ("lr", "search_lr", "finetune_lr", "score_lr", "momentum", "weight_decay", "clip_norm", "distill", "distill_temperature")
 MAX_FLOAT32 = 2.0**128 - 2.0**104
 MAX_THREADS = 4096
+MAX_BYTES = 1 << 20  # of a configuration
 SCHEDULES = ("cosine", "poly", "linear", "constant")
 CHOICES = {
     "optimizer": ("sgd", "adamw"),

@@ -22,7 +22,8 @@ from ..artifacts.safetensors_file import check_header
 from ..artifacts.torch_file import NotPlainError, read_torch_file
 from ..core.sharding import full_tensor
 from ..errors import SmartpruneError
-from ..files import check_name, open_regular, write_atomic
+from ..files import check_name, open_regular, read_limited, write_atomic
+from ..reports.runlog import MAX_METRICS_BYTES
 from ..run_files import CHECKPOINT, CONFIG, METRICS
 from . import ranks
 from .config import Config
@@ -141,10 +142,7 @@ def trim_metrics(folder: Path, done: Callable[[str, int], bool]) -> int:
     ``done(stage, step)`` says whether the checkpoint was written after that step.
     """
     path = folder / METRICS
-    try:
-        data = path.read_bytes() if path.exists() else None
-    except OSError as error:
-        raise SmartpruneError(f"{path} cannot be read ({error.strerror or error}); make it readable, then resume again") from None
+    data = read_limited(path, MAX_METRICS_BYTES) if os.path.lexists(path) else None
     rows = [line for line in (data or b"").splitlines(keepends=True) if (position := _position(line)) and done(*position)]
     if data != b"".join(rows):
         write_atomic(path, b"".join(rows))

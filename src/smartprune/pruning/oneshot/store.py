@@ -14,10 +14,11 @@ from torch import Tensor
 
 from ...core.sharding import full_tensor
 from ...errors import SmartpruneError
-from ...files import write_atomic
+from ...files import open_regular, read_limited, write_atomic
 
 Tensors = dict[str, Tensor]
-KEY = "key"
+KEY, MAX_KEY = "key", 1000  # bytes
+DIGEST = "sha256"  # the tensor that holds the hash of the others
 
 
 class Store:
@@ -29,8 +30,8 @@ class Store:
             return
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            stored = (self.folder / KEY).read_text() if (self.folder / KEY).exists() else None
-        except (OSError, ValueError) as error:
+            stored = read_limited(self.folder / KEY, MAX_KEY).decode() if (self.folder / KEY).exists() else None
+        except (OSError, ValueError, SmartpruneError) as error:
             raise SmartpruneError(f"prune: folder {self.folder} cannot be used ({error}); give another folder") from None
         if stored is None and any(self.folder.iterdir()):
             raise SmartpruneError(f"prune: folder {self.folder} is not empty and holds no interrupted call; give another folder")
@@ -48,11 +49,16 @@ class Store:
         path = self.folder / f"{name}.safetensors"
         if path.exists():
             try:
-                return load(path.read_bytes())
+                with open_regular(path) as file:
+                    tensors = load(file.read())
+                if not torch.equal(tensors.pop(DIGEST), _digest(tensors)):
+                    raise ValueError("it is damaged")
+                return tensors
             except Exception as error:  # safetensors raises many types
                 raise SmartpruneError(f"prune: {path} cannot be read ({error}); delete it, and call prune again") from None
         tensors = compute()
-        write_atomic(path, save({key: value.detach().cpu().contiguous() for key, value in tensors.items()}))
+        stored = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
+        write_atomic(path, save({**stored, DIGEST: _digest(stored)}))
         return tensors
 
     def has(self, name: str) -> bool:
@@ -66,6 +72,10 @@ class Store:
             path.unlink(missing_ok=True)
         with suppress(OSError):  # it may hold other files
             self.folder.rmdir()
+
+
+def _digest(tensors: Tensors) -> Tensor:
+    return torch.tensor(list(bytes.fromhex(key_of({}, sorted(tensors.items())))), dtype=torch.uint8)
 
 
 def key_of(facts: Mapping[str, object], tensors: Iterable[tuple[str, Tensor]]) -> str:
