@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,10 +15,12 @@ from typing import Any
 import pytest
 
 import smartprune as sp
+from smartprune.cli import COMMANDS, main
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "README.md").read_text()
 NUMBERS = re.compile(r"[\d.]+|█[█·]*|·+|sha256:\w+")
+PROGRAMS = re.findall(r"```python\n(.*?)```", PAGE, re.S)
 EXACT = re.compile(r"blocks of the pruned layers\s+864\s+87\s+777\s+89.93%")  # exact whatever the machine
 
 
@@ -34,7 +38,7 @@ def record(name: str) -> list[dict[str, Any]]:
 def test_the_program_prints_what_the_page_shows(tmp_path: Path) -> None:
     for package in ("sklearn", "onnx", "onnxscript", "onnxruntime"):
         pytest.importorskip(package)
-    code = re.findall(r"```python\n(.*?)```", PAGE, re.S)[0]
+    code = PROGRAMS[0]
     env = {**os.environ, "PYTHONPATH": str(Path(sp.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
     result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
@@ -48,6 +52,36 @@ def test_the_program_prints_what_the_page_shows(tmp_path: Path) -> None:
     assert dense > 90
     assert pruned > 90
     assert (tmp_path / "net.onnx").exists()
+
+
+def test_the_call_without_training_prunes_the_trained_network(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("sklearn")
+    scope: dict[str, Any] = {}
+    exec(PROGRAMS[0].partition("search_epochs, finetune_epochs =")[0], scope)
+    exec(PROGRAMS[1], scope)
+    exec("right = (model.eval()(x[1400:]).argmax(1) == y[1400:]).float().mean().item()", scope)
+    (dense,) = (float(value) for value in re.findall(r"dense accuracy ([\d.]+)%", capsys.readouterr().out))
+    assert (scope["receipt"].blocks.kept, scope["receipt"].blocks.total) == (432, 864)
+    assert 100 * scope["right"] > dense - 2
+
+
+def test_every_command_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what the commands do is left out."""
+    (block,) = re.findall(r"## Commands\n\n```\n(.*?)```", PAGE, re.S)
+    commands = [shlex.split(line) for line in block.splitlines()]
+    assert len(commands) == 6
+    accepted = []
+    parse = argparse.ArgumentParser.parse_args
+
+    def parse_only(parser: argparse.ArgumentParser, *args: Any) -> argparse.Namespace:
+        return argparse.Namespace(**{**vars(parse(parser, *args)), "run": lambda args: accepted.append(args.words) or 0})
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_only)
+    assert [main(words[1:]) for words in commands] == [0] * 6
+    assert accepted == [words[1:] for words in commands]
+    listed = {name for add in COMMANDS for name in [add.__name__.removeprefix("add_")]}
+    assert {words[1] for words in commands} <= listed
+    assert set(re.findall(r"`(\w+)`", PAGE.partition("lists the others, such as")[2].partition("\n")[0])) <= listed
 
 
 def test_accuracies_are_those_of_the_records() -> None:
@@ -86,9 +120,15 @@ def test_int8_costs_what_the_record_says() -> None:
     assert f"{100 * lost:.2f}" == points
 
 
+def words(text: str) -> int:
+    """The words outside code blocks, comments and the targets of links. Numbers do not count."""
+    return len(re.findall(r"[A-Za-z][\w'-]*", re.sub(r"```.*?```|<!--.*?-->|\]\([^)]*\)", " ", text, flags=re.S)))
+
+
 def test_the_page_is_short() -> None:
-    prose = re.sub(r"```.*?```|<!--.*?-->|\]\([^)]*\)", " ", PAGE, flags=re.S)
-    assert len(re.findall(r"[A-Za-z][\w'-]*", prose)) < 1000
+    """At most 900 words of prose, and 1000 with the cells of the tables."""
+    assert words(re.sub(r"^\|.*$", "", PAGE, flags=re.M)) <= 900
+    assert words(PAGE) <= 1000
 
 
 def test_a_phone_can_show_every_line_of_code_and_every_table() -> None:
