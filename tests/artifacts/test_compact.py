@@ -132,6 +132,69 @@ def test_code_that_states_a_shape_keeps_it() -> None:
     torch.testing.assert_close(small(x), model.eval()(x), rtol=1e-5, atol=1e-5)
 
 
+def halves(m: Any, x: Tensor) -> Tensor:
+    y = m.first(x)
+    middle = y.shape[1] // 2
+    return m.last(F.relu(m.after(torch.cat([F.relu(y[:, :middle]), y[:, middle:]], 1))))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        halves,
+        lambda m, x: m.last(F.relu(m.after(m.first(x) * m.first(x).shape[1] ** -0.5))),
+        lambda m, x: m.last(F.relu(m.after(m.first(x).roll(3, 1)))),
+    ],
+    ids=["halves", "scale", "roll"],
+)
+def test_channels_stay_where_the_result_depends_on_their_number(function: Any) -> None:
+    """The graph has the number, but the code computes it again: found by running the model. Other layers get smaller."""
+    torch.manual_seed(0)
+    model = Net(function, first=nn.Conv2d(3, 12, 1), after=nn.Conv2d(12, 8, 1), last=nn.Conv2d(8, 4, 1)).eval()
+    with torch.no_grad():
+        model.first.weight[[1, 9, 10]] = 0
+        model.after.weight[[0, 5]] = 0
+    x = torch.randn(2, 3, 6, 6)
+    small = sp.compact(model, x)
+    assert [tuple(p.shape) for p in small.parameters() if p.dim() > 1] == [(12, 3, 1, 1), (6, 12, 1, 1), (4, 6, 1, 1)]
+    torch.testing.assert_close(small(x), model(x), rtol=1e-5, atol=1e-5)
+    first = sp.compaction(small).layers[0]
+    assert (first.empty, first.reason) == (3, "the code of the model depends on their number")
+
+
+def test_the_result_can_be_trained_pruned_and_compacted_again() -> None:
+    model, x = small_net()
+    small = sp.compact(model, x).train()
+    optimizer = torch.optim.SGD(small.parameters(), lr=0.05)
+    pruner = sp.attach(small, sp.Magnitude(), block="channel", sparsity=0.5, steps=2)
+    losses = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss = small(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        pruner.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < losses[0]
+    receipt = sp.bake(small)
+    small.eval()
+    smaller = sp.compact(small, x)
+    assert smaller[3].out_channels == receipt.layers[0].blocks.kept < small[3].out_channels
+    torch.testing.assert_close(smaller(x), small(x), rtol=1e-5, atol=1e-5)
+
+
+def test_rounding_of_a_deep_model_is_not_an_error() -> None:
+    """The model agrees in double precision. Its float32 outputs are the rounding of a difference of large numbers."""
+    torch.manual_seed(0)
+    model = Net(
+        lambda m, x: m.last(F.relu(m.first(x)) + 1e6) - 1e6 * m.last.weight.sum(1), first=nn.Linear(8, 32), last=nn.Linear(32, 4)
+    ).eval()
+    with torch.no_grad():
+        model.first.weight[::2] = 0
+    x = torch.randn(3, 8)
+    assert sp.compaction(sp.compact(model, x)).inputs == 3
+
+
 def test_a_layer_without_bias_gets_one_only_if_nothing_else_can_hold_the_constant() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import smartprune as sp
-from helpers.compact_nets import attention
+from helpers.compact_nets import Net, attention
 
 HEAD = [4, 5, 6, 7]  # the second of three
 WIDTHS = [1, 5, 9]  # the second entry of every head
@@ -55,8 +55,6 @@ def test_without_a_stated_scale_the_width_of_queries_stays() -> None:
         out: torch.Tensor = m.o(y.transpose(1, 2).flatten(2))
         return out
 
-    from helpers.compact_nets import Net
-
     model = Net(forward, **{name: torch.nn.Linear(12, 12) for name in "qkvo"}).eval()
     with torch.no_grad():
         for name in "kv":
@@ -66,3 +64,26 @@ def test_without_a_stated_scale_the_width_of_queries_stays() -> None:
     small = sp.compact(model, x)
     assert [getattr(small, name).out_features for name in "qkv"] == [12, 12, 9]
     torch.testing.assert_close(small(x), model(x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("boolean", "left"), [(True, 12), (False, 8)])
+def test_a_constant_value_stays_where_a_position_may_attend_to_nothing(boolean: bool, left: int) -> None:
+    """The result is zero there, and not the constant. A mask of numbers always leaves something."""
+    torch.manual_seed(0)
+
+    def forward(m: torch.nn.Module, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        q, k, v = (layer(x).unflatten(-1, (-1, 4)).transpose(1, 2) for layer in (m.q, m.k, m.v))
+        y = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.5)
+        out: torch.Tensor = m.o(y.transpose(1, 2).flatten(2))
+        return out
+
+    model = Net(forward, **{name: torch.nn.Linear(12, 12) for name in "qkvo"}).eval()
+    with torch.no_grad():
+        model.v.weight[HEAD] = 0
+    keep = torch.ones(7, 7, dtype=torch.bool)
+    keep[2] = not boolean
+    mask = keep if boolean else keep.float().log()
+    x = torch.randn(2, 7, 12)
+    small = sp.compact(model, (x, mask))
+    assert small.v.out_features == left
+    torch.testing.assert_close(small(x, mask), model(x, mask), rtol=1e-5, atol=1e-5)

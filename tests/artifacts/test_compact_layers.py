@@ -19,7 +19,15 @@ from smartprune.artifacts.compact_layers import RULES
 from smartprune.artifacts.compact_rules import record
 
 PATTERNS = 4
-SHRINKS = set(NETS) - {"attention_of_torch", "recurrent_use", "standardized_weight", "slices"}  # their channels may all stay
+SHRINKS = set(NETS) - {  # their channels may all stay
+    "attention_of_torch",
+    "padded_shortcut",
+    "recurrent_use",
+    "repeated_by_tensor",
+    "slices",
+    "standardized_weight",
+    "stated_groups",
+}
 
 
 def compacted(recorded: Graph, model: nn.Module) -> nn.Module:

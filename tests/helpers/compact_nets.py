@@ -374,6 +374,69 @@ def attention_of_torch() -> Made:
     return Net(forward, first=nn.Linear(12, 12), attention=attention, last=nn.Linear(12, 4)), torch.randn(2, 7, 12)
 
 
+def stacked_slices() -> Made:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        parts = [x[..., ::2, ::2], x[..., 1::2, ::2], x[..., ::2, 1::2], x[..., 1::2, 1::2]]
+        return m.last(F.relu(m.first(torch.cat(parts, 1))))
+
+    return Net(forward, first=nn.Conv2d(12, 12, 3), last=nn.Conv2d(12, 4, 1)), image()
+
+
+def padded_shortcut() -> Made:
+    """The shortcut of a ResNet without parameters: zeros in place of the channels that are missing."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        y = m.first(x)
+        return m.last(F.relu(F.pad(y[:, :, ::2, ::2], (0, 0, 0, 0, 3, 3)) + m.conv(y)))
+
+    convs = {"first": nn.Conv2d(3, 6, 1), "conv": nn.Conv2d(6, 12, 3, stride=2, padding=1)}
+    return Net(forward, **convs, last=nn.Conv2d(12, 4, 1)), image()
+
+
+def stated_groups() -> Made:
+    """A depthwise convolution with a fixed kernel, whose number of groups is written in the code."""
+    model = Net(
+        lambda m, x: m.last(F.conv2d(F.relu(m.first(x)), m.blur, groups=12)), first=nn.Conv2d(3, 12, 1), last=nn.Conv2d(12, 4, 1)
+    )
+    model.register_buffer("blur", torch.ones(12, 1, 3, 3) / 9)
+    return model, image()
+
+
+def repeated_by_tensor() -> Made:
+    return Net(
+        lambda m, x: m.last(torch.repeat_interleave(m.first(x), torch.tensor([1, 2] * 6), 1)),
+        first=nn.Conv2d(3, 12, 1),
+        last=nn.Conv2d(18, 4, 1),
+    ), image()
+
+
+def statistics_of_the_batch() -> Made:
+    return nn.Sequential(
+        nn.Conv2d(3, 12, 1, bias=False),
+        nn.BatchNorm2d(12, track_running_stats=False),
+        nn.ReLU(),
+        nn.Conv2d(12, 6, 1, bias=False),
+        nn.BatchNorm2d(6, affine=False),
+        nn.Conv2d(6, 4, 1),
+    ), image()
+
+
+def pools() -> Made:
+    return nn.Sequential(
+        nn.Conv2d(3, 12, 3),
+        nn.Softplus(),
+        nn.AvgPool2d(3, 1, 1),
+        nn.Conv2d(12, 10, 3),
+        nn.Sigmoid(),
+        nn.AvgPool2d(2, ceil_mode=True, padding=1, count_include_pad=False),
+        nn.Conv2d(10, 8, 1),
+        nn.Hardsigmoid(),
+        nn.MaxPool2d(3, 2, 1, ceil_mode=True),
+        nn.LPPool2d(2, 2),
+        nn.Conv2d(8, 4, 1),
+    ), image(side=12)
+
+
 def several_inputs() -> Made:
     return Net(
         lambda m, x, y: m.last(F.relu(m.a(x) * 2 - m.b(y) / 3)), a=nn.Linear(4, 9), b=nn.Linear(6, 9), last=nn.Linear(9, 2)
@@ -414,6 +477,12 @@ NETS: dict[str, Callable[[], Made]] = {
         gated_pooling,
         attention_of_torch,
         several_inputs,
+        stacked_slices,
+        padded_shortcut,
+        stated_groups,
+        repeated_by_tensor,
+        statistics_of_the_batch,
+        pools,
     )
 }
 
@@ -428,12 +497,10 @@ def empty_channels(model: nn.Module, seed: int, share: float = 0.4) -> nn.Module
     with torch.no_grad():
         for module in model.modules():
             if isinstance(module, nn.modules.batchnorm._BatchNorm):
-                assert module.running_mean is not None
-                assert module.running_var is not None
-                module.running_mean.copy_(uniform(module.num_features) - 0.5)
-                module.running_var.copy_(uniform(module.num_features) + 0.5)
-                module.weight.copy_(uniform(module.num_features) + 0.5)
-                module.bias.copy_(uniform(module.num_features) - 0.5)
+                tensors = (module.running_mean, module.running_var, module.weight, module.bias)
+                for tensor, start in zip(tensors, (-0.5, 0.5, 0.5, -0.5), strict=True):
+                    if tensor is not None:
+                        tensor.copy_(uniform(module.num_features) + start)
         for name, weight in model.named_parameters():
             if weight.dim() == 1 and seed % 3 == 0:  # biases and scales
                 weight.mul_(uniform(len(weight)) < 0.5)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ from ..core.trace import tensors_in
 from ..core.usage import measure
 from ..errors import SmartpruneError
 from .compact_apply import apply
-from .compact_choose import Choice, Frozen, choose
+from .compact_choose import Choice, Frozen, choose, roots_by_weight
 from .compact_graph import Graph, call_arguments, export
 from .compact_layers import RULES
 from .compact_report import CompactedLayer, Compaction
@@ -141,7 +141,7 @@ class _Work:
         small, choice = outcome
         for new, dtype_before in _with_dtypes(self.model, small):
             new.data = new.data.to(dtype_before)
-        problem = self._compare(small, plain, None)
+        problem = self._compare(small, plain, None, TOLERANCES if dtype is None else {})
         if problem:
             raise SmartpruneError(f"compact: {problem}; please report this model")
         return small, choice
@@ -196,8 +196,17 @@ class _Work:
             out = run_example(_Call(model, kwargs), args, torch.no_grad())
         return [x.detach() for x in tensors_in(out)]
 
-    def _compare(self, small: nn.Module, expected: list[list[Tensor]], dtype: torch.dtype | None) -> str | None:
-        """Describes what is wrong with the outputs of a smaller model; None if they agree."""
+    def _compare(
+        self,
+        small: nn.Module,
+        expected: list[list[Tensor]],
+        dtype: torch.dtype | None,
+        tolerances: Mapping[torch.dtype, float] = TOLERANCES,
+    ) -> str | None:
+        """Describes what is wrong with the outputs of a smaller model; None if they agree.
+
+        A model that agrees in double precision differs in another one by rounding alone, so there is no tolerance then.
+        """
         self.difference = self.scale = 0.0
         for batch, wanted in zip(self.batches, expected, strict=True):
             try:
@@ -212,13 +221,15 @@ class _Work:
                 scale = b.double()[same].abs().max() if bool(same.any()) else torch.zeros(())
                 if not torch.equal(torch.isfinite(a.double()), same):
                     return "only one of the models returns NaN or infinity"
-                if float(difference) > TOLERANCES.get(a.dtype, 0.0) * float(scale):
+                if tolerances and float(difference) > tolerances.get(a.dtype, 0.0) * float(scale):
                     return f"the outputs differ by {float(difference):.2e} of {float(scale):.2e}"
                 self.difference, self.scale = max(self.difference, float(difference)), max(self.scale, float(scale))
         return None
 
-    def _try(self, graph: Graph, frozen: Frozen, expected: list[list[Tensor]], dtype: Any) -> tuple[Any, Choice] | str:
-        choice = choose(graph, frozen)
+    def _try(
+        self, graph: Graph, frozen: Frozen, expected: list[list[Tensor]], dtype: Any, held: Collection[int] = ()
+    ) -> tuple[Any, Choice] | str:
+        choice = choose(graph, frozen, held)
         small = copy.deepcopy(self.exact)
         apply(graph, choice, small)
         return self._compare(small, expected, dtype) or (small, choice)
@@ -239,7 +250,8 @@ class _Work:
         frozen: dict[str, int | None] = dict.fromkeys(options)
         result = self._try(graph, frozen, expected, dtype)
         if isinstance(result, str):
-            raise SmartpruneError(f"compact: {result}; please report this model")
+            self.frozen = frozen
+            return self._search_parts(graph, frozen, expected, dtype)
         for line, allowed in options.items():
             for attempt in ({k: v for k, v in frozen.items() if k != line}, *({**frozen, line: axis} for axis in allowed[:-1])):
                 if torch.equal(choose(graph, attempt).removed, result[1].removed):
@@ -252,6 +264,30 @@ class _Work:
         assert not isinstance(final, str)
         self.frozen = frozen
         return final
+
+    def _search_parts(self, graph: Graph, frozen: Frozen, expected: list[list[Tensor]], dtype: Any) -> tuple[nn.Module, Choice]:
+        """The smallest model of which parts stay as they are, because the code of the model depends on their number of channels.
+
+        The graph does not show such code: ``x * x.shape[1] ** -0.5`` is a product with a number in it. The parts are found by
+        running the model with one half of the removals, then with the other, and so on.
+        """
+        parts = roots_by_weight(graph, choose(graph, frozen))
+        held = frozenset[int]().union(*parts)
+        found = self._try(graph, frozen, expected, dtype, held)
+        if isinstance(found, str):
+            raise SmartpruneError(
+                f"compact: {found}, although nothing was removed; the model may draw random numbers or keep state"
+            )
+        waiting = [parts[: len(parts) // 2], parts[len(parts) // 2 :]] if len(parts) > 1 else []
+        while waiting:
+            some = waiting.pop(0)
+            attempt = held.difference(*some)
+            better = self._try(graph, frozen, expected, dtype, attempt)
+            if not isinstance(better, str):
+                held, found = attempt, better
+            elif len(some) > 1:
+                waiting[:0] = [some[: len(some) // 2], some[len(some) // 2 :]]
+        return found
 
     def report(self, name: str, result: nn.Module, choice: Choice) -> Compaction:
         graph = self.graph

@@ -96,7 +96,10 @@ def attention(graph: Graph, node: fx.Node) -> Any:
         for x in (query, key):
             x.keep_positions(rank - 1, torch.ones(x.shape[-1], dtype=torch.bool))
     graph.reshapes.setdefault(line_of(node), []).append(query)
-    out = known(node.meta["val"].shape, value.label, value.constant, value.value)  # a mean of equal values
+    constant = value.constant  # a mean of equal values
+    if mask is not None and node.meta["val"].dtype != args["attn_mask"].meta["val"].dtype:  # a row without any True gives zeros
+        constant = constant & (value.value == 0)
+    out = known(node.meta["val"].shape, value.label, constant, value.value)
     for axis in range(rank - 2):
         if max(x.label.shape[axis] for x in (query, key, value)) > 1:
             graph.alike.append([(x, axis) for x in (query, key, value, out)])

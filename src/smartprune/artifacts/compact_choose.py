@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..core.kinds import CONVOLUTIONS, TRANSPOSED
 from .compact_graph import Graph, Known, Reader, by_position
+from .compact_labels import STAYS
 from .compact_rules import arguments, flat, name_of
 
 Frozen = Mapping[str, int | None]  # line of code -> the only axis that may shrink in the tensors that it reshapes, or None
@@ -41,8 +42,11 @@ def all_values(graph: Graph) -> list[Known]:
     return [*(value for values in graph.values.values() for value in flat(values)), *graph.forms.values()]
 
 
-def choose(graph: Graph, frozen: Frozen) -> Choice:
-    """The channels that can be removed, if the code of the model allows all shapes except those that are ``frozen``."""
+def choose(graph: Graph, frozen: Frozen, held: Collection[int] = ()) -> Choice:
+    """The channels that can be removed, if the code of the model allows all shapes except those that are ``frozen``.
+
+    ``held`` are roots of labels that stay in any case.
+    """
     roots = graph.labels.roots()
     why = {graph.labels.root(label): reason for label, reason in graph.labels.reasons.items()}
     possible = torch.zeros(len(roots), dtype=torch.bool)
@@ -60,12 +64,25 @@ def choose(graph: Graph, frozen: Frozen) -> Choice:
         used = (reader.reads & reader.live_outputs()[:, None]).any(0) & ~reader.constant
         for root in roots[reader.label[used]].unique().tolist():
             why.setdefault(root, f"{reader.weight.rpartition('.')[0]} reads them")
+    for root in held:
+        why.setdefault(root, "the code of the model depends on their number")
     targets = [_target(graph, reader) for reader in graph.readers]
     merged = _constants(graph, targets, roots, why)
     possible[list(why)] = False
     choice = Choice(possible[roots], merged, targets, why, roots)
     _Shapes(graph, choice, values, frozen).settle()
     return choice
+
+
+def roots_by_weight(graph: Graph, choice: Choice) -> list[frozenset[int]]:
+    """The roots of all labels, one set for each weight that computes or reads such channels, in the order of the model."""
+    parts, seen = [], {STAYS}
+    for axes in graph.weights.values():
+        part = {root for labels in axes.values() for root in choice.roots[labels].tolist()} - seen
+        seen |= part
+        parts.append(frozenset(part))
+    parts.append(frozenset(set(choice.roots.tolist()) - seen))
+    return [part for part in parts if part]
 
 
 def _target(graph: Graph, reader: Reader) -> str | None:

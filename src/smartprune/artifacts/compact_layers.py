@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ..core.kinds import CONVOLUTIONS, TRANSPOSED
 from .compact_attention import attention, contract
 from .compact_graph import Graph, Known, Reader, known, reduce_axes, shrink, where_of
 from .compact_labels import STAYS
@@ -103,7 +104,10 @@ def product(
         return fixed(graph, node, f"{where} computes its weight")
     if weight in graph.forms:
         graph.fix(graph.forms[weight], f"{weight} is also read as a tensor")
-    if (x.label.shape[axis] == 1 and x.axes()) or axis in reduce_axes(x.label):
+    if groups > 1 and not _states_groups(graph, weight):
+        return fixed(graph, node, f"{where or 'the model'} states the number of groups in its code")
+    same = x.label.shape[axis] == 1 or axis in reduce_axes(x.label)
+    if same and x.axes() and bool((x.label != STAYS).any()):
         return _over_positions(graph, node, x, axis, weight, bias)
     label, constant, value = _per_channel(graph, x, axis)
     tensor = graph.tensors[weight]
@@ -137,6 +141,12 @@ def product(
 
     graph.backward.append(back)
     return out
+
+
+def _states_groups(graph: Graph, weight: str) -> bool:
+    """Whether the number of groups is that of a module, which can change with its weight."""
+    owner, _, attribute = weight.rpartition(".")
+    return attribute == "weight" and isinstance(graph.model.get_submodule(owner), (*CONVOLUTIONS, *TRANSPOSED))
 
 
 def _per_channel(graph: Graph, x: Known, axis: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -207,7 +217,7 @@ def batch_norm(graph: Graph, node: fx.Node) -> Any:
     value = x.value
     if per_sample:  # a constant minus itself
         value = torch.zeros_like(value) if bias is None else bias + torch.zeros_like(value)
-    elif mean is None or var is None:
+    elif mean is None or var is None or args.get("training"):
         constant = torch.zeros_like(constant)
     else:
         scale = torch.rsqrt(var.double() + args["eps"]) * (1 if weight is None else weight.double())

@@ -136,7 +136,8 @@ def tie(graph: Graph, values: Sequence[Known], rank: int, where: str) -> Tensor:
     labels = [aligned(value.label, rank) for value in values]
     axes = {axis for label in labels for axis in range(rank) if label.shape[axis] > 1}
     tied = torch.full((1,) * rank, STAYS)
-    for value, label in zip(values, labels, strict=True):
+    pairs = sorted(zip(values, labels, strict=True), key=lambda pair: bool((pair[1] == STAYS).all()))  # those that stay come last
+    for value, label in pairs:
         shape = (1,) * (rank - len(value.shape)) + value.shape
         if axes and all(shape[axis] == 1 for axis in axes):  # such as a factor per pixel
             graph.labels.fix(label, "a single channel")
@@ -274,7 +275,7 @@ def record(graph: Graph, rules: dict[str, Rule]) -> None:
             rule = rules.get(name_of(node), unknown)
             if any(cls.startswith(FIXED_WIDTH) for cls in classes_of(node)):
                 rule = attention_of_torch
-            value = get_item(graph, node) if getattr(node.target, "__name__", "") == "getitem" else rule(graph, node)
+            value = get_item(graph, node) if getattr(node.target, "__name__", "") == "getitem" else follow(graph, node, rule)
             for part in flat(value):
                 part.where = part.where or where_of(node)
             graph.values[node.name] = value
@@ -289,6 +290,18 @@ def record(graph: Graph, rules: dict[str, Rule]) -> None:
             graph.fix_parameter(name, f"{name} is a weight and is also read as a tensor")
     for back in reversed(graph.backward):
         back()
+
+
+def follow(graph: Graph, node: fx.Node, rule: Rule) -> Any:
+    """What a rule says about an operation. Where a rule fails, nothing that the operation reads may change."""
+    lists: tuple[list[Any], ...] = (graph.backward, graph.readers, graph.products, graph.alike, graph.balanced)
+    lengths = [len(entries) for entries in lists]
+    try:
+        return rule(graph, node)
+    except Exception:  # an operation of torch may refuse the tensors that stand for positions and constants
+        for entries, length in zip(lists, lengths, strict=True):
+            del entries[length:]
+        return unknown(graph, node)
 
 
 def attention_of_torch(graph: Graph, node: fx.Node) -> Any:
