@@ -25,7 +25,7 @@ def run_example(model: nn.Module, example: Any, recorder: AbstractContextManager
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
-        with torch.no_grad(), _uncompiled(), recorder:
+        with torch.no_grad(), uncompiled(), recorder:
             return _call(model, example)
     except SmartpruneError:
         raise
@@ -93,6 +93,6 @@ def _writable(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) and value.is_inference() else value
 
 
-def _uncompiled() -> AbstractContextManager[object]:
+def uncompiled() -> AbstractContextManager[object]:
     """Runs compiled models eagerly: compiled, hooks and modes would record a layer twice."""
     return torch.compiler.set_stance("force_eager") if any(name in sys.modules for name in COMPILERS) else nullcontext()

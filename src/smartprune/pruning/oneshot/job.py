@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
@@ -17,10 +18,11 @@ from ...errors import SmartpruneError
 from ...topk import hard_topk
 from ..plan import Plan
 from ..recalibrate import norms_with_statistics
-from .batches import size_of
+from .batches import first_sample, size_of
 from .correct import error, outputs_of, recalibrated, tuned
+from .lockstep import MOST_THREADS, Lockstep, held_bytes, twin
 from .matrix import Tiles, as_matrices, as_weight
-from .moments import Moment, Survey, collect_rows, layer_inputs, sensitivities, survey
+from .moments import Moment, Rows, Survey, collect_rows, layer_inputs, sensitivities, survey
 from .order import removal_costs
 from .refit import refit
 from .store import Store
@@ -28,6 +30,7 @@ from .uses import Use
 
 HELD_OUT = 8  # one batch in so many decides which corrections are kept
 
+Pairs = Callable[[int], Iterator[list[Rows]]]  # layer -> for each batch, its inputs in the dense and in the pruned network
 Progress = Callable[[str, int, int], None]  # the name of the step, how much of it is done, and of how much
 
 
@@ -46,19 +49,25 @@ class Settings:
 
 
 class Job:
-    """One model and its calibration data. ``model`` stays as it is; ``work`` is the copy that is pruned."""
+    """One model and its calibration data. ``model`` shares its parameters and stays as it is; ``work`` is pruned."""
 
     def __init__(
         self, model: nn.Module, plan: Plan, batches: Sequence[Any], settings: Settings, progress: Progress, store: Store
     ) -> None:
-        self.model, self.plan, self.settings, self.progress, self.store = model, plan, settings, progress, store
+        self.model, self.plan, self.settings, self.progress, self.store = (
+            twin(model, buffers=False),
+            plan,
+            settings,
+            progress,
+            store,
+        )
         held = len(batches) // HELD_OUT if len(batches) > 1 else 0
         self.batches, self.held = list(batches[: len(batches) - held]), list(batches[len(batches) - held :])
         self.layers = plan.layers
         self.samples = sum(map(size_of, self.batches))
         self.tiles = [Tiles.of(layer) for layer in self.layers]
-        self.survey: Survey = survey(model, self.layers, batches)
-        self.work = copy.deepcopy(model)
+        self.survey: Survey = survey(self.model, self.layers, batches)
+        self.work = copy.deepcopy(self.model)
         self.stage = 1
 
     def run(self) -> Tensor:
@@ -140,23 +149,24 @@ class Job:
                 weight = self._weight(self.work, index)
                 kept = layer.grid.expand(mask[layer.start : layer.stop].to(weight.device))
                 weight.copy_(torch.where(kept, weight, 0.0))
-        for done, index in enumerate(self.survey.order):
-            layer = self.layers[index]
-            self._refit_layer(index, mask[layer.start : layer.stop])
-            self._report("refit", done + 1, len(self.layers))
+        with self._pairs() as pairs:
+            for done, index in enumerate(self.survey.order):
+                layer = self.layers[index]
+                self._refit_layer(index, mask[layer.start : layer.stop], pairs)
+                self._report("refit", done + 1, len(self.layers))
 
-    def _refit_layer(self, index: int, keep: Tensor) -> None:
+    def _refit_layer(self, index: int, keep: Tensor, pairs: Pairs) -> None:
         layer = self.layers[index]
-        refitted = self.store.get(self._key("refit", index), partial(self._refitted, index, keep))
+        refitted = self.store.get(self._key("refit", index), partial(self._refitted, index, keep, pairs))
         stored = self._weight(self.work, index)
         stored.copy_(as_weight(refitted["weight"], layer.grid.weight_shape, layer.transposed))
         if "offset" in refitted:
             self._set_offset(index, refitted["offset"].to(stored.device))
 
-    def _refitted(self, index: int, keep: Tensor) -> dict[str, Tensor]:
+    def _refitted(self, index: int, keep: Tensor, pairs: Pairs) -> dict[str, Tensor]:
         """The new weight of a layer, and what is added to its outputs."""
         dense = self._matrices(self.model, index).float()
-        moment = self._paired_moment(index, dense)
+        moment = self._paired_moment(index, dense, pairs)
         offset = self._has_offset(index)
         weight = refit(dense, moment.mean(offset), moment.mean_cross(offset), keep, self.tiles[index], self.settings.refit_damping)
         if not offset:
@@ -164,21 +174,48 @@ class Job:
         x, y = moment.means()
         return {"weight": weight, "offset": (y - (weight.double() @ x[..., None])[..., 0]).reshape(-1)}
 
-    def _paired_moment(self, index: int, dense: Tensor) -> Moment:
+    def _paired_moment(self, index: int, dense: Tensor, pairs: Pairs) -> Moment:
         """The moments of the inputs in the pruned network, with the outputs of the dense network as targets."""
         total = self._empty_moment(index, with_outputs=True)
-        uses = self.survey.uses[index]
-        for number, batch in enumerate(self.batches):
-            share = size_of(batch) / self.samples / max(1, uses)
-            pairs: list[list[tuple[Use, Tensor]]] = []
-            for model in (self.model, self.work):
-                rows_of_model: list[tuple[Use, Tensor]] = []
-                collect_rows(model, self.layers, batch, number, share, {index}, partial(_append, rows_of_model), uses)
-                pairs.append(rows_of_model)
-            matching = [(use.parts, rows.shape) for use, rows in pairs[0]] == [(use.parts, rows.shape) for use, rows in pairs[1]]
-            for (_, before), (use, after) in zip(pairs[0] if matching else pairs[1], pairs[1], strict=True):
-                total.add(use.parts, after, before @ dense[use.parts].mT)
+        for before, after in pairs(index):
+            matching = [(use.parts, rows.shape) for use, rows in before] == [(use.parts, rows.shape) for use, rows in after]
+            for (_, x), (use, z) in zip(before if matching else after, after, strict=True):
+                total.add(use.parts, z, x @ dense[use.parts].mT)
         return total
+
+    @contextmanager
+    def _pairs(self) -> Iterator[Pairs]:
+        """Reads a layer's inputs in the dense and in the pruned network, in the order of the layers."""
+        if self._fits_in_lockstep():
+            with Lockstep((self.model, self.work), self.layers, self.survey.order, self.batches, self._shares()) as lockstep:
+                yield lockstep.rows
+        else:
+            yield self._separate_pairs
+
+    def _fits_in_lockstep(self) -> bool:
+        """Whether one pass can refit all layers: each is used once, and the activations of all batches fit into memory."""
+        if 2 * len(self.batches) > MOST_THREADS:
+            return False
+        if any(self.survey.uses[index] != len(self._expected_uses(index)) for index in range(len(self.layers))):
+            return False
+        if any(isinstance(self.model.get_submodule(layer.sites[0][0]), nn.RNNCellBase) for layer in self.layers):
+            return False
+        sample = first_sample(self.batches[0])
+        held = held_bytes(self.model, self.layers, sample) / max(1, size_of(sample))
+        return 2 * held * self.samples <= self.settings.memory
+
+    def _shares(self) -> list[float]:
+        return [size_of(batch) / self.samples for batch in self.batches]
+
+    def _separate_pairs(self, index: int) -> Iterator[list[Rows]]:
+        uses = self.survey.uses[index]
+        for number, (batch, share) in enumerate(zip(self.batches, self._shares(), strict=True)):
+            pair: list[Rows] = []
+            for model in (self.model, self.work):
+                rows: Rows = []
+                collect_rows(model, self.layers, batch, number, share / max(1, uses), {index}, partial(_append, rows), uses)
+                pair.append(rows)
+            yield pair
 
     # -- corrections ------------------------------------------------------------------------------------------------------
 
@@ -286,7 +323,7 @@ class Job:
         norm.running_mean.copy_(before.running_mean - offset.to(before.running_mean))
 
 
-def _append(collected: list[tuple[Use, Tensor]], use: Use, rows: Tensor) -> None:
+def _append(collected: Rows, use: Use, rows: Tensor) -> None:
     collected.append((use, rows))
 
 

@@ -17,6 +17,8 @@ from .batches import size_of
 from .matrix import Pick
 from .uses import Use, UseReader, run_with
 
+Rows = list[tuple[Use, Tensor]]  # uses of one layer in one batch, and the rows that they multiply
+
 ROWS_PER_INPUT, FEWEST_ROWS = 16, 16_384  # rows that a moment of so many inputs is averaged over, if there are so many
 
 
@@ -193,6 +195,11 @@ def require_finite(layer: Layer, use: Use) -> None:
 # -- moments ----------------------------------------------------------------------------------------------------------------
 
 
+def picked_rows(layer: Layer, use: Use, number: int, share: float, seen: int) -> Tensor:
+    """The rows of a use that are looked at in the batch of this number, after so many other uses."""
+    return use.rows(pick_rows(1_000_003 * number + 1009 * use.layer + seen, share, layer_inputs(layer))).detach()
+
+
 def collect_rows(
     model: nn.Module,
     layers: Sequence[Layer],
@@ -210,8 +217,7 @@ def collect_rows(
         nonlocal seen
         if use.layer in wanted:
             require_finite(layers[use.layer], use)
-            rows = use.rows(pick_rows(1_000_003 * number + 1009 * use.layer + seen, share, layer_inputs(layers[use.layer])))
-            on_rows(use, rows.detach())
+            on_rows(use, picked_rows(layers[use.layer], use, number, share, seen))
             seen += 1
             if stop_after and seen >= stop_after:
                 raise Stop("")

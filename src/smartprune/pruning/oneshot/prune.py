@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -89,6 +90,7 @@ def prune(
     _check_arguments(model, sparsity, budget, samples, memory, seed)
     with torch.inference_mode(False), torch.no_grad():
         inputs = read_batches("prune", model, batches, int(samples))
+    with torch.inference_mode(False), torch.no_grad(), _own_random_state(model, int(seed)):
         sample = first_sample(inputs[0]) if example is None else example
         plan = make_plan(model, block, sparsity, budget, floor=floor, include=include, skip=skip, example=sample).require()
         _check_weights(model, plan)
@@ -117,6 +119,15 @@ def _key(model: nn.Module, plan: Plan, inputs: Sequence[Any], settings: Settings
     }
     tensors = [("input", tensor) for tensor in tensors_in(inputs)]
     return key_of(facts, [*model.named_parameters(), *model.named_buffers(), *tensors])
+
+
+@contextmanager
+def _own_random_state(model: nn.Module, seed: int) -> Iterator[None]:
+    """Models that draw random numbers draw the same in every call, and the state of the caller does not change."""
+    devices = {tensor.device for tensor in model.parameters() if tensor.is_cuda}
+    with torch.random.fork_rng(sorted(devices, key=str)):
+        torch.manual_seed(seed)
+        yield
 
 
 def _no_progress(step: str, done: int, total: int) -> None:

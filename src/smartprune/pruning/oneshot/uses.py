@@ -7,8 +7,8 @@ projections of attention run as four calls of ``F.linear``, with the same result
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -53,13 +53,22 @@ OnUse = Callable[[Use, Tensor | None], Tensor | None]  # the use and its result,
 
 OnOther = Callable[[Any, Any, Any, Any], None]  # any other function, its arguments and its result
 
+Before = Callable[[Sequence[Use]], None]  # the uses that are computed next: one, or those of query, key and value
+
 
 class UseReader(TorchFunctionMode):
-    """Calls ``on_use`` for every use of the weights of some layers."""
+    """Calls ``on_use`` for every use of the weights of some layers, and ``before`` in advance (not for recurrent cells)."""
 
-    def __init__(self, model: nn.Module, layers: Sequence[Layer], on_use: OnUse, on_other: OnOther | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Sequence[Layer],
+        on_use: OnUse,
+        on_other: OnOther | None = None,
+        before: Before | None = None,
+    ) -> None:
         super().__init__()
-        self.on_use, self.on_other = on_use, on_other
+        self.on_use, self.on_other, self.before = on_use, on_other, before
         self.layers = layers
         self.indices: dict[int, int] = {}  # id of a weight -> index of its layer
         self.modules: list[tuple[nn.Module, dict[str, int]]] = []  # modules that do not call a layer function
@@ -75,6 +84,8 @@ class UseReader(TorchFunctionMode):
         for module, indices in self.modules:
             hook = self._read_cell if isinstance(module, nn.RNNCellBase) else self._read_conv1d
             self.handles.append(module.register_forward_hook(hook(indices), with_kwargs=True))
+            if self.before is not None and not isinstance(module, nn.RNNCellBase):
+                self.handles.append(module.register_forward_pre_hook(self._announce_conv1d(indices), with_kwargs=True))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -101,19 +112,20 @@ class UseReader(TorchFunctionMode):
     # -- layers -----------------------------------------------------------------------------------------------------------
 
     def _layer(self, index: int, func: Any, args: Any, kwargs: Any) -> Any:
-        out = func(*args, **kwargs)
         every = slice(0, self.layers[index].grid.axes[0].parts)
         x = args[0] if args else kwargs["input"]
-        if func is F.linear:
-            return self.on_use(Use(index, every, -1, x, None), out)
-        geometry = _geometry(func, args, kwargs)
-        return self.on_use(Use(index, every, out.dim() - len(geometry.kernel) - 1, x, geometry), out)
+        geometry = None if func is F.linear else _geometry(func, args, kwargs)
+        use = Use(index, every, -1 if geometry is None else x.dim() - len(geometry.kernel) - 1, x, geometry)
+        self._announce([use])
+        return self.on_use(use, func(*args, **kwargs))
 
-    def _linear(self, index: int | None, parts: slice, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def _announce(self, uses: Sequence[Use]) -> None:
+        if self.before is not None and uses:
+            self.before(uses)
+
+    def _linear(self, use: Use | None, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         out = F.linear(x, weight, bias)
-        if index is None:
-            return out
-        result = self.on_use(Use(index, parts, -1, x, None), out)
+        result = out if use is None else self.on_use(use, out)
         assert result is not None
         return result
 
@@ -136,21 +148,34 @@ class UseReader(TorchFunctionMode):
         bias = call.get("in_proj_bias")
         biases = [None] * 3 if bias is None else list(bias.chunk(3))
         eye = torch.eye(width, dtype=weights[0].dtype, device=weights[0].device)
-        for name, index, part, weight, offset in zip(sources, indices, parts, weights, biases, strict=True):
-            call[name] = self._linear(index, part, call[name], weight, offset)
+        uses = [
+            None if index is None else Use(index, part, -1, call[name], None)
+            for name, index, part in zip(sources, indices, parts, strict=True)
+        ]
+        for group in [uses] if call["in_proj_weight"] is not None else [[use] for use in uses]:
+            self._announce([use for use in group if use is not None])
+        for name, use, weight, offset in zip(sources, uses, weights, biases, strict=True):
+            call[name] = self._linear(use, call[name], weight, offset)
         call |= {f"{name}_proj_weight": eye for name in "qkv"}
         call |= {"in_proj_weight": None, "in_proj_bias": None, "use_separate_proj_weight": True}
         weight, bias = call["out_proj_weight"], call["out_proj_bias"]
         call |= {"out_proj_weight": eye, "out_proj_bias": None}
         out, attention = func(**call)
-        return self._linear(last, slice(0, 1), out, weight, bias), attention
+        use = None if last is None else Use(last, slice(0, 1), -1, out, None)
+        self._announce([] if use is None else [use])
+        return self._linear(use, out, weight, bias), attention
 
     def _read_conv1d(self, indices: dict[str, int]) -> Any:
         def read(module: nn.Module, args: Any, kwargs: Any, out: Tensor) -> Tensor | None:
-            x = args[0] if args else next(iter(kwargs.values()))
-            return self.on_use(Use(indices["weight"], slice(0, 1), -1, x, None), out)
+            return self.on_use(_conv1d_use(indices, args, kwargs), out)
 
         return read
+
+    def _announce_conv1d(self, indices: dict[str, int]) -> Any:
+        def announce(module: nn.Module, args: Any, kwargs: Any) -> None:
+            self._announce([_conv1d_use(indices, args, kwargs)])
+
+        return announce
 
     def _read_cell(self, indices: dict[str, int]) -> Any:
         def read(module: nn.RNNCellBase, args: Any, kwargs: Any, out: Any) -> None:
@@ -163,6 +188,10 @@ class UseReader(TorchFunctionMode):
                     self.on_use(Use(index, slice(0, self.layers[index].grid.axes[0].parts), -1, read_by, None), None)
 
         return read
+
+
+def _conv1d_use(indices: dict[str, int], args: Any, kwargs: Any) -> Use:
+    return Use(indices["weight"], slice(0, 1), -1, args[0] if args else next(iter(kwargs.values())), None)
 
 
 @cache
@@ -205,10 +234,17 @@ def _per_axis(value: Any, axes: int) -> tuple[int, ...]:
 
 def run_with(model: nn.Module, batch: Any, *contexts: AbstractContextManager[Any]) -> Any:
     """The outputs of the model in eval mode within these contexts. Attention runs without its fused operations."""
+    with without_fused_attention():
+        return run_example(model, batch, _Together(contexts), "batches")
+
+
+@contextmanager
+def without_fused_attention() -> Iterator[None]:
+    """Attention calls its projections one by one."""
     fused = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        return run_example(model, batch, _Together(contexts), "batches")
+        yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fused)
 
