@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .artifacts.bsr import bsr
     from .artifacts.compact import compact, compaction
+    from .artifacts.litert import export_litert
     from .artifacts.maskfile import load_mask, save_mask
     from .artifacts.onnx_export import export_onnx
     from .artifacts.pack import pack, unpack
@@ -58,6 +59,7 @@ __all__ = [
     "compaction",
     "costs",
     "cycles",
+    "export_litert",
     "export_onnx",
     "find_pruner",
     "hard_topk",
@@ -79,6 +81,7 @@ __all__ = [
 # The module of each public name. They are imported on first use, so that the command line starts without loading torch.
 _MODULES = {
     "artifacts.bsr": ["bsr"],
+    "artifacts.litert": ["export_litert"],
     "artifacts.maskfile": ["load_mask", "save_mask"],
     "artifacts.compact": ["compact", "compaction"],
     "artifacts.onnx_export": ["export_onnx"],

@@ -37,7 +37,8 @@ def need(module: str) -> Any:
         return importlib.import_module(f"ai_edge_litert.{module}")
     except ImportError as error:
         raise SmartpruneError(
-            f"ai-edge-litert is needed for LiteRT and cannot be imported ({error}); install it with: pip install 'smartprune[litert]'"
+            f"ai-edge-litert is needed for LiteRT and cannot be imported ({error}); install it with: "
+            "pip install 'smartprune[litert]'"
         ) from None
 
 
@@ -169,7 +170,7 @@ class _Writer:
 
     def _buffer(self, array: Any) -> int:
         data = np.frombuffer(np.ascontiguousarray(array).tobytes(), np.uint8)
-        digest = hashlib.sha256(data).digest()
+        digest = hashlib.sha256(data.tobytes()).digest()
         if digest not in self.by_digest:
             buffer = self.schema.BufferT()
             buffer.data = data
@@ -223,7 +224,9 @@ class _Writer:
 
 def _live(rows: Any, block: int) -> Any:
     """Which blocks along the last axis hold a number other than zero, bool [rows, blocks]."""
-    return (rows != 0).reshape(len(rows), -1, block).any(2)
+    live = (rows != 0).reshape(len(rows), -1, block).any(2)
+    live[0, 0] = live[0, 0] or not live.any()  # a tensor without numbers would not be constant for LiteRT
+    return live
 
 
 def _index_type(largest: int) -> Any:

@@ -19,7 +19,7 @@ FUSED = ("CONV_2D", "DEPTHWISE_CONV_2D", "FULLY_CONNECTED", "ADD", "SUB", "MUL")
 
 @dataclass
 class Quantized:
-    """How integers stand for real numbers: ``scale * (integer - zero_point)``, per position of ``axis`` if there is more than one."""
+    """How integers stand for numbers: ``scale * (integer - zero_point)``. Several scales are those of the positions of ``axis``."""
 
     scale: Any  # float32 [n]
     zero_point: int = 0
@@ -83,6 +83,7 @@ class Net:
     makers: dict[int, Operation] = field(default_factory=dict)  # id of a value -> the operation that computes it
     orders: dict[tuple[int, tuple[int, ...]], Value] = field(default_factory=dict)  # values in another order, by id
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # parameter -> its shape in torch
+    keep: list[Tensor] = field(default_factory=list)  # whose ids are in use
     node: str = ""  # what is being translated
     count: int = 0
 
@@ -151,6 +152,11 @@ def array_of(x: object) -> Any:
     tensor = x if isinstance(x, Tensor) else torch.tensor(x)
     tensor = tensor.detach().cpu()
     return (tensor.float() if tensor.is_floating_point() else tensor).numpy()
+
+
+def f32(*numbers: float) -> Any:
+    """A vector of numbers in float32."""
+    return np.array(numbers, np.float32)
 
 
 def plain_order(rank: int) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from .litert_graph import Net, Operation, Quantized, Value
+from .litert_graph import Net, Operation, Quantized, Value, f32
 from .litert_run import Ranges
 
 # The input that holds the weight, and its axis of output channels. Scales are per channel, and zero is zero.
@@ -16,12 +16,26 @@ ONE_SCALE = {  # operations whose inputs and output have the same scale
     "MAX_POOL_2D", "AVERAGE_POOL_2D", "RESHAPE", "TRANSPOSE", "PAD", "PADV2", "SLICE", "STRIDED_SLICE", "RESIZE_BILINEAR",
     "RESIZE_NEAREST_NEIGHBOR", "CONCATENATION", "REDUCE_MAX", "MAXIMUM", "MINIMUM",
 }  # fmt: skip
-OTHERS = {"ADD", "SUB", "MUL", "MEAN", "SOFTMAX", "LOGISTIC", "TANH", "LEAKY_RELU", "RELU", "RELU6", "HARD_SWISH", "BATCH_MATMUL", "GELU"}
+OTHERS = {
+    "ADD",
+    "SUB",
+    "MUL",
+    "MEAN",
+    "SOFTMAX",
+    "LOGISTIC",
+    "TANH",
+    "LEAKY_RELU",
+    "RELU",
+    "RELU6",
+    "HARD_SWISH",
+    "BATCH_MATMUL",
+    "GELU",
+}
 INT8 = {*WEIGHTS, *ONE_SCALE, *OTHERS}  # the rest computes in float
 FIXED = {  # the kernels of these demand one scale
-    "LOGISTIC": Quantized(np.float32([1 / 256]), -128),
-    "SOFTMAX": Quantized(np.float32([1 / 256]), -128),
-    "TANH": Quantized(np.float32([1 / 128]), 0),
+    "LOGISTIC": Quantized(f32(1 / 256), -128),
+    "SOFTMAX": Quantized(f32(1 / 256), -128),
+    "TANH": Quantized(f32(1 / 128), 0),
 }
 SMALLEST = 2.0**-14  # of the scales of a weight, relative to the largest: kernels cannot represent any ratio
 LARGEST_BIAS = 2.0**29
@@ -129,7 +143,11 @@ class _Quantizer:
             return self._unweighted(operation)
         read = self.as_int8(data)
         assert read.quantized is not None
-        bias = inputs[3 if operation.code == "TRANSPOSE_CONV" else 2] if len(inputs) > (3 if operation.code == "TRANSPOSE_CONV" else 2) else None
+        bias = (
+            inputs[3 if operation.code == "TRANSPOSE_CONV" else 2]
+            if len(inputs) > (3 if operation.code == "TRANSPOSE_CONV" else 2)
+            else None
+        )
         stored = quantized_weight(weight, axis, None if bias is None else bias.array, float(read.quantized.scale[0]))
         inputs[place], inputs[DATA.get(operation.code, 0)] = stored, read
         if bias is not None:
@@ -185,9 +203,9 @@ def _equal(a: Quantized, b: Quantized) -> bool:
 def _activation_scale(low: float, high: float) -> Quantized:
     """Asymmetric, with an exact zero."""
     if high <= low:
-        return Quantized(np.float32([1.0]), 0)
-    scale = np.float32((high - low) / 255)
-    return Quantized(np.float32([scale]), int(np.clip(np.round(-128 - low / scale), -128, 127)))
+        return Quantized(f32(1.0), 0)
+    scale = (high - low) / 255
+    return Quantized(f32(scale), int(np.clip(np.round(-128 - low / scale), -128, 127)))
 
 
 def _constant(value: Value, wanted: Quantized | None) -> Value:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from .litert_graph import NHWC, Handle, Net, Value, array_of, plain_order, unsupported
+from .litert_graph import NHWC, Handle, Net, Value, array_of, f32, plain_order, unsupported
 
 NO_ACTIVATION = "NONE"
 LOWEST = float(np.finfo(np.float32).min)
@@ -40,7 +40,7 @@ def pad_image(net: Net, x: Value, pads: Pads, fill: float = 0.0) -> Value:
     if fill == 0.0:
         out = net.add("PAD", [x, net.constant(amounts)], shape, "PadOptions")
     else:
-        out = net.add("PADV2", [x, net.constant(amounts), net.constant(np.float32([fill]))], shape, "PadV2Options")
+        out = net.add("PADV2", [x, net.constant(amounts), net.constant(f32(fill))], shape, "PadV2Options")
     out.not_negative = x.not_negative and fill >= 0
     return out
 
@@ -78,7 +78,7 @@ def convolution(
         image = pad_image(net, image, pads)
     sums = [n + a + b for n, (a, b) in zip(size, pads, strict=True)]
     shape = [image.shape[0], *(_output_size(*parts) for parts in zip(sums, window, (sh, sw), (dh, dw), strict=True)), len(kernel)]
-    options = {
+    options: dict[str, Any] = {
         "padding": "SAME" if same and any(map(any, pads)) else "VALID",
         "strideH": sh, "strideW": sw, "dilationHFactor": dh, "dilationWFactor": dw, "fusedActivationFunction": NO_ACTIVATION,
     }  # fmt: skip
@@ -178,7 +178,11 @@ def addmm(net: Net, bias: Tensor, x: Handle, weight: Tensor, *, beta: float = 1,
 
 
 def _turned(net: Net, weight: Tensor) -> Tensor:
-    return weight.t().contiguous()
+    """A matrix that torch stores as (in, out), as linear layers store it. It keeps its name."""
+    turned = weight.t().contiguous()
+    net.keep.append(turned)
+    net.names[id(turned)] = net.names.get(id(weight), "")
+    return turned
 
 
 def matmul(net: Net, a: Handle | Tensor, b: Handle | Tensor) -> Handle:
@@ -213,7 +217,8 @@ def batch_norm(
     axis = {"CONV_2D": 0, "FULLY_CONNECTED": 0, "DEPTHWISE_CONV_2D": 3}.get(layer.code if layer else "")
     if layer is not None and axis is not None and layer.activation == NO_ACTIVATION and x.order[-1] == 1:
         kernel, numbers = layer.inputs[1:3]
-        assert kernel is not None and numbers is not None
+        assert kernel is not None
+        assert numbers is not None
         shape = [1] * kernel.array.ndim
         shape[axis] = -1
         layer.inputs[1] = net.constant((kernel.array * scale.reshape(shape)).astype(np.float32), kernel.weight)
@@ -271,7 +276,7 @@ def pool(
         same = False
     if not same:
         image = pad_image(net, image, pads, LOWEST if maximum and not image.not_negative else 0.0)
-    options = {"strideH": steps[0], "strideW": steps[1], "filterHeight": window[0], "filterWidth": window[1]}
+    options: dict[str, Any] = {"strideH": steps[0], "strideW": steps[1], "filterHeight": window[0], "filterWidth": window[1]}
     out = net.add(
         code, [image], (image.shape[0], *sums, image.shape[3]), "Pool2DOptions", padding="SAME" if same else "VALID",
         fusedActivationFunction=NO_ACTIVATION, **options,

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from .litert_graph import FUSED, NHWC, RELU, RELU6, Handle, Net, Operand, Value, array_of, plain_order, unsupported
+from .litert_graph import FUSED, NHWC, RELU, RELU6, Handle, Net, Operand, Value, array_of, f32, plain_order, unsupported
 from .litert_layers import NO_ACTIVATION, matmul
 
 TABLES = {"LEAKY_RELU": "LeakyReluOptions", "GELU": "GeluOptions", "HARD_SWISH": "HardSwishOptions", "EXP": "ExpOptions"}
@@ -54,7 +54,7 @@ def clamp(net: Net, x: Handle, lowest: float | None = None, highest: float | Non
     value = x.value
     for code, limit in (("MAXIMUM", lowest), ("MINIMUM", highest)):
         if limit is not None:
-            value = net.add(code, [value, net.constant(np.float32([limit]))], value.shape, "MaximumMinimumOptions")
+            value = net.add(code, [value, net.constant(f32(limit))], value.shape, "MaximumMinimumOptions")
     return Handle(value, x.order)
 
 
@@ -297,7 +297,7 @@ def pad(net: Net, x: Handle, amounts: Sequence[int], value: float | None = 0.0) 
     table, shape = _amounts(x, amounts)
     if (table < 0).any():
         raise unsupported(net.node, "padding by a negative number", "slice the tensor")
-    extra = [] if fill == 0.0 else [net.constant(np.float32([fill]))]
+    extra = [] if fill == 0.0 else [net.constant(f32(fill))]
     code, options = ("PADV2", "PadV2Options") if extra else ("PAD", "PadOptions")
     out = net.add(code, [x.value, net.constant(table), *extra], shape, options)
     out.not_negative = x.value.not_negative and fill >= 0
@@ -341,7 +341,9 @@ def resize(code: str, net: Net, x: Handle, size: Any = None, *rest: Any) -> Hand
     return Handle(out, NHWC)
 
 
-def layer_norm(net: Net, x: Handle, size: Sequence[int], weight: Any = None, bias: Any = None, eps: float = 1e-5, *rest: Any) -> Handle:
+def layer_norm(
+    net: Net, x: Handle, size: Sequence[int], weight: Any = None, bias: Any = None, eps: float = 1e-5, *rest: Any
+) -> Handle:
     dims = list(range(-len(size), 0))
     centred = subtract(net, x, mean(net, x, dims, True))
     variance = mean(net, multiply(net, centred, centred), dims, True)
@@ -375,4 +377,3 @@ RULES: dict[str, Callable[..., Any]] = {
     "upsample_nearest2d": partial(resize, "RESIZE_NEAREST_NEIGHBOR"), "upsample_bilinear2d": partial(resize, "RESIZE_BILINEAR"),
     "layer_norm": layer_norm, "scaled_dot_product_attention": attention,
 }  # fmt: skip
-

@@ -83,14 +83,7 @@ def _explained(what: str) -> Iterator[None]:
         ) from error
 
 
-def rounded_error(pairs: Sequence[tuple[list[Tensor], list[Tensor]]]) -> float:
-    """The root mean square error of outputs, relative to the expected ones."""
-    error = sum(float((a.double() - b.double()).square().sum()) for outs, wanted in pairs for a, b in zip(outs, wanted, strict=True))
-    power = sum(float(b.double().square().sum()) for _, wanted in pairs for b in wanted)
-    return float(np.sqrt(error / power)) if power else float(error > 0)
-
-
-def same_order(batch: Mapping[str, Tensor], rows: int) -> Iterator[Batch]:
+def in_batches(batch: Mapping[str, Tensor], rows: int) -> Iterator[Batch]:
     """The samples of a batch, ``rows`` at a time; those at the end that do not fill a batch are left out."""
     count = min(x.shape[0] for x in batch.values())
     for start in range(0, count - rows + 1, rows):

@@ -68,8 +68,8 @@ def _input(net: Net, name: str, shape: tuple[int, ...], node: fx.Node, channels_
     dtype = node.meta["val"].dtype
     if dtype != torch.float32:
         raise SmartpruneError(
-            f"export_litert: the input {name} has dtype {str(dtype).removeprefix('torch.')}; LiteRT models take float32 inputs here: "
-            "give model.float() and a float32 example"
+            f"export_litert: the input {name} has dtype {str(dtype).removeprefix('torch.')}; it must be "
+            "float32: give model.float() and a float32 example"
         )
     value = Value(name, tuple(shape[axis] for axis in order))
     net.inputs.append(value)
@@ -77,7 +77,8 @@ def _input(net: Net, name: str, shape: tuple[int, ...], node: fx.Node, channels_
 
 
 def _translate_node(net: Net, node: fx.Node, values: Mapping[str, Any]) -> Any:
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: values[n.name])
+    arguments: Any = fx.node.map_arg((node.args, node.kwargs), lambda n: values[n.name])
+    args, kwargs = arguments
     target: Any = node.target
     if getattr(target, "__name__", "") == "getitem":
         out = args[0][args[1]]
@@ -130,7 +131,8 @@ def _outputs(net: Net, signature: Any, values: Mapping[str, Any], channels_last:
         x = values.get(name) if isinstance(name, str) else None
         if not isinstance(x, Handle):
             raise SmartpruneError(
-                "export_litert: an output of the model does not depend on its inputs; return only tensors that are computed from them"
+                "export_litert: an output of the model does not depend on its inputs; return only tensors that are computed from "
+                "them"
             )
         net.node = "output"
         order = NHWC if channels_last and len(x.order) == 4 else plain_order(len(x.order))

@@ -9,24 +9,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from ..core.block import Block
-from ..core.kinds import is_masked
 from ..core.occupancy import map_hash, occupied, pack_bits
 from ..errors import SmartpruneError
 from ..files import as_path, check_writable, write_atomic
 from .axes import swapped
 from .counts import Count, sparsity_line
-from .onnx_check import compare_outputs, count_zero_blocks, explain_float64, int8_error
+from .onnx_check import check_model, compare_outputs, count_zero_blocks, explain_float64, int8_error
 from .onnx_graph import add_metadata, check_half_steps, clean, export_graph, quantize, serialize
 from .onnx_inputs import Arguments, Batch, Example, calibration_batches, random_batches, read_example, run_model
 from .onnx_read import OnnxFile, need, parse_onnx
 from .onnx_sparse import check_same_outputs, store_sparse
 from .receipt import Receipt
-from .source import Cut, Source, check_not_masked, copy_of
-from .verify import compare_with_receipt, verify
+from .source import Cut, Source, copy_of
+from .verify import compare_with_receipt
 
 SIDECAR = ".mask.json"
 
@@ -181,7 +179,7 @@ def export_onnx(
     mask_path = target.with_suffix(SIDECAR)
     for file_path in (target, mask_path):
         check_writable(file_path)
-    _check_model(model, receipt)
+    check_model(model, receipt, "export_onnx", "onnxruntime")
     copied = copy_of(model, "export_onnx")
     arguments, batch = read_example(copied, example)
     export = _Export(copied, type(model).__name__, block, receipt, arguments)
@@ -218,18 +216,6 @@ def _check_arguments(
     if not int8 and calibration is not None:
         raise SmartpruneError("export_onnx: calibration= is for int8=True")
     return block
-
-
-def _check_model(model: nn.Module, receipt: Receipt | None) -> None:
-    if any(is_masked(module) for module in model.modules()):
-        raise SmartpruneError("export_onnx: the model is still being pruned; call smartprune.bake(model) first")
-    check_not_masked(model.state_dict(), f"export_onnx: {type(model).__name__}")
-    if any(tensor.dtype == torch.bfloat16 for tensor in model.parameters()):
-        raise SmartpruneError(
-            "export_onnx: onnxruntime does not compute in bfloat16, so outputs cannot be compared; give model.float()"
-        )
-    if receipt is not None and not (verification := verify(model, receipt=receipt)).ok:
-        raise SmartpruneError(f"export_onnx: {type(model).__name__} does not match its receipt: {verification.problems[0]}")
 
 
 @dataclass

@@ -1,4 +1,7 @@
-"""Inputs of an ONNX export: their names, how the model takes them, and more inputs to compare outputs on."""
+"""Inputs of an export to ONNX or LiteRT: their names, how the model takes them, and more inputs to compare outputs on.
+
+``where`` is the function that messages name.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,8 @@ from torch import Tensor, nn
 
 from .. import text
 from ..errors import SmartpruneError
+
+ONNX = "export_onnx"
 
 Batch = dict[str, Tensor]  # by the name of the input
 Example = Tensor | Sequence[Tensor] | Mapping[str, Any]  # a tensor, a tuple of arguments, or a dictionary of keyword arguments
@@ -43,10 +48,10 @@ class Arguments:
         return model(*self.positional(batch), **self.keywords(batch))
 
 
-def read_example(model: nn.Module, example: Example) -> tuple[Arguments, Batch]:
+def read_example(model: nn.Module, example: Example, where: str = ONNX) -> tuple[Arguments, Batch]:
     """How the model takes the example, and its tensors by the names of the arguments in ``forward``."""
     if not isinstance(example, Mapping):
-        tensors = _tensors(example)
+        tensors = _tensors(example, where)
         names, several = _names(model, tensors)
         taken = {name for name, _ in model.named_parameters()} | {name for name, _ in model.named_buffers()}
         return Arguments(False, several), {f"{n}_input" if n in taken else n: x for n, x in zip(names, tensors, strict=True)}
@@ -55,20 +60,20 @@ def read_example(model: nn.Module, example: Example) -> tuple[Arguments, Batch]:
     if wrong or not all(isinstance(name, str) for name in example):
         shown = f"{wrong[0]!r} is a {type(constants[wrong[0]]).__name__}" if wrong else "a key is not a string"
         raise SmartpruneError(
-            f"export_onnx: in the example {shown}; a dictionary holds the keyword arguments of the model: tensors, and numbers, "
+            f"{where}: in the example {shown}; a dictionary holds the keyword arguments of the model: tensors, and numbers, "
             "texts, true, false or None, which become part of the graph"
         )
-    tensors = _tensors([value for value in example.values() if isinstance(value, Tensor)])
+    tensors = _tensors([value for value in example.values() if isinstance(value, Tensor)], where)
     return Arguments(True, constants=constants), dict(
         zip((name for name in example if name not in constants), tensors, strict=True)
     )
 
 
-def _tensors(example: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
+def _tensors(example: Tensor | Sequence[Tensor], where: str) -> tuple[Tensor, ...]:
     tensors = (example,) if isinstance(example, Tensor) else tuple(example)
     if not tensors or any(not isinstance(x, Tensor) or x.dim() < 1 or x.shape[0] < 1 for x in tensors):
         raise SmartpruneError(
-            "export_onnx: an example is a tensor with a batch axis, or a tuple of such tensors or a dictionary of keyword arguments"
+            f"{where}: an example is a tensor with a batch axis, or a tuple of such tensors or a dictionary of keyword arguments"
         )
     return tuple(x.detach().cpu() for x in tensors)
 
@@ -88,28 +93,29 @@ def _names(model: nn.Module, tensors: Sequence[Tensor]) -> tuple[list[str], str 
     return names, only if len(values) == 1 and signature.parameters[only].kind is inspect.Parameter.VAR_POSITIONAL else None
 
 
-def calibration_batches(calibration: Iterable[Example], model: nn.Module, arguments: Arguments, example: Batch) -> list[Batch]:
+def calibration_batches(
+    calibration: Iterable[Example], model: nn.Module, arguments: Arguments, example: Batch, where: str = ONNX
+) -> list[Batch]:
     """The batches on which activations are measured, checked here because errors of onnxruntime are vague."""
-    read = [read_example(model, batch) for batch in calibration]
+    read = [read_example(model, batch, where) for batch in calibration]
     if not read:
-        raise SmartpruneError("export_onnx: calibration= holds no batches")
+        raise SmartpruneError(f"{where}: calibration= holds no batches")
     batches = []
     for other, batch in read:
         samples, expected = _describe_samples(batch), _describe_samples(example)
         if other.by_keyword != arguments.by_keyword or set(batch) != set(example):
             raise SmartpruneError(
-                f"export_onnx: calibration= holds the inputs {', '.join(batch)}, and the example has {', '.join(example)}; "
+                f"{where}: calibration= holds the inputs {', '.join(batch)}, and the example has {', '.join(example)}; "
                 "give inputs like the example"
             )
         batch = {name: batch[name] for name in example}
         samples = _describe_samples(batch)
         if samples != expected:
             raise SmartpruneError(
-                f"export_onnx: calibration= holds samples of {samples}, and the example's are {expected}; "
-                "give inputs like the example"
+                f"{where}: calibration= holds samples of {samples}, and the example's are {expected}; give inputs like the example"
             )
         if not all(bool(x.isfinite().all()) for x in batch.values()):
-            raise SmartpruneError("export_onnx: calibration= holds NaN or infinity, so ranges are unknown; give finite inputs")
+            raise SmartpruneError(f"{where}: calibration= holds NaN or infinity, so ranges are unknown; give finite inputs")
         batches.append(batch)
     return batches
 
@@ -131,7 +137,7 @@ def random_batches(example: Batch, dynamic_batch: bool) -> Iterator[Batch]:
         yield batch
 
 
-def run_model(model: nn.Module, arguments: Arguments, batch: Batch) -> list[Tensor]:
+def run_model(model: nn.Module, arguments: Arguments, batch: Batch, where: str = ONNX) -> list[Tensor]:
     """The tensors among the outputs of a model."""
     try:
         with torch.no_grad():
@@ -139,7 +145,7 @@ def run_model(model: nn.Module, arguments: Arguments, batch: Batch) -> list[Tens
     except Exception as error:  # the code of the model can raise anything
         shapes = ", ".join(text.format_shape(x.shape) for x in batch.values())
         raise SmartpruneError(
-            f"export_onnx: the model failed on inputs of {shapes} with {type(error).__name__}: {error}; "
+            f"{where}: the model failed on inputs of {shapes} with {type(error).__name__}: {error}; "
             "if it only supports one batch size, give dynamic_batch=False"
         ) from error
     return [leaf for leaf in torch.utils._pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]

@@ -6,7 +6,7 @@ import copy
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -23,7 +23,8 @@ from ..files import as_path, check_readable, read_start
 from ..run_files import MODEL, RECEIPT
 from .axes import bias_says_inputs_first, inputs_first, inputs_first_in, swap_axes
 from .counts import Row
-from .onnx_read import read_onnx
+from .litert_read import LitertFile, read_litert
+from .onnx_read import OnnxFile, read_onnx
 from .packfile import MAX_AXES, is_packed
 from .packfile_read import read_packed
 from .receipt import Receipt
@@ -309,12 +310,10 @@ def _read_safetensors(path: Path) -> Source:
     return Source(str(path), named_tensors(tensors, str(path)))
 
 
-def _read_onnx(path: Path) -> Source:
-    onnx_file = read_onnx(path)
-    tensors = named_tensors(onnx_file.tensors(), str(path))
-    receipt = onnx_file.receipt
-    layouts, absent = onnx_file.layouts(), onnx_file.absent
-    source = Source(str(path), tensors, None, receipt, layouts, onnx_file.block, complete=True, absent=absent, rounded=True)
+def _read_graph(path: Path, read: Callable[[Path], OnnxFile | LitertFile]) -> Source:
+    file = read(path)
+    tensors, receipt = named_tensors(file.tensors(), str(path)), file.receipt
+    source = Source(str(path), tensors, None, receipt, file.layouts(), file.block, complete=True, absent=file.absent, rounded=True)
     return source if receipt is None else swap_axes(source, inputs_first(receipt.layers))
 
 
@@ -343,7 +342,8 @@ READERS: dict[str, Callable[[Path], Source]] = {
     ".pth": _read_checkpoint,
     ".ckpt": _read_checkpoint,
     ".bin": _read_checkpoint,
-    ".onnx": _read_onnx,
+    ".onnx": partial(_read_graph, read=read_onnx),
+    ".tflite": partial(_read_graph, read=read_litert),
 }
 
 
