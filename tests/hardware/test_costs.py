@@ -239,7 +239,7 @@ def test_runs_and_sweeps_take_tables(tmp_path: Path) -> None:
     assert "cost table energy.csv" in protocol(vars(config))
     with pytest.raises(sp.SmartpruneError, match=r"budget=costs: there is no table of costs; give cost_table"):
         training_jobs.small_config(tmp_path / "run", **options)
-    with pytest.raises(sp.SmartpruneError, match=r"is for budget=costs=SHARE, and the budget is sparsity"):
+    with pytest.raises(sp.SmartpruneError, match=r"is for budgets such as costs=SHARE, and the budget is sparsity"):
         training_jobs.small_config(tmp_path / "run", sparsity=0.5, cost_table=str(table))
     cell, _ = expand_grids(
         [sweeps.small_grid(sparsities=(None,), options={**sweeps.OPTIONS, "budget": "costs=0.5", "cost_table": str(table)})]

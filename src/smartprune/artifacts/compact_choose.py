@@ -7,9 +7,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..core.kinds import CONVOLUTIONS, TRANSPOSED
+from ..core.kinds import LAYER_TYPES
 from .compact_graph import Graph, Known, Reader, by_position
 from .compact_labels import STAYS
 from .compact_rules import arguments, flat, name_of
@@ -97,7 +97,7 @@ def _target(graph: Graph, reader: Reader) -> str | None:
         if mean is not None and _count(graph, mean) == 1:
             return MEAN
     owner = graph.model.get_submodule(reader.weight.rpartition(".")[0])
-    plain = isinstance(owner, (*CONVOLUTIONS, *TRANSPOSED, nn.Linear)) and reader.weight.rpartition(".")[2] == "weight"
+    plain = isinstance(owner, LAYER_TYPES) and reader.weight.rpartition(".")[2] == "weight"
     return NEW if plain and owner._parameters.get("bias", owner) is None else None
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from ..errors import SmartpruneError
-from ..training.config import BUDGET_SETTINGS, Config, flags
+from ..training.config import BUDGET_SETTINGS, DEFAULTS, Config, flags
 from .common import BUDGET, COMMON, DEVICES, LAYERS, OUTPUT, SCHEDULE, Parser
 
 FIRST_OF_GROUP = {  # the first setting of every group of flags; settings are in the order of Config
@@ -57,7 +57,7 @@ def requested_settings(args: argparse.Namespace) -> dict[str, Any]:
         settings = read_config(args.config)
         if "task" in settings:
             load_config(args.config)  # raises if the file is wrong by itself; the error names the file
-        settings = {"task": args.task or "digits", "method": "smart", **settings}
+        settings = {**DEFAULTS, **({} if args.task is None else {"task": args.task}), **settings}
         settings.pop("out", None)
     from_flags = {field.name: getattr(args, field.name) for field in flags() if getattr(args, field.name) is not None}
     if args.task is not None:
@@ -89,9 +89,8 @@ def parse_settings(kind: str, name: object, texts: Iterable[str]) -> dict[str, A
     from ..tasks import TASKS
     from ..training.config import accepts
 
-    default = {"task": "digits", "method": "smart"}[kind]
     records: dict[Any, Any] = {"task": dict(TASKS), "method": dict(METHODS)}[kind]
-    record = records.get(name if isinstance(name, str) else default)
+    record = records.get(name if isinstance(name, str) else DEFAULTS[kind])
     settings: dict[str, Any] = {}
     for text in texts:
         setting, equals, value = text.partition("=")

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ..tasks import Task
 
 Setting = int | float | str | bool | None
+DEFAULTS = {"task": "digits", "method": "smart"}
 
 
 def option(text: str, default: Any = MISSING, **metadata: Any) -> Any:
@@ -35,10 +36,10 @@ def option(text: str, default: Any = MISSING, **metadata: Any) -> Any:
 class Config:
     """All settings of a run. :func:`configure` makes one from some of them."""
 
-    task: str = option("task to train on", "digits", flag=False)
+    task: str = option("task to train on", DEFAULTS["task"], flag=False)
     task_settings: dict[str, Setting] = option("settings of the task", flag=False)  # noqa: RUF009
     model: str = option("network: a built-in name, timm/NAME, torchvision/NAME, or MODULE:FUNCTION")
-    method: str = option("pruning method", "smart")
+    method: str = option("pruning method", DEFAULTS["method"])
     settings: dict[str, Setting] = option("settings of the method", flag=False)  # noqa: RUF009
     block: str = option("block size, output x input channels, such as 8x4")
     sparsity: float | None = option("share of blocks to remove, in [0, 1)", None)
@@ -127,13 +128,13 @@ def configure(settings: Mapping[str, Any]) -> Config:
     '16x8'
     """
     check_names(settings)
-    task_name = _checked("task", settings.get("task", "digits"))
+    task_name = _checked("task", settings.get("task", DEFAULTS["task"]))
     task = make_task(task_name, _checked("task_settings", settings.get("task_settings", {})))
     values: dict[str, Any] = {**asdict(task.recipe), "task": task_name, "task_settings": asdict(task)}  # type: ignore[call-overload]
     if any(settings.get(name) is not None for name in BUDGET_SETTINGS[1:]):
         values["sparsity"] = None
     values |= {name: value for name, value in settings.items() if name not in ("task", "task_settings")}
-    method_name = _checked("method", values.get("method", "smart"))
+    method_name = _checked("method", values.get("method", DEFAULTS["method"]))
     method = make_method(method_name, _checked("settings", values.get("settings", {})))
     values |= {"method": method_name, "settings": asdict(method)}  # type: ignore[call-overload]
     for f in fields(Config):
@@ -335,10 +336,12 @@ def _check(config: Config, task: Task) -> None:
     as_share(share, name)
     if "npu" in budget_fields(name):
         read_npu(config.npu)
-    if name == "costs" and config.cost_table is None:
-        raise SmartpruneError("budget=costs: there is no table of costs; give cost_table (--cost-table), a .json or .csv file")
+    if "table" in budget_fields(name) and config.cost_table is None:
+        raise SmartpruneError(f"budget={name}: there is no table of costs; give cost_table (--cost-table), a .json or .csv file")
     if config.cost_table is not None and "table" not in budget_fields(name):
-        raise SmartpruneError(f"cost_table={config.cost_table!r} is for budget=costs=SHARE, and the budget is {name}; leave it out")
+        raise SmartpruneError(
+            f"cost_table={config.cost_table!r} is for budgets such as costs=SHARE, and the budget is {name}; leave it out"
+        )
     if config.model not in task.models and not is_external(config.model):
         raise SmartpruneError(
             f"model={config.model!r} is unknown to the task {config.task}; its networks are: {', '.join(task.models)}; "

@@ -12,7 +12,7 @@ from typing import Any
 
 from ...errors import SmartpruneError
 from ...files import parse_json, read_limited
-from ...training.config import BUDGET_SETTINGS, Config, configure
+from ...training.config import BUDGET_SETTINGS, DEFAULTS, Config, configure
 
 MAX_FILE_BYTES = 1 << 20
 # settings that do not change the dense stage; a setting that is not listed here may change it
@@ -154,7 +154,7 @@ def _read_grid(item: object, where: str) -> Grid:
     for name in item:
         if name not in known:
             raise SmartpruneError(f"{where}: unknown key {name!r}; a grid has: {', '.join(known)}")
-    defaults: dict[str, list[Any]] = {"methods": ["smart"], "sparsities": [None], "seeds": [0]}
+    defaults: dict[str, list[Any]] = {"methods": [DEFAULTS["method"]], "sparsities": [None], "seeds": [0]}
     lists = {name: item.get(name, default) for name, default in defaults.items()}
     for name, value in lists.items():
         if not isinstance(value, list) or not value:
