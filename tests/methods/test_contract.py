@@ -53,7 +53,7 @@ def test_a_step_leaves_no_graph(name: str) -> None:
 
 
 def test_a_step_does_not_wait_for_the_gpu(name: str) -> None:
-    """Except when a method chooses a new mask, which is rare. (SMART uses the soft top-k, which has its own test of this kind.)"""
+    """Except when a method chooses a new mask, which is rare. (A mask with a warmth uses the soft top-k, which has its own test.)"""
     job = MethodCase(name, steps=100_000)
     job.run(1)
     job.model.to("meta")
@@ -61,7 +61,7 @@ def test_a_step_does_not_wait_for_the_gpu(name: str) -> None:
     pruner.search.to_device()
     state = pruner.search.values()
     with DeviceSyncs() as syncs:
-        if name != "smart":
+        if not hasattr(method, "warmth"):
             method.mask(pruner.blocks, state, None)
         if hasattr(method, "penalty"):
             method.penalty(pruner.blocks, state)

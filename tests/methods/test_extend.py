@@ -26,6 +26,8 @@ def added() -> Iterator[str]:
 
 
 def test_it_passes_the_contract(added: str) -> None:
+    contract.test_a_step_leaves_no_graph(added)
+    contract.test_a_step_does_not_wait_for_the_gpu(added)
     contract.test_exact_count(added, "mobilenet_block")
     contract.test_short_and_long_searches(added, 6)
     contract.test_budgets_in_costs(added, "macs")
@@ -33,6 +35,9 @@ def test_it_passes_the_contract(added: str) -> None:
     contract.test_resuming_is_bit_exact(added, 9)
     contract.test_copies_are_masked(added, 5)
     contract.test_accumulation(added)
+    contract.test_unknown_setting_lists_the_settings(added)
+    contract.test_steps_that_a_gradient_scaler_skips(added, fused=False)
+    contract.test_a_nan_loss_raises_in_its_step(added)
     contract.test_bfloat16(added)
     contract.test_settings_survive_json(added)
     contract.test_telemetry(added)

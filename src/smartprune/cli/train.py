@@ -37,7 +37,7 @@ def add_train(subparsers: Subparsers) -> None:
         "  smartprune train --resume --out runs/mine                 continues after Ctrl-C, SIGTERM or kill -9\n"
         "  torchrun --nproc-per-node=2 -m smartprune train ...       uses two processes\n"
         "  smartprune train --config runs/mine/config.json           repeats a run\n\n"
-        'Defaults "by task" are those of the task: smartprune train cifar10 --settings prints them.\n'
+        'Defaults marked "by task" depend on the task: smartprune train cifar10 --settings prints them.\n'
         "Ctrl-C and SIGTERM finish the step, write a checkpoint and exit with code 1. A second signal stops at once.",
     )
     parser.usage = "%(prog)s [TASK] [options]"
