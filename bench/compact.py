@@ -1,4 +1,4 @@
-"""How much of a network goes away with its empty channels, and how much faster is it then in torch?
+"""How much of a network can be removed with its empty channels, and how much faster is it then in torch?
 
 python bench/compact.py [--models resnet18 ...] [--blocks 16x8 ...] [--sparsity 0.7 0.9 0.95] [--rounds 5] [--out FILE.json]
 

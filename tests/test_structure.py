@@ -21,7 +21,7 @@ TESTS = Path(__file__).parent
 SOURCE = Path(sp.__file__).parent
 PAGE = TESTS.parent / "docs" / "architecture.md"
 CORE_DEPENDENCIES = {"torch", "numpy", "safetensors"}
-REGISTRIES = {"budgets", "integrations"}  # tables that name classes in texts, so that listing them loads nothing
+REGISTRIES = {"budgets", "integrations"}  # tables that name classes as strings, so that listing them loads nothing
 GRAPH = ImportGraph(SOURCE)
 TORCH_NAMES = set(dir(nn.Module()))
 
@@ -47,12 +47,12 @@ def test_packages_import_only_what_the_table_allows(package: str) -> None:
     assert not wrong, "\n".join(map(str, wrong))
 
 
-def test_only_the_tables_of_classes_name_modules_in_texts() -> None:
+def test_only_the_tables_of_classes_name_modules_in_strings() -> None:
     assert {edge.module for edge in GRAPH.edges if edge.kind == "text"} == REGISTRIES
 
 
-def test_packages_do_not_import_each_other_in_a_circle() -> None:
-    assert GRAPH.circles() == []
+def test_packages_do_not_import_each_other_in_a_cycle() -> None:
+    assert GRAPH.cycles() == []
 
 
 VIOLATIONS = {
@@ -89,13 +89,13 @@ def test_every_kind_of_forbidden_import_is_found(copy: Path) -> None:
     assert sorted(edges) == sorted((module, target, kind) for _, _, module, target, kind in VIOLATIONS.values())
 
 
-def test_a_circle_of_packages_is_found(copy: Path) -> None:
+def test_a_cycle_of_packages_is_found(copy: Path) -> None:
     (copy / "core" / "kinds.py").write_text("def lazy():\n    from ..topk import soft_topk\n")
-    assert {"core", "topk"} <= set(ImportGraph(copy).circles())
+    assert {"core", "topk"} <= set(ImportGraph(copy).cycles())
 
 
 def private_attributes(source: Path) -> list[str]:
-    """Uses of a private attribute of the code outside of the package that defines it. Those of torch are not counted."""
+    """Uses of a private attribute of the code outside of the package that defines it. Attributes of torch are not counted."""
     defined: dict[str, set[str]] = {}
     used: list[tuple[str, str, int]] = []
     for path in sorted(source.rglob("*.py")):

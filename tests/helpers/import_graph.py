@@ -1,4 +1,4 @@
-"""Which modules of a source tree import which: at the top, inside functions, for type checking, and by name in a text."""
+"""Which modules of a source tree import which: at the top, inside functions, for type checking, and by name in a string."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ class ImportGraph:
         return [module for module in self.paths if module not in ("", "__main__")]
 
     def wrong_edges(self, table: dict[str, set[str]]) -> list[Edge]:
-        """The imports that the table does not allow. A name in a text is imported only when it is used."""
+        """The imports that the table does not allow. A name in a string is imported only when it is used."""
         edges = [edge for edge in self.edges if edge.module in self.checked() and edge.kind != "text"]
         return [
             edge for edge in edges if self.row(edge.target) not in {self.row(edge.module), "base"} | table[self.row(edge.module)]
         ]
 
-    def circles(self) -> list[str]:
-        """The rows that import each other in a circle."""
+    def cycles(self) -> list[str]:
+        """The rows that import each other in a cycle."""
         targets: dict[str, set[str]] = {row: set() for row in self.rows()}
         for edge in self.edges:
             if edge.module in self.checked() and edge.kind != "text":
