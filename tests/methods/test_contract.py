@@ -53,7 +53,7 @@ def test_a_step_leaves_no_graph(name: str) -> None:
 
 
 def test_a_step_does_not_wait_for_the_gpu(name: str) -> None:
-    """Except when a method chooses a new mask, which is rare. Masks with a warmth use the soft top-k, which has a test of its own."""
+    """Except when a method chooses a new mask, which is rare. (The soft top-k of masks with a warmth has a test of its own.)"""
     job = MethodCase(name, steps=100_000)
     job.run(1)
     job.model.to("meta")
