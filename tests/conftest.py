@@ -10,6 +10,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import pytest
 import torch
 
+from smartprune.runtime.choice import Timing
+
 torch.set_num_threads(1)
 
 
@@ -22,3 +24,9 @@ def _seeded() -> None:
 def _no_onnx(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs write ONNX files only on request, because loading the exporter takes longer than most tests."""
     monkeypatch.setattr("smartprune.training.outputs.missing_packages", lambda: ["onnx"])
+
+
+@pytest.fixture(autouse=True)
+def _kernels_are_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """accelerate() runs the kernels without timing them, so that tests do not depend on the load of the machine."""
+    monkeypatch.setattr("smartprune.runtime.choice.time_both", lambda kernels, torch: Timing(0.0, 1.0))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,12 +15,13 @@ from ..core.kinds import is_masked
 from ..core.layers import candidates, every_layer
 from ..core.occupancy import occupied
 from ..errors import SmartpruneError
+from .arguments import Call, in_order, names_of, signature_of
 from .fallback import replace_layers
-from .module import Accelerated, Options, inference_copy, signature_of
+from .module import Accelerated, Options, inference_copy
 from .trace.tracer import trace
 
 DTYPES = ("float32", "int8")
-BACKENDS = ("native", "reference")
+BACKENDS = ("auto", "native", "reference")
 MOST_THREADS = 256
 
 
@@ -27,11 +29,11 @@ def accelerate(
     model: nn.Module,
     block: Block | str | Sequence[int | None] | None = None,
     *,
-    example: Tensor | Sequence[Any] | None = None,
+    example: Tensor | Sequence[Any] | Mapping[str, Any] | None = None,
     dtype: str = "float32",
     threads: int | None = None,
     device: str = "cpu",
-    backend: str = "native",
+    backend: str = "auto",
 ) -> nn.Module:
     """Returns a module that computes what ``model.eval()`` computes and skips removed blocks. For inference only.
 
@@ -39,10 +41,15 @@ def accelerate(
     programs, and torch runs the others. Zeros are found in the weights, whatever pruned them. Dense layers run on the same
     kernels.
 
-    In these cases the model's own code runs, with its convolutions and linear layers replaced (except those inside modules of
-    torch, such as attention). With int8 they raise an error:
+    The first call for every structure, shape and dtype of the inputs takes longer, up to some seconds. It traces the model with
+    torch.fx or, if that fails, with torch.export. It also times each compiled part and the same part in torch, and then all parts
+    and the model. The faster one runs from then on, and ``print`` of the module says where that is torch.
 
-    - models that cannot be traced, or whose traced graph gives another result;
+    In these cases the model's own code runs, with its convolutions and linear layers replaced (except those inside modules of
+    torch, such as attention) where that is faster. With int8 they raise an error:
+
+    - models that neither tracer can trace, or whose traced graph gives another result;
+    - more than four shapes of the inputs of a model that only torch.export can trace;
     - models that change inputs or buffers, or that change values in place in an order that may matter;
     - calls with inputs of an unknown class.
 
@@ -54,13 +61,15 @@ def accelerate(
     Args:
         model: The pruned model.
         block: If given, an error is raised unless some block of this size is empty.
-        example: An input, or a list of inputs; a tuple is one input of several tensors. int8 needs it to measure the range of
-            activations. With float32 it makes the first call faster.
+        example: An input, or a list of inputs; a tuple is one input of several tensors, and a dictionary holds keyword arguments.
+            int8 needs it to measure the range of activations. With float32 it makes the first call faster, and torch.export is
+            only tried with it.
         dtype: ``"float32"`` or ``"int8"``; on a GPU ``"float32"``, ``"bfloat16"`` or ``"float16"``.
         threads: The number of threads, by default that of torch.
         device: ``"cpu"`` or ``"cuda"``.
-        backend: ``"native"``, or ``"reference"``, which runs the graph in torch: it needs no C compiler, and is not faster than
-            the model.
+        backend: ``"auto"``; ``"native"``, which uses the kernels without timing them, so that equal calls give equal bits in every
+            process; or ``"reference"``, which runs the graph in torch: it needs no C compiler, and is not faster than the model.
+            int8 is not timed.
 
     Returns:
         A module that is called like the model.
@@ -93,10 +102,14 @@ def accelerate(
     copied = inference_copy(model)
     if checked is not None:
         _check_block(copied, checked)
-    return DEVICES[kind](copied, _examples(example), Options(dtype, threads, backend == "reference"), str(device))
+    return DEVICES[kind](copied, _examples(copied, example), _options(dtype, threads, backend), str(device))
 
 
-def _cpu(model: nn.Module, inputs: Sequence[tuple[Any, ...]], options: Options, device: str) -> nn.Module:
+def _options(dtype: str, threads: int, backend: str) -> Options:
+    return Options(dtype, threads, backend == "reference", backend == "auto" and dtype == "float32")
+
+
+def _cpu(model: nn.Module, inputs: Sequence[Call], options: Options, device: str) -> nn.Module:
     if options.dtype not in DTYPES:
         raise SmartpruneError(f"accelerate: dtype={options.dtype!r} is not one of {', '.join(DTYPES)}")
     if options.dtype == "int8":
@@ -111,29 +124,40 @@ def _cpu(model: nn.Module, inputs: Sequence[tuple[Any, ...]], options: Options, 
     if options.dtype == "int8":
         out.measure(inputs)
     if inputs:
-        out(*inputs[0])
+        args, kwargs = inputs[0]
+        out(*args, **kwargs)
         return out.replaced_model() or out
     if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in signature_of(model)):  # tracing needs a call
         return out
     try:
         trace(copy.deepcopy(model, {id(p): p for p in model.parameters()}))  # a copy, because a model may store the symbols
     except Exception:  # model code may raise anything when it gets a symbol instead of a tensor
-        return replace_layers(model, options)
+        return replace_layers(model, options)  # torch.export needs an example
     return out
 
 
-def _cuda(model: nn.Module, inputs: Sequence[tuple[Any, ...]], options: Options, device: str) -> nn.Module:
+def _cuda(model: nn.Module, inputs: Sequence[Call], options: Options, device: str) -> nn.Module:
     from .gpu.network import on_gpu  # lazily: it imports Triton
 
-    return on_gpu(model, inputs, options, device)
+    return on_gpu(model, [in_order(names_of(model), *call)[0] for call in inputs], options, device)
 
 
-def _examples(example: Tensor | Sequence[Any] | None) -> list[tuple[Any, ...]]:
-    """One tuple of inputs per call."""
+def _examples(model: nn.Module, example: Tensor | Sequence[Any] | Mapping[str, Any] | None) -> list[Call]:
+    """The positional and keyword arguments of every call."""
     if example is None:
         return []
     inputs: Iterable[Any] = example if isinstance(example, list) else [example]
-    return [item if isinstance(item, tuple) else (item,) for item in inputs]
+    return [_call(model, item) for item in inputs]
+
+
+def _call(model: nn.Module, item: Any) -> Call:
+    if isinstance(item, Mapping):
+        try:
+            inspect.signature(model.forward).bind(**item)
+        except (TypeError, ValueError):
+            return (item,), {}  # a model that takes a dictionary
+        return (), dict(item)
+    return item if isinstance(item, tuple) else (item,), {}
 
 
 def _check_block(model: nn.Module, block: Block) -> None:
@@ -148,4 +172,4 @@ def _check_block(model: nn.Module, block: Block) -> None:
     )
 
 
-DEVICES: dict[str, Callable[[nn.Module, Sequence[tuple[Any, ...]], Options, str], nn.Module]] = {"cpu": _cpu, "cuda": _cuda}
+DEVICES: dict[str, Callable[[nn.Module, Sequence[Call], Options, str], nn.Module]] = {"cpu": _cpu, "cuda": _cuda}

@@ -29,7 +29,7 @@ class Proxy(nn.Module):
             return getattr(model[0], name)
 
 
-class ReplacedLayer(Proxy, Accelerated):
+class ReplacedLayer(Accelerated):
     """Replaces one layer and has its attributes, because model code may read its weight or its number of outputs."""
 
 

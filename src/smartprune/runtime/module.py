@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,13 +15,16 @@ from torch.nn.utils import prune
 from torch.utils._pytree import TreeSpec
 
 from ..artifacts.source import copy_of
-from ..core.memory import NoMemoryError, address_of
 from ..errors import SmartpruneError
+from . import choice
+from .arguments import Call, check_arguments, check_memory, in_order, names_of
 from .check import ResultMismatch, compare, random_like
+from .choice import Timing
 from .cpu import build
 from .cpu.pool import shared_pool
 from .forks import ForkLock
 from .partition import Plan
+from .trace.exported import export
 from .trace.inputs import UnsupportedInput, call_key, graph_key, map_leaves
 from .trace.tracer import Opaque, Recorder, describe, trace, version
 
@@ -30,9 +32,9 @@ TOLERANCE = 1e-3  # largest difference of the first result of a plan from torch'
 TOLERANCE_INT8 = 0.5  # quantization errors add up in random deep networks; larger ones are a fault
 PERTURBATIONS = (1e-7, 1e-6, 1e-5)  # relative changes of weights, as large as those of rounding
 MOST_PLANS, MOST_GRAPHS = 32, 8  # kept at a time; the least recently used ones are dropped
+MOST_EXPORTS = 4  # exported graphs hold for one shape and take seconds: calls with more shapes run the model's own code
 STATE_HINT = "the model may keep state between calls, change its inputs, or draw random numbers"
 
-Call = tuple[Any, Any]  # positional and keyword arguments
 Ranges = dict[str, dict[str, tuple[float, float]]]  # per graph and node: the smallest and the largest number
 
 
@@ -43,6 +45,7 @@ class Options:
     dtype: str
     threads: int
     reference: bool
+    timed: bool = False  # whether torch runs what it computes faster than the kernels
 
 
 @dataclass(eq=False)
@@ -56,10 +59,16 @@ class TracedGraph:
 
 @dataclass(eq=False)
 class Fallback:
-    """Takes the place of a plan for calls that run the model's own code with replaced layers."""
+    """Takes the place of a plan for calls that run the model's own code, with replaced layers or, if torch is faster, as it is."""
 
     reason: str
-    expected: Any  # the model's own result for the first such call, until it is compared
+    expected: Any = None  # the model's own result for the first such call, until it is compared
+    timing: Timing | None = None  # if torch is faster
+
+    def __str__(self) -> str:
+        if self.timing is not None:
+            return f"torch runs the model, because it is faster for these inputs: {self.timing}"
+        return f"runs the model's own code with replaced layers: {self.reason}"
 
 
 class Accelerated(Opaque):
@@ -74,9 +83,10 @@ class Accelerated(Opaque):
         self.options, self.ranges = options, ranges
         self._model = [model]  # in a list, so that it is not a submodule: plans use copies of its parameters
         self._replaced: list[nn.Module] = []  # the model with replaced layers, once a call needs it
-        self._names = [p.name for p in signature_of(model) if p.kind is p.POSITIONAL_OR_KEYWORD]
+        self._names = names_of(model)
         self._plans: OrderedDict[Any, Plan | Fallback] = OrderedDict()
         self._graphs: OrderedDict[Any, TracedGraph] = OrderedDict()
+        self._exports = 0
         self._own = ForkLock(threading.Lock)
         self._library = None if options.reference else build.load(options.dtype == "int8")
         self._pool = shared_pool(self._library, options.threads)
@@ -92,16 +102,28 @@ class Accelerated(Opaque):
     def __deepcopy__(self, memo: dict[int, Any]) -> Accelerated:
         return type(self)(self._model[0], self.options, self.ranges)  # copies share the model, which never changes
 
+    def __getattr__(self, name: str) -> Any:
+        """Attributes of the model, such as a config. Its methods run with replaced layers."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            model = self.__dict__.get("_model")
+            if model is None or name.startswith("__") or not hasattr(model[0], name):
+                raise
+        is_layer = not any(True for _ in model[0].children())
+        return getattr(model[0] if is_layer else self._make_replaced(), name)
+
     def extra_repr(self) -> str:
         isa = self._library.isa.name if self._library else "reference"
         out = f"{type(self._model[0]).__name__}, {self.options.dtype}, {isa}, threads={self.options.threads}"
-        reason = next((plan.reason for plan in self._plans.values() if isinstance(plan, Fallback)), None)
-        return out if reason is None else f"{out}, runs the model's own code with replaced layers: {reason}"
+        notes = dict.fromkeys(note for plan in self._plans.values() if (note := str(plan)))
+        exported = ["traced by torch.export"] if any(tracer == "export" for _, tracer in self._graphs) else []
+        return ", ".join((out, *exported, *notes))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with torch.no_grad():
             if kwargs:
-                args, kwargs = self._in_order(args, kwargs)
+                args, kwargs = in_order(self._names, args, kwargs)
             values: list[Any] = []
             try:
                 key = call_key((args, kwargs) if kwargs else args, values)
@@ -130,52 +152,46 @@ class Accelerated(Opaque):
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan for these inputs."""
         self(*args, **kwargs)
-        args, kwargs = self._in_order(args, kwargs)
+        args, kwargs = in_order(self._names, args, kwargs)
         plan = self._plans[call_key((args, kwargs) if kwargs else args, [])]
         if isinstance(plan, Fallback):
-            raise SmartpruneError(f"accelerated model: there is no plan, because the model's own code runs: {plan.reason}")
+            raise SmartpruneError(f"accelerated model: there is no plan, because the model's own code runs: {plan}")
         return plan
 
-    def measure(self, calls: Sequence[tuple[Any, ...]]) -> None:
+    def measure(self, calls: Sequence[Call]) -> None:
         """Records the range of every activation, for int8."""
         assert self.ranges is not None
-        for args in calls:
+        for given in calls:
+            call = in_order(self._names, *given)
             values: list[Any] = []
             with torch.no_grad():
                 try:
-                    call_key(args, values)
-                    traced = self._trace(args)
+                    call_key(call, values)
+                    traced = self._trace(call)
                 except Exception as error:  # model code may raise anything when it gets a symbol instead of a tensor
                     raise SmartpruneError(
-                        "accelerate: torch.fx cannot trace the model, and int8 needs that "
+                        "accelerate: neither torch.fx nor torch.export can trace the model, and int8 needs that "
                         f"({type(error).__name__}: {error}); use float32"
                     ) from error
                 try:
                     Recorder(traced, self.ranges.setdefault(describe(traced.graph), {})).run(*clone_tensors(values))
                 except Exception as error:
-                    self._run_model(self._model[0], (args, {}), clone_tensors(values))  # an error of the model itself comes first
+                    self._run_model(self._model[0], call, clone_tensors(values))  # an error of the model itself comes first
                     first_line = next(iter(str(error).splitlines()), "")
                     raise SmartpruneError(
-                        f"accelerate: the graph that torch.fx traced does not run ({type(error).__name__}: {first_line}), and int8 "
+                        f"accelerate: the traced graph does not run ({type(error).__name__}: {first_line}), and int8 "
                         "needs it; use float32"
                     ) from error
 
-    def _trace(self, args: tuple[Any, ...]) -> fx.GraphModule:
-        try:
-            return self._graph((args, {}), fixed=False).traced
-        except Exception:  # control flow may depend on numbers among the inputs
-            return self._graph((args, {}), fixed=True).traced
+    def _trace(self, call: Call) -> fx.GraphModule:
+        for tracer in ("fx", "fixed"):
+            try:
+                return self._graph(call, tracer).traced
+            except Exception:  # control flow may depend on numbers among the inputs, or on their shapes
+                continue
+        return self._graph(call, "export").traced
 
     # ---- making a plan
-
-    def _in_order(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Keyword arguments as positional ones, as far as possible, so that equal calls have equal keys."""
-        rest = dict(kwargs)
-        for name in self._names[len(args) :]:
-            if name not in rest:
-                break
-            args = (*args, rest.pop(name))
-        return args, rest
 
     def _make_plan(self, call: Call, values: list[Any]) -> Plan | Fallback:
         check_arguments(self._model[0], *call)
@@ -185,13 +201,15 @@ class Accelerated(Opaque):
             versions = [version(x) for x in state_of(self._model[0])]
             expected = self._run_model(self._model[0], call, inputs)  # raises the model's own errors
             failure: Exception | None = None
-            attempts: tuple[bool, ...] = (False, True) if any(not isinstance(x, Tensor) for x in values) else (False,)
+            attempts: tuple[str, ...] = ("fx", "fixed") if any(not isinstance(x, Tensor) for x in values) else ("fx",)
+            attempts += ("export",) if self._can_export(call) else ()
             changes_state = versions != [version(x) for x in state_of(self._model[0])]
             if changes_state or any(isinstance(x, Tensor) and version(x) for x in inputs):
                 attempts, reason = (), "the model changes its " + ("buffers" if changes_state else "inputs")
-            for fixed in attempts:
+            for tracer in attempts:
                 try:
-                    return self._checked_plan(call, values, fixed, expected)
+                    plan = self._checked_plan(call, values, tracer, expected)
+                    return self._faster(plan, call, values)
                 except SmartpruneError as error:
                     if self.options.dtype == "int8":
                         raise
@@ -202,22 +220,44 @@ class Accelerated(Opaque):
             if not attempts or isinstance(failure, ResultMismatch):
                 self._check_deterministic(call, values, expected)
         if self.options.dtype == "int8":
-            raise SmartpruneError(f"accelerate: int8 needs a model that torch.fx can trace ({reason}); use float32") from failure
+            raise SmartpruneError(f"accelerate: int8 needs a model that can be traced ({reason}); use float32") from failure
         return Fallback(reason, expected)
 
-    def _graph(self, call: Call, fixed: bool) -> TracedGraph:
-        key = graph_key(call, fixed), fixed
+    def _can_export(self, call: Call) -> bool:
+        """Whether calls of this shape have an exported graph, or may get one. int8 needs the graph whose ranges were measured."""
+        if self.options.dtype == "int8" and any((graph_key(call, t == "fixed"), t) in self._graphs for t in ("fx", "fixed")):
+            return False
+        return self._exports < MOST_EXPORTS or (call_key(call, []), "export") in self._graphs
+
+    def _graph(self, call: Call, tracer: str) -> TracedGraph:
+        """The graph that one of the tracers records. ``fixed`` makes numbers constants; ``export`` is for one shape."""
+        key = call_key(call, []) if tracer == "export" else graph_key(call, tracer == "fixed"), tracer
         if key not in self._graphs:
-            self._graphs[key] = TracedGraph(*trace(self._model[0], call, fixed), {})
+            if tracer == "export":
+                self._exports += 1
+                recorded = export(self._model[0], call)
+            else:
+                recorded = trace(self._model[0], call, tracer == "fixed")
+            self._graphs[key] = TracedGraph(*recorded, {})
             while len(self._graphs) > MOST_GRAPHS:
                 self._graphs.popitem(last=False)
         self._graphs.move_to_end(key)
         return self._graphs[key]
 
-    def _checked_plan(self, call: Call, values: list[Any], fixed: bool, expected: Any) -> Plan:
+    def _faster(self, plan: Plan, call: Call, values: list[Any]) -> Plan | Fallback:
+        """The plan, with those parts in torch that are faster there, or the model's own code if that is faster."""
+        if not self.options.timed or not plan.programs:
+            return plan
+        if len(plan.parts) > 1:
+            plan.run_faster_parts_in_torch(clone_tensors(values))
+        inputs = clone_tensors(values)
+        timing = choice.time_both(lambda: plan.run(inputs), lambda: self._run_model(self._model[0], call, inputs))
+        return Fallback("", timing=timing) if timing.torch_is_faster else plan
+
+    def _checked_plan(self, call: Call, values: list[Any], tracer: str, expected: Any) -> Plan:
         """A plan whose first results agree with the model's own, for these inputs and for random ones: an example of zeros
         would hide many errors."""
-        graph = self._graph(call, fixed)
+        graph = self._graph(call, tracer)
         plan = Plan(graph, clone_tensors(values), self.options, self._library, self._pool.address, self._ranges_of(graph))
         compare(plan.recorded, expected, TOLERANCE)
         plan.recorded = None
@@ -266,8 +306,9 @@ class Accelerated(Opaque):
         return model(*args, **kwargs)
 
     def replaced_model(self) -> nn.Module | None:
-        """The model with replaced layers, if a call needed it."""
-        return self._replaced[0] if self._replaced else None
+        """The model with replaced layers, if a call needed it and it is not slower than the model."""
+        in_torch = any(isinstance(plan, Fallback) and plan.timing is not None for plan in self._plans.values())
+        return self._replaced[0] if self._replaced and not in_torch else None
 
     def _make_replaced(self) -> nn.Module:
         with self._own.lock:
@@ -280,6 +321,8 @@ class Accelerated(Opaque):
             return self._replaced[0]
 
     def _run_fallback(self, fallback: Fallback, call: Call, values: Sequence[Any], is_first: bool) -> Any:
+        if fallback.timing is not None:
+            return self._run_model(self._model[0], call, values)
         model = self._make_replaced()
         if is_first:  # only in the thread that made it, whose inputs gave the expected result
             try:
@@ -288,6 +331,11 @@ class Accelerated(Opaque):
                 if not self._is_unstable(call, values, fallback.expected):
                     raise SmartpruneError(f"accelerate: {mismatch}; {STATE_HINT}") from mismatch
             fallback.expected = None
+            if self.options.timed:
+                inputs = clone_tensors(values)
+                calls = [lambda m=m: self._run_model(m, call, inputs) for m in (model, self._model[0])]
+                timing = choice.time_both(*calls)
+                fallback.timing = timing if timing.torch_is_faster else None
         return self._run_model(model, call, values)
 
     def _is_unstable(self, call: Call, values: Sequence[Any], expected: Any) -> bool:
@@ -307,16 +355,6 @@ class Accelerated(Opaque):
         return self._make_replaced()(*args, **kwargs)
 
 
-def check_memory(values: Sequence[Any]) -> None:
-    """Raises :class:`UnsupportedInput` for tensors whose numbers are not in their memory, and an error for freed memory."""
-    for value in values:
-        if isinstance(value, Tensor):
-            try:
-                address_of(value, "accelerated model")
-            except NoMemoryError:
-                raise UnsupportedInput(f"a {type(value).__name__} without memory of its own") from None
-
-
 def clone_tensors(values: Sequence[Any]) -> list[Any]:
     return [x.clone() if isinstance(x, Tensor) else x for x in values]
 
@@ -334,28 +372,6 @@ def perturbed(model: nn.Module, size: float) -> nn.Module:
 def state_of(model: nn.Module) -> list[Tensor]:
     """All tensors that a model can write to."""
     return [*model.parameters(), *model.buffers()]
-
-
-def signature_of(model: nn.Module) -> list[inspect.Parameter]:
-    """The parameters of the model's forward, or none if they are unknown."""
-    try:
-        return list(inspect.signature(model.forward).parameters.values())
-    except (TypeError, ValueError):
-        return []
-
-
-def check_arguments(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raises if an input is missing, or if there are too many."""
-    known = signature_of(model)
-    try:
-        inspect.Signature(known).bind(*args, **kwargs)
-    except TypeError as error:
-        for place, p in enumerate(known):
-            is_single = p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-            if is_single and p.default is p.empty and place >= len(args) and p.name not in kwargs:
-                raise SmartpruneError(f"accelerated model: the input {p.name!r} is missing") from error
-        count = len(args) + len(kwargs)
-        raise SmartpruneError(f"accelerated model: takes {len(known)} inputs, and got {count} ({error})") from error
 
 
 def inference_copy(model: nn.Module) -> nn.Module:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, fx
 from torch.utils._pytree import tree_unflatten
 
+from . import choice
+from .choice import Timing
 from .cpu.build import Library
 from .cpu.program import InputMismatch, Program
 from .lower import lower
@@ -59,6 +61,7 @@ class Plan:
         else:
             by_node = None if ranges is None else {node: ranges[node.name] for node in nodes if node.name in ranges}
             self._compile(recorder, options, library, graph.packed, by_node)
+        self.in_torch: list[Timing] = []  # one for each part with kernels that torch runs, because it is faster
         self._only_program: Program | None = None  # if there is nothing else, and one output
         first = self.parts[0] if len(self.parts) == 1 else None
         if isinstance(first, Program) and first.inputs == self._placeholders and self._structure is None:
@@ -88,6 +91,12 @@ class Plan:
             used = dict.fromkeys(side for node in nodes for side in sides[node])
             self._scalars[program] = [(side, recorder.scalars[side]) for side in used]
 
+    def __str__(self) -> str:
+        """What torch runs because it is faster; empty if there is nothing."""
+        if not self.in_torch:
+            return ""
+        return f"torch runs {len(self.in_torch)} of {len(self.in_torch) + len(self.programs)} parts, because it is faster there"
+
     @property
     def programs(self) -> list[Program]:
         return [part for part in self.parts if isinstance(part, Program)]
@@ -114,6 +123,39 @@ class Plan:
     def run_in_torch(self, values: Sequence[Any]) -> Any:
         """The result of the graph without programs."""
         return self._nest(list(fx.Interpreter(self._traced).run(*values)))
+
+    def run_faster_parts_in_torch(self, values: Sequence[Any]) -> None:
+        """Times every program, and the same nodes in torch. Where torch is faster, it runs the nodes from now on."""
+        env: dict[fx.Node, Any] = dict(zip(self._placeholders, values, strict=True))
+        parts: list[fx.Node | Program] = []
+        for part in self.parts:
+            if not isinstance(part, Program):
+                env[part] = self._run_node(part, env)
+                parts.append(part)
+                continue
+            timing = choice.time_both(*self._both_ways(part, env))
+            self._run_program(part, env)
+            if timing.torch_is_faster:
+                self.in_torch.append(timing)
+                parts += self._nodes.pop(part)
+                del self._scalars[part]
+            else:
+                parts.append(part)
+        self.parts = parts
+
+    def _both_ways(self, program: Program, env: Mapping[fx.Node, Any]) -> tuple[Callable[[], Any], Callable[[], Any]]:
+        """A program, and the same nodes in torch, for the values of ``env``. Nodes may change copies of these in place."""
+        nodes = self._nodes[program]
+        needed = {source: env[source] for node in nodes for source in node.all_input_nodes if source in env}
+        copies = {node: value.clone() if isinstance(value, Tensor) else value for node, value in needed.items()}
+        inputs = [env[node] for node in program.inputs]
+
+        def in_torch() -> None:
+            values = dict(copies)
+            for node in nodes:
+                values[node] = self._run_node(node, values)
+
+        return lambda: program.run(self._pool, inputs), in_torch
 
     def _nest(self, leaves: Any) -> Any:
         if self._structure is None:

@@ -109,7 +109,7 @@ def measure_speed(dense: nn.Module, pruned: nn.Module, example: Any, seconds: fl
         last: Any = {"memory_format": torch.channels_last}
         moved = tuple(value.contiguous(**last) if value.dim() == 4 else value for value in inputs)
         engines["torch channels-last"] = (copy.deepcopy(plain).to(**last), moved)
-    engines["the same kernels without zeros"] = (accelerate(plain, example=inputs), inputs)
+    engines["the same kernels without zeros"] = (accelerate(plain, example=inputs, backend="native"), inputs)
     fast = accelerate(copy.deepcopy(pruned).cpu().eval(), example=inputs)
     with torch.inference_mode():
         times = {name: fastest_call(lambda m=model, x=x: m(*x), seconds) for name, (model, x) in engines.items()}  # type: ignore[misc]

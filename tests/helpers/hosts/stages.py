@@ -231,10 +231,11 @@ def check_onnx(run: HostRun) -> str:
 
 def check_accelerate(run: HostRun) -> str:
     """The accelerated model computes what the model computes, from a traced graph or with replaced layers."""
-    fast = sp.accelerate(run.model, example=None if isinstance(run.example, Mapping) else run.example)
+    fast = sp.accelerate(run.model, example=run.example, backend="native")
     assert_close(run.outputs(fast), run.masked)
     assert_equal(run.outputs(), run.masked)
-    return "layers" if "own code" in repr(fast) else "traced"
+    assert_close(run.outputs(sp.accelerate(run.model, example=run.example)), run.masked)
+    return "layers" if "own code" in repr(fast) else "export" if "torch.export" in repr(fast) else "fx"
 
 
 def check_report(run: HostRun) -> str:

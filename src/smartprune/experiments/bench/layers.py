@@ -69,7 +69,7 @@ def _time(name: str, layer: nn.Conv2d | nn.Linear, x: Tensor, threads: int, fold
     if name in TORCH:
         run = partial(layer, x)
     elif name == OURS:
-        run = partial(accelerate(nn.Sequential(layer), example=x, threads=threads), x)
+        run = partial(accelerate(nn.Sequential(layer), example=x, threads=threads, backend="native"), x)
     else:
         save_layer(layer, x, folder / LAYER_FILE)
         x = x.contiguous()

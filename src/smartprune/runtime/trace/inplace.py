@@ -59,7 +59,8 @@ class Aliases:
         if node.op == "call_module":
             module = node.graph.owning_module.get_submodule(str(node.target)) if node.graph.owning_module else None
             return type(module).__name__ in POSSIBLE_VIEWS
-        return "memory_format" in node.kwargs or getattr(node.target, "__name__", node.target) in POSSIBLE_VIEWS
+        name = str(getattr(node.target, "__name__", node.target)).partition(".")[0]  # without the overload of an ATen operation
+        return "memory_format" in node.kwargs or name in POSSIBLE_VIEWS
 
     def _find(self, number: int) -> int:
         while self._leader[number] != number:

@@ -89,14 +89,19 @@ class Tracer(fx.Tracer):
 def trace(model: nn.Module, call: tuple[Any, Any] | None = None, fixed: bool = False) -> tuple[fx.GraphModule, TreeSpec | None]:
     """The graph of a network, and the structure of its result.
 
-    After an operation changed a value in place, all later nodes read the result of that operation. ``call`` holds the
-    positional and keyword arguments to trace with; ``fixed`` makes numbers among them constants.
+    ``call`` holds the positional and keyword arguments to trace with; ``fixed`` makes numbers among them constants.
     """
     if type(model).__module__.startswith("torch.nn.") and not any(True for _ in model.children()):
         model = nn.Sequential(model)  # so that a single layer becomes one node
     with _TRACING.lock:
         tracer = Tracer(call, fixed)
         traced = fx.GraphModule(model, tracer.trace(model))
+    read_changed_values(traced)
+    return traced, tracer.result
+
+
+def read_changed_values(traced: fx.GraphModule) -> None:
+    """After an operation changed a value in place, all later nodes read the result of that operation."""
     order = {node: i for i, node in enumerate(traced.graph.nodes)}
     for node in traced.graph.nodes:
         if _is_named_in_place(traced, node) and node.args and isinstance(node.args[0], fx.Node):
@@ -105,7 +110,6 @@ def trace(model: nn.Module, call: tuple[Any, Any] | None = None, fixed: bool = F
                 if order[user] > order[node]:
                     user.replace_input_with(changed, node)
                     node.meta["changes"] = changed
-    return traced, tracer.result
 
 
 def _is_named_in_place(traced: fx.GraphModule, node: fx.Node) -> bool:
@@ -114,10 +118,15 @@ def _is_named_in_place(traced: fx.GraphModule, node: fx.Node) -> bool:
         return True
     if node.op == "call_module":
         return getattr(traced.get_submodule(str(node.target)), "inplace", False) is True
-    name = str(getattr(node.target, "__name__", node.target))
+    name = _function_name(node)
     if name in AUGMENTED:
         return node.target is getattr(operator, name) and not _is_size(node.args[0])
     return node.op in ("call_method", "call_function") and name.endswith("_") and not name.endswith("__")
+
+
+def _function_name(node: fx.Node) -> str:
+    """The name of the function or method that a node calls. That of an ATen operation lacks its overload: ``add_.Tensor``."""
+    return str(getattr(node.target, "__name__", node.target)).partition(".")[0]
 
 
 def _is_size(value: object) -> bool:
