@@ -33,7 +33,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from helpers.mutated_formats import FORMATS, Format  # noqa: E402
 from smartprune.errors import SmartpruneError  # noqa: E402
-from smartprune.experiments.compare.record import save_record  # noqa: E402
+from smartprune.experiments.compare.record import load_rows, save_record  # noqa: E402
 
 SECONDS = 60  # for one file, after which it counts as a crash
 ADDRESS_SPACE = 8 << 30  # bytes that the child may have besides those of its parent
@@ -132,6 +132,17 @@ def rows_of(name: str, tally: Tally) -> list[dict[str, object]]:
     ]
 
 
+def write_record(rows: list[dict[str, object]], count: int, seed: int) -> None:
+    """Writes the rows after those of other formats that the record has, so that formats can be run one by one."""
+    folder, names = ROOT / "records" / "mutated-files", {row["method"] for row in rows}
+    kept = [row for row in load_rows(folder) if row["method"] not in names] if folder.exists() else []
+    order = {form.name: number for number, form in enumerate(FORMATS)}
+    merged = sorted([*kept, *rows], key=lambda row: order[str(row["method"])])
+    settings = {"count": count, "seed": seed, "seconds": SECONDS, "address space": ADDRESS_SPACE}
+    machine = f"python {platform.python_version()}, torch {torch.__version__}, {platform.machine()}"
+    save_record(folder, {"rows": merged}, settings, NOTE, [f"python bench/mutate.py --count {count} --record"], [machine])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=1000, help="mutations of each format")
@@ -152,11 +163,8 @@ def main() -> None:
             tally = run_format(form, folder, range(args.first, args.first + args.count), args.seed)
             rows += rows_of(form.name, tally)
             print(f"{form.name:<32} " + "  ".join(f"{n} {v:g}" for n, v in zip(METRICS, tally.values, strict=True)), flush=True)
-    if args.record:
-        settings = {"count": args.count, "seed": args.seed, "seconds": SECONDS, "address space": ADDRESS_SPACE}
-        machine = f"python {platform.python_version()}, torch {torch.__version__}, {platform.machine()}"
-        command = f"python bench/mutate.py --count {args.count} --record"
-        save_record(ROOT / "records" / "mutated-files", {"rows": rows}, settings, NOTE, [command], [machine])
+            if args.record:
+                write_record(rows, args.count, args.seed)
 
 
 if __name__ == "__main__":

@@ -102,7 +102,13 @@ def _metric_figure(log: RunLog) -> tuple[str, str, str]:
     dense, pruned, samples = (log.result_number(name) for name in ("dense", "pruned", "samples"))
     note = "test split" if dense is None else f"test split; dense {100 * dense:.2f} %"
     if dense is not None and pruned is not None:
-        noise = accuracy_noise(dense, pruned, samples) if log.measure == "accuracy" and samples else None
+        known = (
+            log.measure == "accuracy"
+            and samples is not None
+            and samples >= 1
+            and 0 <= min(dense, pruned) <= max(dense, pruned) <= 1
+        )
+        noise = accuracy_noise(dense, pruned, samples or 0) if known else None
         note += f", {_points(pruned - dense)}; one run, so "
         note += "its noise is not known" if noise is None else f"up to ±{100 * noise:.2f} may be chance ({samples:,.0f} samples)"
     return log.title, "not scored" if pruned is None else f"{100 * pruned:.2f} %", note

@@ -86,6 +86,8 @@ def keep(part: Path, folder: Path, stem: str, suffix: str) -> Path:
         os.fchmod(file.fileno(), 0o644)  # whatever the umask is
         os.fsync(file.fileno())
     path = folder / f"{stem}-{_digest(content)}{suffix}"
+    with suppress(OSError):
+        path.rmdir()  # a folder of that name would be in the way for ever
     os.replace(part, path)
     handle = os.open(folder, os.O_RDONLY)
     try:
