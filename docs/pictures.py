@@ -14,7 +14,7 @@ import tomllib
 from pathlib import Path
 
 DOCS = Path(__file__).parent
-WIDTH, HEIGHT = 1400, 900
+WIDTH, HEIGHT, SCALE = 1000, 860, 1.6  # narrow, so that small screens can show the text
 
 
 def screenshot(page: Path, picture: Path, width: int = WIDTH, height: int = HEIGHT) -> None:
@@ -23,6 +23,7 @@ def screenshot(page: Path, picture: Path, width: int = WIDTH, height: int = HEIG
     if chromium is None:
         raise SystemExit("docs/pictures.py: Chromium is not installed (Debian: apt-get install chromium)")
     flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--window-size={width},{height}"]
+    flags.append(f"--force-device-scale-factor={SCALE}")
     with tempfile.TemporaryDirectory() as profile:
         subprocess.run(
             [chromium, *flags, f"--user-data-dir={profile}", f"--screenshot={picture}", page.resolve().as_uri()],

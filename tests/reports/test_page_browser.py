@@ -200,15 +200,23 @@ def test_comparison_fits_every_width(browser: Browser, runs_to_compare: Path, wi
     assert browser.run(CLIPPED_TEXT) == []
     letters = """return [...document.querySelectorAll('figure svg')]
         .map((e) => 14 * e.getBoundingClientRect().width / e.viewBox.baseVal.width)"""
-    assert min(browser.run(letters)) >= 7.5
+    assert min(browser.run(letters)) >= 10
+    assert max(browser.run(letters)) <= 20
     headings = browser.run("return [...document.querySelectorAll('h2')].map((e) => e.textContent)")
     assert len(headings) == len(set(headings)) == 4
     assert browser.run("return document.querySelectorAll('figure svg').length") == 3
+    colours = """const of = (e, what) => getComputedStyle(e)[what].match(/\\d+/g).map(Number);
+        const text = [...document.querySelectorAll('figure svg text')].map((e) => of(e, 'fill'));
+        const ground = [...document.querySelectorAll('figure svg rect')].map((e) => getComputedStyle(e).fill);
+        return [text, ground, of(document.body, 'backgroundColor')]"""
+    texts, grounds, paper = browser.run(colours)
+    assert set(grounds) == {"none"}  # the charts are drawn on the paper of the page
+    assert min(abs(sum(text) - sum(paper)) for text in texts) > 500
     assert browser.logs()[0] == []
 
 
 @pytest.mark.parametrize("dark", [False, True])
-@pytest.mark.parametrize("width", [360, 400, 800, 1400])
+@pytest.mark.parametrize("width", [360, 400, 800, 1000, 1400])
 def test_page_fits_every_width(browser: Browser, run: Path, width: int, dark: bool) -> None:
     browser.open(run / PAGE, width, 800, dark=dark, touch=width == 360)
     assert browser.run("return document.documentElement.scrollWidth") == width
@@ -223,10 +231,21 @@ def test_page_fits_every_width(browser: Browser, run: Path, width: int, dark: bo
     )
     assert min(heights) >= 24
     letters = browser.run(
-        """return [...document.querySelectorAll('figure svg')]
-        .map((e) => 11 * e.getBoundingClientRect().width / e.viewBox.baseVal.width)"""
+        """return [...document.querySelectorAll('figure svg text')].map((e) => parseFloat(getComputedStyle(e).fontSize)
+        * e.closest('svg').getBoundingClientRect().width / e.closest('svg').viewBox.baseVal.width)"""
     )
-    assert min(letters) >= 7.5
+    assert min(letters) >= 9
+    assert browser.run(CLIPPED_TEXT) == []
+    assert browser.run("return [...document.querySelectorAll('.big')].filter((e) => e.scrollWidth > e.clientWidth).length") == 0
+    broken = """return [...document.querySelectorAll('.big')].filter((e) => {
+      const one = document.createRange(); let broken = false;
+      for (const word of e.firstChild.data.matchAll(/\\S+/g)) {
+        one.setStart(e.firstChild, word.index); one.setEnd(e.firstChild, word.index + word[0].length);
+        broken ||= one.getClientRects().length > 1;
+      }
+      return broken;
+    }).map((e) => e.textContent)"""
+    assert browser.run(broken) == []
 
 
 def test_printed_page_is_light_and_complete(browser: Browser, run: Path) -> None:

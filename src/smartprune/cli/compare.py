@@ -68,11 +68,12 @@ def run_compare(args: argparse.Namespace) -> int:
         from ..experiments.compare.page import comparison_page
         from ..experiments.compare.panels import comparison_charts
 
-        write_atomic(args.html, comparison_page(comparison, comparison_charts(comparison)).encode())
+        page = comparison_page(comparison, comparison_charts(comparison), _command(args, "html"))
+        write_atomic(args.html, page.encode())
     if args.record:
         from ..experiments.compare.record import write_record
 
-        commands = [*_history(comparison, "commands"), _command(args)]
+        commands = [*_history(comparison, "commands"), _command(args, "record")]
         write_record(Path(args.record), comparison, args.note, commands, _history(comparison, "sources"))
     for path in (args.csv, args.json, args.plot, args.html, args.record):
         if path:
@@ -88,6 +89,6 @@ def _history(comparison: Comparison, key: str) -> list[str]:
     return list(dict.fromkeys(text for folder in folders for text in read_history(folder)[key]))
 
 
-def _command(args: argparse.Namespace) -> str:
-    """This command without its note."""
-    return shlex.join(["smartprune", "compare", *args.runs, "--record", args.record])
+def _command(args: argparse.Namespace, output: str) -> str:
+    """This command with one of its outputs."""
+    return shlex.join(["smartprune", "compare", *args.runs, f"--{output}", getattr(args, output)])

@@ -10,7 +10,7 @@ from .draw import Drawing, text_width, ticks
 from .runlog import RunLog
 
 WIDTH, HEIGHT = 440.0, 250.0
-LEFT, RIGHT, TOP, BOTTOM = 52.0, 428.0, 24.0, 212.0  # of the plane in which values lie
+LEFT, RIGHT, TOP, BOTTOM = 60.0, 428.0, 24.0, 212.0  # of the plane in which values lie
 HISTOGRAM_BASE = 0.8  # the lowest value of a logarithmic axis of counts, so that a count of 1 has a visible bar
 
 
@@ -22,7 +22,7 @@ def mark_stages(drawing: Drawing, log: RunLog, end: float) -> None:
         left, right = (LEFT + (RIGHT - LEFT) * x / end for x in (start, start + steps))
         if stage == "search":
             drawing.box("band", left, TOP, right, BOTTOM)
-        if steps and text_width(STAGE_NAMES[stage], 11) < right - left:
+        if steps and text_width(STAGE_NAMES[stage], 13) < right - left:
             drawing.text("quiet", (left + right) / 2, TOP - 8, STAGE_NAMES[stage], "middle", 11)
         start += steps
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from ..text import escape
 
 HERE = Path(__file__).parent
+MIDDLE_DOT = "\u00b7"
 
 
 def html_page(title: str, body: str, data: object) -> str:
@@ -77,6 +78,12 @@ def tiles(entries: Sequence[tuple[str, str, str]]) -> str:
         for label, value, note in entries
     )
     return f'<dl class="tiles">{cells}</dl>'
+
+
+def origin_line(parts: Sequence[str], command: str = "") -> str:
+    """Facts about the origin of a page and the command that made it, escaped here, or nothing."""
+    entries = [html_text(part) for part in parts] + ([f"<code>{html_text(command)}</code>"] if command else [])
+    return f'<p class="note origin">{f" {MIDDLE_DOT} ".join(entries)}</p>' if entries else ""
 
 
 def header(kicker: str) -> str:

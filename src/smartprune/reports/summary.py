@@ -8,12 +8,12 @@ from ..runtime.speed import expected_speedup
 from ..text import percent
 from .noise import accuracy_noise
 from .runlog import RunLog
-from .shell import html_text
+from .shell import MIDDLE_DOT, html_text, origin_line
 from .view import View
 
 SIZES, COUNTS = ("smaller", "larger", "about as large"), ("fewer", "more", "about as many")
 MAX_PROBLEMS = 20
-MINUS, TIMES, MIDDLE_DOT = "\u2212", "\u00d7", "\u00b7"
+MINUS, TIMES = "\u2212", "\u00d7"
 
 
 def verdict(view: View) -> str:
@@ -148,10 +148,8 @@ def origin(view: View) -> str:
     named = versions if isinstance(versions, dict) else {}
     parts = [str(result["finished"])] if isinstance(result.get("finished"), str) else []
     parts += [f"{name} {named[name]}" for name in ("smartprune", "torch", "python") if isinstance(named.get(name), str)]
-    line = html_text(f" {MIDDLE_DOT} ".join(parts))
-    if isinstance(command := result.get("command"), str):
-        line += f"{' ' + MIDDLE_DOT + ' ' if line else ''}<code>{html_text(command)}</code>"
-    return f'<p class="note origin">{line}</p>' if line else ""
+    command = result.get("command")
+    return origin_line(parts, command if isinstance(command, str) else "")
 
 
 def chips(view: View) -> str:

@@ -13,7 +13,7 @@ from smartprune.reports.draw import ticks
 def test_charts_of_one_point_and_names_with_markup() -> None:
     chart = Chart("<a> & b", "x", "y", (Series("m" * 90, (Point(0.9, 50.0),)), Series("n", (Point(0.9, 50.0, 0.0),))))
     drawn = ET.fromstring(svg([chart, chart]))
-    assert drawn.attrib["height"] == "888"
+    assert drawn.attrib["height"] == "848"
     assert "<a> & b" in [element.text for element in drawn.iter()]
 
 
@@ -23,3 +23,23 @@ def test_ticks_cover_the_range(low: float, high: float) -> None:
     assert marks[0] <= low + 1e-9
     assert marks[-1] >= high - 1e-9
     assert 2 <= len(marks) <= 9
+
+
+def test_points_and_error_bars_lie_inside_of_the_axes() -> None:
+    values = (Point(20.0, 80.0), Point(30.0, 90.0, 2.0), Point(40.0, 100.0))
+    drawn = ET.fromstring(svg([Chart("t", "x", "accuracy, %", (Series("n", values),), ("dense", 92.0), True)]))
+    circles = [element for element in drawn.iter() if element.tag.endswith("circle")][:3]  # the last one is in the legend
+    grid = [float(element.attrib["y1"]) for element in drawn.iter() if element.attrib.get("stroke") == "#e4e4e4"]
+    assert [min(grid) <= float(circle.attrib["cy"]) < max(grid) - 4 for circle in circles] == [True] * 3
+    labels = [element.text for element in drawn.iter() if element.attrib.get("text-anchor") == "end"]
+    assert max(float(label or "") for label in labels) == 100  # a share has no larger marks
+
+
+@pytest.mark.parametrize("words", [5, 20, 60])
+def test_a_long_title_takes_at_most_three_lines(words: int) -> None:
+    title = " ".join(f"word{number}" for number in range(words))
+    drawn = ET.fromstring(svg([Chart(title, "x", "y", (Series("n", (Point(1.0, 2.0),)),))]))
+    lines = [element.text or "" for element in drawn.iter() if element.attrib.get("font-weight") == "bold"]
+    assert 1 <= len(lines) <= 3
+    assert title.startswith(lines[0])
+    assert (" ".join(lines) == title) == (words < 60)

@@ -15,11 +15,12 @@ from ...text import escape as printable
 from ...text import shorten
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#7a5195", "#b8860b", "#56b4e9", "#555555")
-HEIGHT, PLOT_WIDTH = 400, 470  # of a panel with its axes, without the legend below; of the plot alone
-LEFT, TOP, BOTTOM = 76, 56, 60
+HEIGHT, PLOT_WIDTH = 380, 360  # of a panel with its axes, without the legend below; of the plot alone
+LEFT, TOP, BOTTOM = 70, 74, 60
 RIGHT, BASE = LEFT + PLOT_WIDTH, HEIGHT - BOTTOM
 WIDTH = RIGHT + 20
-LEGEND_LINE, LETTER_WIDTH, MAX_NAME = 22, 8.6, 60  # the width of a bold letter
+LEGEND_LINE, LETTER_WIDTH, MAX_NAME = 22, 8.6, 42  # the width of a bold letter
+TITLE_LINES = 3
 MAX_MARKS = 6  # on the axis of x; more different values get round numbers
 SHIFT = 4.0  # pixels between series, so that points at the same place stay visible
 
@@ -83,7 +84,7 @@ def _panel(chart: Chart) -> list[str]:
     ranges = [(p.y - (p.error or 0), p.y + (p.error or 0)) for series in chart.series for p in series.points]
     if chart.level is not None:
         ranges.append((chart.level[1], chart.level[1]))
-    marks = ticks(min(low for low, _ in ranges), max(high for _, high in ranges))
+    marks = ticks(*_with_margin(min(low for low, _ in ranges), max(high for _, high in ranges)))
     if len(xs) > MAX_MARKS or chart.is_measured:
         xs = ticks(xs[0], xs[-1], MAX_MARKS) if len(xs) > 1 else ticks(xs[0] - 1, xs[0] + 1, MAX_MARKS)
     margin = 0.08 * (xs[-1] - xs[0]) or 0.05
@@ -110,11 +111,18 @@ def _panel(chart: Chart) -> list[str]:
     return parts
 
 
+def _with_margin(low: float, high: float) -> tuple[float, float]:
+    """A range in which no point lies on the border. Shares in percent stay between 0 and 100."""
+    margin = 0.04 * (high - low)
+    return max(low - margin, min(low, 0.0)), min(high + margin, max(high, 100.0))
+
+
 def _axes(
     chart: Chart, xs: Sequence[float], marks: Sequence[float], to_x: Callable[[float], float], to_y: Callable[[float], float]
 ) -> list[str]:
-    lines = textwrap.wrap(chart.title, int((WIDTH - 20) / LETTER_WIDTH)) or [""]
-    title = [*lines[:1], shorten(" ".join(lines[1:]), int((WIDTH - 20) / LETTER_WIDTH))]
+    letters = int((WIDTH - 20) / LETTER_WIDTH)
+    lines = textwrap.wrap(chart.title, letters)
+    title = [*lines[: TITLE_LINES - 1], shorten(" ".join(lines[TITLE_LINES - 1 :]), letters)]
     parts = [_text(10, 20 + 18 * row, line, 'font-weight="bold"') for row, line in enumerate(title) if line]
     for mark in marks:
         parts.append(_line(LEFT, to_y(mark), RIGHT, to_y(mark), 'stroke="#e4e4e4"'))
@@ -168,7 +176,7 @@ def _save_png(charts: Sequence[Chart], path: Path) -> None:
         from matplotlib.figure import Figure  # type: ignore[import-not-found,unused-ignore]
     except ImportError:
         raise SmartpruneError(
-            f"{path}: a .png needs matplotlib, which is not installed; run: pip install matplotlib, or write an .svg"
+            f"{path}: a .png needs matplotlib, which is not installed; run: pip install 'smartprune[plot]', or write an .svg"
         ) from None
     figure = Figure(figsize=(7.6, HEIGHT * len(charts) / 100), layout="constrained")
     FigureCanvasAgg(figure)

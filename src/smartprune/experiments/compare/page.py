@@ -6,11 +6,11 @@ import statistics
 from collections.abc import Sequence
 
 from ...budgets import budget_label
-from ...reports.shell import header, html_name, html_page, html_text, tiles
+from ...reports.shell import header, html_name, html_page, html_text, origin_line, tiles
 from .chart import Chart, svg
 from .comparison import Comparison, Row
 from .labels import format_setting
-from .runs import Group
+from .runs import FinishedRun, Group
 from .table import mean_and_std
 
 COLUMNS = {  # title -> class, which says on which screens the column is shown
@@ -21,8 +21,8 @@ ENOUGH = 3  # runs with the same settings, to call a result the best
 MINUS = "\u2212"
 
 
-def comparison_page(comparison: Comparison, charts: Sequence[Chart]) -> str:
-    """One self-contained HTML document. ``charts`` are its panels, in the order of the groups."""
+def comparison_page(comparison: Comparison, charts: Sequence[Chart], command: str = "") -> str:
+    """One self-contained HTML document. ``charts`` are its panels, in the order of the groups; ``command`` made the page."""
     runs = comparison.runs
     methods = {run.method for run in runs}
     summary = tiles(
@@ -44,11 +44,20 @@ def comparison_page(comparison: Comparison, charts: Sequence[Chart]) -> str:
     if left_out:
         left_out = f"<h2>Left out</h2><ul>{left_out}</ul>"
     body = (
-        f'{header("smartprune compare")}<main id="main"><h1>Comparison of {_number(len(runs), "finished run")}</h1>{summary}'
+        f'{header("smartprune compare")}<main id="main"><h1>Comparison of {_number(len(runs), "finished run")}</h1>'
+        f"{origin_line(_origin(runs), command)}{summary}"
         f"<h2>Metric and cost</h2><p class='note'>Error bars show one standard deviation of runs that differ only in their seed. "
-        f"Points without a bar are single runs.</p>{figures}{sections}{left_out}</main>"
+        f"Points without a bar are single runs.</p><div class='sheets'>{figures}</div>{sections}{left_out}</main>"
     )
     return html_page("Comparison of runs", body, {"layers": [], "charts": [], "first": 0})
+
+
+def _origin(runs: Sequence[FinishedRun]) -> list[str]:
+    """When the runs finished, and with which versions."""
+    dates = sorted(run.finished for run in runs if run.finished)
+    parts = [" to ".join(dict.fromkeys((dates[0], dates[-1])))] if dates else []
+    used = {name: {run.versions.get(name, "") for run in runs} - {""} for name in ("smartprune", "torch", "python")}
+    return parts + [f"{name} {', '.join(sorted(versions))}" for name, versions in used.items() if versions]
 
 
 def _describe(chart: Chart) -> str:

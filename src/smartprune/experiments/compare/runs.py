@@ -37,6 +37,7 @@ class FinishedRun:
     dense: float
     seconds: float
     versions: dict[str, str]
+    finished: str = ""  # date and time, if the run recorded it
     macs_left: float | None = None
     blocks_removed: float | None = None
 
@@ -116,6 +117,7 @@ def read_run(folder: Path) -> FinishedRun:
         dense=result.number("dense"),
         seconds=result.number("seconds"),
         versions={name: versions.text(name) for name in versions.data},
+        finished=finished if isinstance(finished := result.data.get("finished"), str) else "",
         macs_left=None if (macs := _achieved(folder / RECEIPT, "macs")) is None else macs[1] / macs[0],
         blocks_removed=None if (blocks := _achieved(folder / RECEIPT, "blocks")) is None else (blocks[0] - blocks[1]) / blocks[0],
     )
