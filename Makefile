@@ -4,7 +4,7 @@
 # make wheel    builds an sdist and a wheel, installs the wheel in an empty environment, and runs the demo there
 # make lowest   runs the tests with the oldest versions of all packages that pyproject.toml allows
 # make hosts    sets up an environment with timm, transformers and others, and prunes their models (docs/hosts.md)
-# make docs     builds the documentation site into build/site
+# make docs     builds the documentation site into build/site; python3 -m http.server -d build/site shows it, with search
 # make coverage  line and branch coverage of every package (about twice as long as the tests)
 #
 # JOBS is how many processes run the tests. TORCH picks the PyTorch to install (make demo TORCH='torch==2.11.0'); leave it empty to use the one your Python already has.
