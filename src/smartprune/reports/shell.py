@@ -13,11 +13,13 @@ from ..text import escape
 
 HERE = Path(__file__).parent
 MIDDLE_DOT = "\u00b7"
+SCRIPTS = ("page.js", "block_map.js")  # in this order, in one script
 
 
 def html_page(title: str, body: str, data: object) -> str:
     """A complete HTML document. Its security policy blocks requests and all scripts except its own."""
-    script, style = ((HERE / name).read_text(encoding="utf-8") for name in ("page.js", "page.css"))
+    script = "".join((HERE / name).read_text(encoding="utf-8") for name in SCRIPTS)
+    style = (HERE / "page.css").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'"
     return f"""<!DOCTYPE html>
