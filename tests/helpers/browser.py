@@ -112,11 +112,11 @@ class Browser:
         path.write_bytes(base64.b64decode(self._send("GET", "/screenshot")))
 
     def logs(self) -> tuple[list[str], list[str]]:
-        """Console messages and requested URLs since the last call."""
+        """Console messages and requested URLs since the last call, without requests of the browser's own pages."""
         messages = [entry["message"] for entry in self._send("POST", "/se/log", {"type": "browser"})]
         events = [json.loads(entry["message"])["message"] for entry in self._send("POST", "/se/log", {"type": "performance"})]
         urls = [event["params"]["request"]["url"] for event in events if event["method"] == "Network.requestWillBeSent"]
-        return messages, urls
+        return messages, [url for url in urls if not url.startswith("chrome://")]
 
     def close(self) -> None:
         try:
