@@ -101,6 +101,8 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["report", "runs/a", "--block", "4"], "must have at least two sizes"),
         (["report", "runs/a", "--map", "conv9"], "there is no layer 'conv9'"),
         (["verify", "runs/a", "--block", "4y2"], "block='4y2' cannot be read"),
+        (["plan", "resnet18", "--sparsty=0.9"], "unrecognized arguments: --sparsty=0.9; did you mean --sparsity?"),
+        (["prun"], "did you mean prune?"),
         (["dance"], "invalid choice: 'dance'"),
         ([], "the following arguments are required: COMMAND"),
     ],

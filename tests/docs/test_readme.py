@@ -16,6 +16,7 @@ import pytest
 
 import smartprune as sp
 from smartprune.cli import COMMANDS, main
+from smartprune.cli.common import Parser
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "README.md").read_text()
@@ -71,12 +72,14 @@ def test_every_command_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     commands = [shlex.split(line) for line in block.splitlines()]
     assert len(commands) == 6
     accepted = []
-    parse = argparse.ArgumentParser.parse_args
+    parse = Parser.parse_known_args
 
-    def parse_only(parser: argparse.ArgumentParser, *args: Any) -> argparse.Namespace:
-        return argparse.Namespace(**{**vars(parse(parser, *args)), "run": lambda args: accepted.append(args.words) or 0})
+    def parse_only(parser: Parser, *args: Any, **options: Any) -> tuple[argparse.Namespace, list[str]]:
+        found, unknown = parse(parser, *args, **options)
+        found.run = lambda args: accepted.append(args.words) or 0
+        return found, unknown
 
-    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_only)
+    monkeypatch.setattr(Parser, "parse_known_args", parse_only)
     assert [main(words[1:]) for words in commands] == [0] * 6
     assert accepted == [words[1:] for words in commands]
     listed = {name for add in COMMANDS for name in [add.__name__.removeprefix("add_")]}

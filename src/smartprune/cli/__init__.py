@@ -68,7 +68,9 @@ def _run(argv: Sequence[str] | None) -> int:
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for add in COMMANDS:
         add(subparsers)
-    args = parser.parse_args(argv)
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        args.parser.refuse(unknown)
     args.words = sys.argv[1:] if argv is None else list(argv)
     try:
         code: int = args.run(args)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
@@ -56,6 +57,28 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}\n{self.prog} --help lists all options\n")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Adds the name that was meant, if there is a similar one."""
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            raise argparse.ArgumentError(action, error.message + meant(str(value), action.choices or ())) from None
+
+    def refuse(self, words: Sequence[str]) -> NoReturn:
+        """Ends with an error about arguments that the command does not have."""
+        flag = next((word for word in words if word.startswith("-")), "").partition("=")[0]
+        self.error(f"unrecognized arguments: {' '.join(words)}{meant(flag, self._option_string_actions)}")
+
+
+def meant(word: str, names: Iterable[str]) -> str:
+    """A question about the most similar name, or nothing.
+
+    >>> meant("prun", ["plan", "prune"])
+    '; did you mean prune?'
+    """
+    similar = difflib.get_close_matches(word, list(names), 1, 0.7)
+    return f"; did you mean {similar[0]}?" if similar else ""
 
 
 NAME_OR_TRUST = "--model {model} or --trust"  # what allows a file to name a function to import
