@@ -44,6 +44,10 @@ def test_a_task_is_pruned_with_its_training_data(weights: Path, tmp_path: Path, 
     assert sp.verify(out / "model.safetensors", receipt=receipt).ok
     assert main(["verify", str(out / "model.safetensors"), "--receipt", str(out / "receipt.json")]) == 0
     assert main(["eval", str(out / "model.safetensors"), "--task", "digits"]) == 0
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        main(["export", str(out), "--out", str(tmp_path / "net.onnx")])
+    assert f"or the name of the network and --weights {out / 'model.safetensors'}" in capsys.readouterr().err
 
 
 def test_inputs_may_be_an_array(weights: Path, tmp_path: Path) -> None:

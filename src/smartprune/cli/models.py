@@ -64,7 +64,9 @@ def load_run(folder: Path, trust: bool) -> tuple[nn.Module, Any, Any, Task, Conf
 
     for name in (run_files.CONFIG, run_files.MODEL):
         if not (folder / name).is_file():
-            raise SmartpruneError(f"{folder} has no {name}; give the folder of a finished run")
+            stored = folder / run_files.MODEL
+            instead = f", or the name of the network and --weights {stored}" if stored.is_file() else ""
+            raise SmartpruneError(f"{folder} has no {name}; give the folder of a finished run{instead}")
     config = load_config(folder / run_files.CONFIG)
     check_trusted(config.model, folder / run_files.CONFIG, trust=trust, announce=print_message)
     task = make_task(config.task, config.task_settings)
