@@ -94,6 +94,7 @@ class Parent(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind, self.c, self.d, self.last = kind, nn.Conv2d(8, 8, 3), nn.Conv2d(8, 8, 1), nn.Conv2d(8, 2, 1)
+        self.e = nn.Conv2d(8, 8, 3)
         self.gain = nn.Parameter(torch.zeros(8, 1, 1, 1))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -109,6 +110,10 @@ class Parent(nn.Module):
             w = w.double().contiguous(memory_format=torch.channels_last).float()
         elif self.kind == "merged":  # as RepVGG merges its branches
             w = w + F.pad(self.d.weight, (1, 1, 1, 1))
+        elif self.kind == "summed":
+            w = w + self.e.weight
+        elif self.kind == "joined":
+            w = torch.cat([w[:4], self.e.weight[4:]])
         elif self.kind == "padded":
             w = torch.zeros(8, 8, 5, 5)
             w[:, :, 1:4, 1:4] = self.c.weight * 2
@@ -120,12 +125,14 @@ class Parent(nn.Module):
         return self.last(x if self.kind == "merged" else self.d(x))  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("kind", ["plain", "scaled", "cast", "padded", "modulated"])
+@pytest.mark.parametrize("kind", ["plain", "scaled", "cast", "padded", "modulated", "joined"])
 def test_transformations_that_keep_zeros_are_prunable(kind: str) -> None:
     assert names(Parent(kind), torch.rand(2, 8, 9, 9) + 1, "transformed") == set()
 
 
-@pytest.mark.parametrize(("kind", "layers"), [("standardized", {"c"}), ("batch norm", {"c"}), ("merged", {"c", "d"})])
+@pytest.mark.parametrize(
+    ("kind", "layers"), [("standardized", {"c"}), ("batch norm", {"c"}), ("merged", {"c", "d"}), ("summed", {"c", "e"})]
+)
 def test_weights_that_the_parent_transforms_are_never_matched_by_a_pattern(kind: str, layers: set[str]) -> None:
     torch.manual_seed(0)
     model, x = Parent(kind), torch.rand(2, 8, 9, 9)

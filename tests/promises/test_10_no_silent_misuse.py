@@ -395,6 +395,19 @@ def test_optimizers_may_alternate_but_not_omit_the_scores_forever() -> None:
         case.train(pruner, alone, 1)
 
 
+def test_the_first_step_may_be_that_of_another_optimizer() -> None:
+    """Optimizers that take turns: one trains the first layers, the other one the rest and the scores."""
+    case = Case("plain_cnn")
+    weights = list(case.model.parameters())
+    pruner = case.attach(steps=8)
+    alone, rest = torch.optim.SGD(weights[:2], lr=0.01), torch.optim.SGD(weights[2:], lr=0.01)
+    rest.add_param_group(pruner.param_group())
+    for _ in range(4):
+        case.train(pruner, alone, 1)
+        case.train(pruner, rest, 1)
+    assert pruner.phase == "frozen"
+
+
 def pruner_of(case: Case) -> sp.Pruner:
     pruner = sp.find_pruner(case.model)
     assert pruner is not None

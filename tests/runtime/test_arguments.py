@@ -40,7 +40,7 @@ def test_keyword_arguments_are_put_in_order() -> None:
 def test_an_example_can_be_a_dictionary_of_keyword_arguments(dtype: str, as_list: bool) -> None:
     model, example = Scaled(), {"scale": torch.ones(2, 8), "x": torch.randn(2, 8)}
     fast = sp.accelerate(model, threads=1, dtype=dtype, example=[example] if as_list else example)
-    expected = model(**example)
+    expected = model(**example).detach()
     if dtype == "float32":
         assert_equal_to_rounding(fast(**example), expected)
         assert_equal_to_rounding(fast(example["x"], example["scale"]), expected)
@@ -51,6 +51,15 @@ def test_an_example_can_be_a_dictionary_of_keyword_arguments(dtype: str, as_list
 def test_a_dictionary_is_one_input_of_a_model_that_takes_one() -> None:
     model, box = Boxed(), {"x": torch.randn(2, 8)}
     assert_equal_to_rounding(sp.accelerate(model, threads=1, example=box)(box), model(box))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+@pytest.mark.parametrize("example", [torch.ones(2, 5), torch.ones(2, 8).long(), "text", {"y": torch.ones(2, 8)}, []], ids=str)
+def test_a_wrong_example_is_an_error(example: Any, dtype: str) -> None:
+    if example == [] and dtype == "float32":
+        pytest.skip("an empty list is no example, which float32 allows")
+    with pytest.raises(sp.SmartpruneError, match=r"^accelerate: "):
+        sp.accelerate(nn.Sequential(nn.Linear(8, 8)), threads=1, dtype=dtype, example=example)
 
 
 @pytest.mark.parametrize(

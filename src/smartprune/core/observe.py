@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -90,27 +90,38 @@ def _transformed(model: nn.Module, example: Any, recorded: Trace, weights: Mappi
     if not probed:
         return set()
     try:
-        with _probes(model, ()):
+        starts = _starts(recorded.forms, probed)
+        with _probes(model, {}):
             before = trace(model, example, count_zeros=True).forms
-        with _probes(model, probed):
+        with _probes(model, starts):
             after = trace(model, example, count_zeros=True).forms
     except SmartpruneError:  # the model does not run with other weights
         return set(probed)
     if [form.params for form in before] != [form.params for form in after]:
         return set(probed)
-    bad = [b.params for a, b in zip(before, after, strict=True) if not _survive(a, b, probed)]
+    bad = [b.params for a, b in zip(before, after, strict=True) if not _survive(a, b, probed, starts)]
     return {key for key in probed if any(key in params for params in bad)}
 
 
-def _survive(before: Form, after: Form, probed: Mapping[int, Tensor]) -> bool:
-    weights = [probed[key] for key in after.params if key in probed]
-    expected = min(sum(-(-weight.numel() // PROBE) for weight in weights), after.elements / PROBE)
+def _starts(forms: Sequence[Form], probed: Mapping[int, Tensor]) -> dict[int, int]:
+    """Where the zeros of each weight start. Weights that are computed with together, such as the terms of a sum, get different
+    zeros, because a search also removes different blocks of them."""
+    starts: dict[int, int] = {}
+    for key in probed:
+        taken = {starts[other] for form in forms if key in form.params for other in form.params if other in starts}
+        starts[key] = next((start for start in range(PROBE) if start not in taken), 0)
+    return starts
+
+
+def _survive(before: Form, after: Form, probed: Mapping[int, Tensor], starts: Mapping[int, int]) -> bool:
+    zeros = [len(range(starts[key], probed[key].numel(), PROBE)) for key in after.params if key in probed]
+    expected = min(sum(zeros), after.elements / PROBE)
     return (after.zeros or 0) - (before.zeros or 0) >= SURVIVING * expected
 
 
 @contextmanager
-def _probes(model: nn.Module, probed: Collection[int]) -> Iterator[None]:
-    """Temporarily gives the model parameters without zeros, and those in ``probed`` known zeros."""
+def _probes(model: nn.Module, starts: Mapping[int, int]) -> Iterator[None]:
+    """Temporarily gives the model parameters without zeros, and those in ``starts`` known zeros."""
     stored: list[tuple[nn.Parameter, Tensor]] = []
     try:
         for parameter in model.parameters():
@@ -118,8 +129,8 @@ def _probes(model: nn.Module, probed: Collection[int]) -> Iterator[None]:
                 continue
             values = parameter.data.clone(memory_format=torch.contiguous_format)
             values[values == 0] = float(values.abs().max() or 1) if values.numel() else 1
-            if id(parameter) in probed:
-                values.view(-1)[::PROBE] = 0
+            if id(parameter) in starts:
+                values.view(-1)[starts[id(parameter)] :: PROBE] = 0
             stored.append((parameter, parameter.data))
             parameter.data = values
         yield

@@ -137,7 +137,8 @@ def require_trained(search: SearchState) -> None:
     if moved.isdisjoint(map(id, search.model.parameters())):
         return
     seen.steps_missed += 1
-    if seen.scores_trained and seen.steps_missed < PATIENCE and optimizers.have_stepped(scores):
+    known = optimizers.have_stepped(scores) if seen.scores_trained else optimizers.have_owners(scores)
+    if known and seen.steps_missed < PATIENCE:
         return  # optimizers may take turns
     raise SmartpruneError(
         f"pruner.step(): the optimizer trains the weights but not the scores{', which were trained before' * seen.scores_trained}; "

@@ -16,7 +16,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterable
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary, WeakSet, finalize
+from weakref import WeakKeyDictionary, WeakSet, finalize, ref
 
 from torch import Tensor
 from torch.optim import lr_scheduler
@@ -72,6 +72,11 @@ def have_stepped(parameters: Iterable[Tensor]) -> bool:
     """Whether all parameters belong to optimizers that exist and have stepped before."""
     ids = {id(p) for optimizer in _last_steps for group in optimizer.param_groups for p in group["params"]}
     return ids.issuperset(map(id, parameters))
+
+
+def have_owners(scores: Iterable[Tensor]) -> bool:
+    """Whether all watched scores were added to optimizers that exist, whether or not these have stepped."""
+    return all((owner := _scores.get(score)) is not None and owner() is not None for score in scores)
 
 
 def _count_step(optimizer: Optimizer) -> None:
@@ -166,7 +171,7 @@ class GroupListener(Protocol):
 
 
 _listeners: WeakSet[Any] = WeakSet()
-_scores = WeakTensorKeyDictionary()  # score parameters, whose groups are checked
+_scores = WeakTensorKeyDictionary()  # score parameters, whose groups are checked -> a weak reference to their optimizer
 # schedulers that break if a group is added after them: they hold one value for every group, or store values in the groups
 _RIGID = (
     lr_scheduler.OneCycleLR,
@@ -183,7 +188,7 @@ _torch_add_param_group = Optimizer.add_param_group
 def watch_scores(parameters: Iterable[Tensor]) -> None:
     """Adding these parameters to an optimizer that has them, or that a scheduler cannot follow, raises what to do."""
     for parameter in parameters:
-        _scores[parameter] = True
+        _scores[parameter] = None
         finalize(parameter, _restore_add_param_group)
     Optimizer.add_param_group = _add_param_group  # type: ignore[method-assign,assignment]
 
@@ -245,6 +250,8 @@ def _add_param_group(optimizer: Optimizer, group: dict[str, Any]) -> None:
         _torch_add_param_group(optimizer, group)
     else:
         listener.place_group(optimizer, group)
+    for score in [p for added in optimizer.param_groups for p in added["params"] if p in _scores]:
+        _scores[score] = ref(optimizer)
     for other in list(_listeners):
         other.group_added(optimizer)
 

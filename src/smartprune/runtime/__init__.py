@@ -121,12 +121,21 @@ def _cpu(model: nn.Module, inputs: Sequence[Call], options: Options, device: str
         if options.reference:
             raise SmartpruneError('accelerate: backend="reference" supports only float32; leave backend or dtype out')
     out = Accelerated(model, options, {} if options.dtype == "int8" else None)
-    if options.dtype == "int8":
-        out.measure(inputs)
-    if inputs:
-        args, kwargs = inputs[0]
-        out(*args, **kwargs)
-        return out.replaced_model() or out
+    try:
+        if options.dtype == "int8":
+            out.measure(inputs)
+        if inputs:
+            args, kwargs = inputs[0]
+            out(*args, **kwargs)
+            return out.replaced_model() or out
+    except SmartpruneError:
+        raise
+    except Exception as error:  # code of the model may raise anything
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise SmartpruneError(
+            f"accelerate: the model does not run on the example ({reason}); give one input as the model takes it, or a tuple of "
+            "several"
+        ) from error
     if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in signature_of(model)):  # tracing needs a call
         return out
     try:
