@@ -96,6 +96,15 @@ def some_names(names: Sequence[str], most: int = 3) -> str:
     return escape(", ".join(names[:most])) + more
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error message, or the type of the error if it has none.
+
+    >>> first_line(ValueError("wrong\\nin detail")), first_line(KeyError())
+    ('wrong', 'KeyError')
+    """
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+
+
 def stdout_is_ascii() -> bool:
     """Whether standard output cannot show block characters."""
     return not supports_unicode(sys.stdout)

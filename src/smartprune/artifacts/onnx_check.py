@@ -16,6 +16,7 @@ from ..errors import SmartpruneError
 from .counts import Count
 from .onnx_graph import outputs_of, session_of
 from .onnx_inputs import ONNX, Batch
+from .quantized import is_quantized
 from .receipt import Receipt
 from .source import Cut, check_not_masked
 from .verify import verify
@@ -98,6 +99,11 @@ def check_model(model: nn.Module, receipt: Receipt | None, where: str, runtime: 
     """Raises for a model that cannot be exported as it is."""
     if any(is_masked(module) for module in model.modules()):
         raise SmartpruneError(f"{where}: the model is still being pruned; call smartprune.bake(model) first")
+    if is_quantized(model):
+        raise SmartpruneError(
+            f"{where}: the model is quantized, and torch cannot export its layers; export the float model, with int8=True and "
+            "calibration= for an int8 file"
+        )
     check_not_masked(model.state_dict(), f"{where}: {type(model).__name__}")
     if any(tensor.dtype == torch.bfloat16 for tensor in model.parameters()):
         raise SmartpruneError(f"{where}: {runtime} does not compute in bfloat16, so outputs cannot be compared; give model.float()")

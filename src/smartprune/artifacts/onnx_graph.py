@@ -22,6 +22,7 @@ from ..core.block import Block
 from ..errors import SmartpruneError
 from .onnx_inputs import Arguments, Batch
 from .onnx_read import ABSENT, BLOCK, QUANTIZED, RECEIPT, OnnxFile, need
+from .quantized import simulates_quantization
 from .receipt import Receipt
 from .source import Cut
 
@@ -47,7 +48,13 @@ def export_graph(model: nn.Module, arguments: Arguments, batch: Batch, outputs: 
                 verbose=False,
             )
     except Exception as error:  # the exporter raises many types of errors
-        raise SmartpruneError(f"export_onnx: torch could not export the model ({_cause(error)})") from error
+        hint = ""
+        if simulates_quantization(model):
+            hint = (
+                "; it is prepared for quantization-aware training: copy its weights into the float model and export that, with "
+                "int8=True and calibration= for an int8 file"
+            )
+        raise SmartpruneError(f"export_onnx: torch could not export the model ({_cause(error)}){hint}") from error
     assert program is not None
     return program.model_proto
 

@@ -18,6 +18,7 @@ from .axes import assumed_axes_lines
 from .counts import Count, sparsity_line
 from .packfile import MAX_AXES, PackedFile, PackedWeight
 from .packfile_read import read_packed
+from .quantized import is_quantized
 from .receipt import Receipt
 from .safetensors_file import safetensors_size
 from .source import Model, Source, check_not_masked, files_of, read_source
@@ -231,6 +232,11 @@ def _source(model: Model) -> Source:
             "pack: the model was made by smartprune.accelerate and stores its weights in another form; give the original model"
         )
     check_shapes(model, "pack")
+    if is_quantized(model):
+        raise SmartpruneError(
+            "pack: the model is quantized, and a packed file stores ordinary tensors; pack the float model before you quantize it, "
+            "or save the state dict with torch.save"
+        )
     state = model.state_dict()  # without buffers that are not persistent
     extra = next((name for name, value in state.items() if not isinstance(value, Tensor)), None)
     if extra is not None:

@@ -27,6 +27,7 @@ from .litert_read import LitertFile, read_litert
 from .onnx_read import OnnxFile, read_onnx
 from .packfile import MAX_AXES, is_packed
 from .packfile_read import read_packed
+from .quantized import hides_layers, packed_weights
 from .receipt import Receipt
 from .safetensors_file import MASK, check_header
 from .tensors import is_learned, named_tensors, storage_key, stored_parameters, stored_tensors
@@ -167,7 +168,8 @@ def stored_and_network(stored: Model | None, model: Model | None, where: str) ->
 
 def _stored_weights(model: Model) -> Source:
     if isinstance(model, nn.Module):
-        return Source(type(model).__name__, dict(stored_tensors(model)), model)
+        stored = dict(stored_tensors(model)) | packed_weights(model)
+        return Source(type(model).__name__, stored, None if hides_layers(model) else model)
     if isinstance(model, Mapping):
         return Source("the state dict", named_tensors(model, "the state dict"))
     if not isinstance(model, (str, os.PathLike)):
@@ -216,7 +218,7 @@ def copy_of(model: nn.Module, where: str) -> nn.Module:
         raise
     except Exception as error:  # scripted, exported, lazy and meta models, and modules that forbid copies
         raise SmartpruneError(
-            f"{where}: the model cannot be copied ({type(error).__name__}: {_first_line(error)}); give an ordinary "
+            f"{where}: the model cannot be copied ({type(error).__name__}: {text.first_line(error)}); give an ordinary "
             "torch.nn.Module that holds its weights"
         ) from error
 
@@ -297,7 +299,7 @@ def _read_safetensors(path: Path) -> Source:
             packed = is_packed(metadata)
             tensors = {} if packed else {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
     except Exception as error:
-        raise SmartpruneError(f"{path}: not a readable safetensors file ({_first_line(error)})") from None
+        raise SmartpruneError(f"{path}: not a readable safetensors file ({text.first_line(error)})") from None
     if MASK in metadata:
         raise SmartpruneError(f"{path}: is a mask file and holds no weights; read it with smartprune.load_mask(path)")
     if packed:
@@ -345,7 +347,3 @@ READERS: dict[str, Callable[[Path], Source]] = {
     ".onnx": partial(_read_graph, read=read_onnx),
     ".tflite": partial(_read_graph, read=read_litert),
 }
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

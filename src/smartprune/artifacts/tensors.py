@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from ..core.occupancy import has_own_values
 from ..errors import SmartpruneError
 
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
@@ -59,6 +60,6 @@ def is_learned(name: str, tensor: Tensor) -> bool:
 
 def storage_key(tensor: Tensor) -> tuple[object, ...]:
     """A key that is the same for two names of one tensor."""
-    if tensor.layout is not torch.strided or tensor.is_meta or tensor.numel() == 0:
+    if tensor.layout is not torch.strided or tensor.is_meta or tensor.numel() == 0 or has_own_values(tensor):
         return (id(tensor),)
     return (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)

@@ -30,12 +30,17 @@ def nonzero(weight: Tensor) -> Tensor:
 def comparable(weight: Tensor) -> Tensor:
     """The same values in a dtype that can be compared on every device: quantized and 8-bit floating-point tensors are converted."""
     weight = weight.detach()
-    if weight.is_quantized:
+    if weight.is_quantized or has_own_values(weight):
         weight = weight.dequantize()
     try:
         return weight.float() if weight.is_floating_point() and weight.element_size() == 1 else weight
     except NotImplementedError:  # two 4-bit floats per byte
         raise SmartpruneError(f"torch cannot read {weight.dtype} weights; convert them first") from None
+
+
+def has_own_values(tensor: Tensor) -> bool:
+    """Whether a tensor is of a class that stores its numbers in another form, and can convert them, as quantized classes do."""
+    return type(tensor).dequantize is not Tensor.dequantize
 
 
 def is_finite(weight: Tensor) -> bool:

@@ -15,6 +15,7 @@ from ..core.kinds import is_masked
 from ..core.layers import candidates, every_layer
 from ..core.occupancy import occupied
 from ..errors import SmartpruneError
+from ..text import first_line
 from .arguments import Call, in_order, names_of, signature_of
 from .fallback import replace_layers
 from .module import Accelerated, Options, inference_copy
@@ -131,10 +132,9 @@ def _cpu(model: nn.Module, inputs: Sequence[Call], options: Options, device: str
     except SmartpruneError:
         raise
     except Exception as error:  # code of the model may raise anything
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise SmartpruneError(
-            f"accelerate: the model does not run on the example ({reason}); give one input as the model takes it, or a tuple of "
-            "several"
+            f"accelerate: the model does not run on the example ({first_line(error)}); give one input as the model takes it, or a "
+            "tuple of several"
         ) from error
     if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in signature_of(model)):  # tracing needs a call
         return out
