@@ -29,6 +29,7 @@ from smartprune.experiments.compare.record import load_rows
 from smartprune.experiments.sweep.grid import expand_grids, read_grids
 from smartprune.experiments.sweep.history import read_history
 from smartprune.hardware.npu import read_npu
+from smartprune.reports.page import write_page
 from smartprune.reports.runlog import read_run_log
 from smartprune.tasks import TASKS, cifar10_files
 from smartprune.tasks.detection_files import load_truth
@@ -174,7 +175,7 @@ def _view_run(path: Path) -> object:
     folder = path.parent
     snapshot = read_snapshot(folder)
     lines = [*status_lines(snapshot, True), status_line(snapshot)]
-    write_run_page(folder, folder / "page.html")
+    write_page(folder / "page.html", folder)
     return lines, str(sp.report(folder)), read_run_log(folder).run_step("finetune", 1)
 
 
@@ -243,7 +244,7 @@ FORMATS = (
     Format("ONNX", "bytes", "x.onnx", _onnx(False), lambda p: str(sp.verify(p))),
     Format("ONNX, sparse", "bytes", "x.onnx", _onnx(True), lambda p: str(sp.verify(p))),
     Format("receipt", "json", "receipt.json", _with_receipt, lambda p: str(sp.verify(p.with_name("x.safetensors"), receipt=p))),
-    Format("run: config.json", "json", "config.json", _run, lambda p: (_view_run(p), load_config(p))),
+    Format("run: config.json", "json", "config.json", _run, lambda p: (_view_run(p), write_run_page(p.parent), load_config(p))),
     Format("run: result.json", "json", "result.json", _run, lambda p: (_view_run(p), Result.load(p.parent))),
     Format("run: metrics.jsonl", "json", "metrics.jsonl", _run, _view_run),
     Format("run: scores", "safetensors", "scores.safetensors", _run, _view_run),

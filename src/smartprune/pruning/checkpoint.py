@@ -95,11 +95,23 @@ def _is_complete(state: dict[str, Any], n: int) -> bool:
         return False
     if not isinstance(state["floats"], dict) or not isinstance(state["forgets"], list):
         return False
+    if not all(isinstance(name, str) for name in state["forgets"]):
+        return False
+    if not all(isinstance(name, str) and type(value) in (int, float) for name, value in state["floats"].items()):
+        return False
+    if any(_has_tensor(value) for name, value in state.items() if name not in ("tensors", "mask", "side", "measured")):
+        return False
     vectors = [value for value in (state["mask"], state["side"]) if value is not None]
     if not all(isinstance(value, Tensor) and tuple(value.shape) == (n,) for value in vectors):
         return False
     measured = state["measured"]
     return measured is None or (isinstance(measured, Tensor) and measured.dim() in (1, 2) and measured.shape[-1] == 3)
+
+
+def _has_tensor(value: object) -> bool:
+    if isinstance(value, (list, tuple, dict)):
+        return any(map(_has_tensor, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, Tensor)
 
 
 def _require_same_tensors(search: SearchState, state: dict[str, Any]) -> None:
