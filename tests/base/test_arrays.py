@@ -49,5 +49,5 @@ def test_pipes_and_devices_are_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.npy")
     (tmp_path / "zero.npy").symlink_to("/dev/zero")
     for name in ("pipe.npy", "zero.npy"):
-        with pytest.raises(SmartpruneError, match="it is a (pipe|device)"):
+        with pytest.raises(SmartpruneError, match=r"it is a (pipe|device)"):
             read_array(tmp_path / name, "")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
 
 import smartprune as sp
-from helpers.odd_tensors import FREED, WITHOUT_MEMORY, WithoutClass
+from helpers.odd_tensors import FREED, WITHOUT_MEMORY, WithoutClass, freed
 from smartprune.core.block import Block
 from smartprune.core.memory import NoMemoryError, address_of
 from smartprune.core.occupancy import occupied
@@ -61,3 +63,19 @@ def test_freed_memory_is_an_error(kind: str) -> None:
 def test_sparse_tensors_have_no_address() -> None:
     with pytest.raises(NoMemoryError):
         address_of(torch.eye(3).to_sparse(), "test")
+
+
+@pytest.mark.parametrize("what", ["plan", "attach", "hard_topk", "soft_topk"])
+def test_freed_weights_and_scores_are_an_error(what: str) -> None:
+    """torch reads freed memory without a check, and the process ends."""
+    model, scores = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)), torch.rand(64)
+    freed(model[1].weight.data)
+    freed(scores)
+    calls: dict[str, Callable[[], object]] = {
+        "plan": lambda: sp.plan(model, (4, 4), 0.5),
+        "attach": lambda: sp.attach(model, "smart", block=(4, 4), sparsity=0.5, steps=3),
+        "hard_topk": lambda: sp.hard_topk(scores, 5),
+        "soft_topk": lambda: sp.soft_topk(scores, 5, 0.1),
+    }
+    with pytest.raises(sp.SmartpruneError, match="has only 0 bytes of memory left"):
+        calls[what]()

@@ -74,7 +74,7 @@ def test_pictures_that_never_end_are_refused(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("link", ["train/loop", "train/ant/loop", "loop"])
 def test_loops_of_links_are_refused(link: str, tmp_path: Path) -> None:
     (write_classes(tmp_path, train=1) / link).symlink_to(tmp_path)
-    with pytest.raises(sp.SmartpruneError, match="loop.* is a folder that links lead to again and again"):
+    with pytest.raises(sp.SmartpruneError, match=r"loop.* is a folder that links lead to again and again"):
         load(tmp_path)
 
 
@@ -109,7 +109,7 @@ def test_tensors_that_overlap_thousands_of_times_are_refused(tmp_path: Path) -> 
     torch.save({"a": numbers, "b": numbers[:], "c": numbers[1:]}, tmp_path / "few.pt")
     assert set(read_torch_file(tmp_path / "few.pt")) == set("abc")  # type: ignore[call-overload]
     torch.save({f"w{i}": numbers[i : i + 90_000].reshape(300, 300) for i in range(1000)}, tmp_path / "many.pt")
-    with pytest.raises(sp.SmartpruneError, match="its tensors claim .* bytes, and the file has"):
+    with pytest.raises(sp.SmartpruneError, match=r"its tensors claim .* bytes, and the file has"):
         sp.verify(tmp_path / "many.pt")
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from .. import run_files
 from ..errors import SmartpruneError, explain_memory_errors
 from .budget import add_budget_flags, find_budget
-from .common import NAME_OR_TRUST, Subparsers, add_command, add_trust, argument_errors, check_outputs
+from .common import Subparsers, add_command, add_trust, argument_errors, check_outputs
 from .models import find_model, load_stored_weights, read_inputs, training_inputs
 from .settings import parse_settings
 from .streams import announce, print_message
@@ -131,7 +131,7 @@ def _find(args: argparse.Namespace) -> tuple[nn.Module, str, Task | None]:
     folder, settings = Path(args.model), {"folder": str(Path(args.data).absolute())} if args.data else {}
     if folder.is_dir() and (folder / run_files.CONFIG).exists():
         config = load_config(folder / run_files.CONFIG)
-        check_trusted(config.model, folder / run_files.CONFIG, trust=args.trust, remedy=NAME_OR_TRUST, announce=print_message)
+        check_trusted(config.model, folder / run_files.CONFIG, trust=args.trust, announce=print_message)
         values = {**config.task_settings, **parse_settings("task", config.task, args.task_set or []), **settings}
         task: Task | None = make_task(config.task, values)
         model, block, weights = make_task(config.task, values).model(config.model), config.block, folder / run_files.DENSE

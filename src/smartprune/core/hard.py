@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import SmartpruneError
+from .memory import check_memory
 
 TAU_RANGE = (1e-30, 1e30)
 ERRORS = {  # by bit of the error code that a device kernel returns
@@ -41,6 +42,10 @@ def check_vectors(where: str, scores: Tensor, cost: Tensor | None) -> None:
             f"{where}: cost is {describe_tensor(cost)}; it must be real, {list(scores.shape)} and on {scores.device}, "
             "one cost per score"
         )
+    if not torch.compiler.is_compiling():
+        for value in (scores, cost):
+            if value is not None:
+                check_memory(value, where)
 
 
 def as_fraction(value: Any) -> Fraction:

@@ -16,6 +16,7 @@ from ..errors import SmartpruneError
 from .block import Block, Grid
 from .heads import Position, heads_by_position
 from .kinds import CONVOLUTIONS, is_convolution, is_layer, stores_inputs_first, user_class, weight_parts
+from .memory import check_memory
 from .transforms import zeros_survive
 
 if TYPE_CHECKING:
@@ -187,6 +188,7 @@ def _divide(
             except SmartpruneError as error:
                 reason = Reason(str(error))
         if reason is None:
+            check_memory(first.weight, first.weight_name)
             sites = tuple((user.module_name, user.attribute) for user in users)
             layers.append(Layer(first.name, first.kind, grid, start, first.transposed, sites))
             start += grid.n
