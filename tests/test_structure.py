@@ -156,6 +156,10 @@ TESTED_IN = {
     "artifacts/counts": "artifacts/test_receipt.py",  # the parts of a receipt
     "artifacts/tensors": "artifacts/test_source.py",  # the sources of these tensors
     "artifacts/torch_pickle": "artifacts/test_torch_file.py",  # the file around it
+    "artifacts/litert_file": "artifacts/test_litert_read.py",
+    "artifacts/litert_graph": "artifacts/test_litert_layers.py",
+    "artifacts/litert_run": "artifacts/test_litert.py",
+    "artifacts/litert_translate": "artifacts/test_litert_ops.py",
     "cli/budget": "cli/test_inspect.py",  # the flags of plan
     "cli/common": "cli/test_cli.py",  # what all commands share
     "cli/models": "cli/test_inspect.py",  # --model and --example

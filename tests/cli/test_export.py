@@ -91,10 +91,39 @@ def test_export_command_does_not_overwrite_its_inputs(tmp_path: Path, capsys: py
     for arguments, message in (
         (["--out", str(tmp_path / "m.onnx"), "--receipt", str(receipt)], "the mask file of --out .* is the receipt itself"),
         (["--out", str(tmp_path / "no" / "m.onnx")], "--out .*the folder .* does not exist"),
-        (["--out", str(tmp_path / "m.bin")], r"--out .* must end in \.onnx"),
+        (["--out", str(tmp_path / "m.bin")], r"--out .* must end in one of: \.onnx, \.tflite"),
     ):
         with pytest.raises(SystemExit) as stop:
             main([*common, *arguments])
         assert stop.value.code == 2
         assert re.search(message, capsys.readouterr().err)
     assert [path.name for path in tmp_path.iterdir()] == ["m.mask.json"]
+
+
+def test_a_litert_file_by_its_suffix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("ai_edge_litert", reason="ai-edge-litert is not installed")
+    torch.manual_seed(0)
+    model, receipt = model_and_receipt("plain_cnn")
+    torch.save(model.state_dict(), tmp_path / "w.pt")
+    receipt.save(tmp_path / "receipt.json")
+    (tmp_path / "own_net.py").write_text("from helpers import zoo\n\n\ndef build():\n    return zoo.plain_cnn()[0]\n")
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1]))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    command = ("export", "own_net:build", "--weights", "w.pt", "--input", "3x8x8", "--out")
+    for flags, message in {
+        ("m.tflite", "--sparse"): "--sparse is for ONNX files",
+        ("m.tflite", "--no-fold"): "--no-fold is for ONNX files",
+        ("m.onnx", "--channels-last", "--block", "4x4"): "--channels-last is for LiteRT files",
+        ("m.pb",): "must end in one of: .onnx, .tflite",
+    }.items():
+        assert run_cli(*command, *flags) == 2
+        assert message in capsys.readouterr().err
+    assert run_cli(*command, "m.tflite", "--receipt", "receipt.json", "--channels-last", "--json") == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["size"] == (tmp_path / "m.tflite").stat().st_size
+    assert data["blocks"]["removed"] > 0
+    np.save(tmp_path / "x.npy", torch.randn(40, 3, 8, 8).numpy())
+    assert run_cli(*command, "n.tflite", "--int8", "--calibration", "x.npy") == 0
+    assert "int8     outputs differ from float by" in capsys.readouterr().out
+    assert run_cli("verify", "m.tflite", "--receipt", "receipt.json") == 0

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import smartprune as sp
+from helpers.litert_files import run_litert
 from helpers.training_cases import Case
 
 
@@ -85,6 +86,19 @@ def test_onnx_agrees_to_float_rounding(case: Case, tmp_path: Path) -> None:
     masked, output, receipt = export_and_run(case, tmp_path / "model.onnx", int8=False)
     assert (output - masked).abs().max() <= 1e-5 * masked.abs().max()
     assert sp.verify(tmp_path / "model.onnx").mask_hash == receipt.mask_hash
+
+
+@pytest.mark.parametrize("name", ["plain_cnn", "mobilenet_block", "cross_attention"])
+def test_litert_agrees_to_rounding(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("ai_edge_litert", reason="ai-edge-litert is not installed")
+    case = Case(name)
+    masked, receipt = trained(case)
+    for path, settings, allowed in (("a.tflite", {}, 1e-5), ("b.tflite", {"int8": True, "calibration": [case.x]}, 0.1)):
+        sp.export_litert(case.model, tmp_path / path, case.x, receipt=receipt, **settings)
+        (output,) = run_litert(tmp_path / path, case.x)
+        assert (output - masked).square().mean().sqrt() <= allowed * masked.square().mean().sqrt()
+        assert sp.verify(tmp_path / path).ok
+    assert sp.verify(tmp_path / "a.tflite").mask_hash == receipt.mask_hash
 
 
 @pytest.mark.parametrize("name", ["plain_cnn", "transformer_block"])

@@ -32,6 +32,10 @@ def same(net: Net, x: Handle, *rest: Any, **settings: Any) -> Handle:
     return x
 
 
+def nothing(net: Net, *rest: Any, **settings: Any) -> None:
+    """Checks that torch writes into graphs."""
+
+
 def activation(code: str, net: Net, x: Handle) -> Handle:
     """Part of the operation before it if nothing else reads that operation."""
     before = net.maker(x)
@@ -364,6 +368,7 @@ def attention(
 
 RULES: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("clone", "contiguous", "detach", "alias", "dropout", "lift_fresh_copy", "_to_copy", "to.dtype"), same),
+    "_assert_tensor_metadata": nothing,
     "relu": relu, "relu6": partial(activation, RELU6), "hardtanh": clamp, "clamp": clamp, "clamp_min": clamp,
     "silu": silu, "hardswish": partial(unary, "HARD_SWISH"), "hardsigmoid": hardsigmoid, "gelu": gelu,
     "leaky_relu": leaky_relu, "elu": elu, "sigmoid": partial(unary, "LOGISTIC"), "tanh": partial(unary, "TANH"),

@@ -172,12 +172,10 @@ class _File:
             if array is None or array.ndim != (2 if code == LINEAR else 4):
                 continue
             name, groups = table.text(3), 1
-            if code == CONV:
-                channels = tables[int(inputs[0])].array(0, "<i4", MAX_AXES)
-                groups = max(int(channels[-1]) // max(array.shape[3], 1), 1) if len(channels) == 4 else 1
+            channels = tables[int(inputs[0])].array(0, "<i4", MAX_AXES)
+            if code in (CONV, DEPTHWISE) and len(channels) == 4:
+                groups = max(int(channels[-1]) // max(array.shape[3], 1), 1) if code == CONV else int(channels[-1])
             tensor = np.ascontiguousarray(array.transpose(ORDER[code])) if code in ORDER else array
-            if code == DEPTHWISE:
-                groups = len(tensor)
             shape = self.shapes.get(name)
             if shape is not None and math.prod(shape) == tensor.size:
                 tensor = tensor.reshape(shape)  # a 1-D convolution is stored as one over images

@@ -144,8 +144,8 @@ def run_model(model: nn.Module, arguments: Arguments, batch: Batch, where: str =
             outputs = arguments.call(model, batch)
     except Exception as error:  # the code of the model can raise anything
         shapes = ", ".join(text.format_shape(x.shape) for x in batch.values())
+        hint = "if it only supports one batch size, give dynamic_batch=False" if where == ONNX else "give an example that it takes"
         raise SmartpruneError(
-            f"{where}: the model failed on inputs of {shapes} with {type(error).__name__}: {error}; "
-            "if it only supports one batch size, give dynamic_batch=False"
+            f"{where}: the model failed on inputs of {shapes} with {type(error).__name__}: {error}; {hint}"
         ) from error
     return [leaf for leaf in torch.utils._pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]

@@ -1,43 +1,53 @@
-"""``smartprune export``: writes a pruned model as ONNX and checks it."""
+"""``smartprune export``: writes a pruned model as ONNX or LiteRT and checks it."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from .. import run_files
 from ..errors import SmartpruneError, explain_memory_errors
 from .common import Subparsers, add_command, add_trust, argument_errors, check_outputs, files_of_run, print_result
 from .models import SAMPLES, find_model, load_run, load_stored_weights, parse_input, read_inputs, training_inputs
 
+LITERT, MASK_SUFFIX = ".tflite", ".mask.json"
+
 
 def add_export(subparsers: Subparsers) -> None:
     parser = add_command(
         subparsers,
         "export",
-        "write a model as ONNX, compare its outputs and count its zero blocks",
+        "write a model as ONNX or LiteRT, compare its outputs and count its zero blocks",
         "  smartprune export runs/mine\n"
         "  smartprune export runs/mine --int8 --out small.onnx\n"
+        "  smartprune export runs/mine --int8 --out small.tflite\n"
         "  smartprune export mypackage.net:build --weights model.safetensors --input 3x224x224 --block 16x8 --out model.onnx\n\n"
-        "Also writes a file with the mask of the zero blocks (docs/format.md). Needs: pip install 'smartprune[onnx]'",
+        "With an ONNX file comes one with the mask of the zero blocks (docs/format.md).\n"
+        "Needs: pip install 'smartprune[onnx]', or 'smartprune[litert]' for a .tflite file",
     )
     parser.add_argument("model", help="a run folder, a built-in network, or MODULE:FUNCTION that returns a torch.nn.Module")
-    parser.add_argument("--out", metavar="FILE", help="file to write (default: model.onnx in the run folder)")
+    parser.add_argument("--out", metavar="FILE", help="file to write: .onnx or .tflite (default: model.onnx in the run folder)")
     parser.add_argument("--weights", metavar="FILE", help="weights to load into the model: any file that verify can read")
     parser.add_argument("--input", metavar="SHAPE", help="shape of one sample, such as 3x32x32 (default: the task's)")
     parser.add_argument("--block", metavar="SIZE", help="block size to check, output x input channels (default: the receipt's)")
     parser.add_argument("--receipt", metavar="FILE", help="receipt to store in the file (default: the run folder's)")
     parser.add_argument("--int8", action="store_true", help="quantize weights and activations to 8 bit")
     parser.add_argument("--calibration", metavar="FILE", help="inputs for --int8, an .npy array (default: the run's training data)")
-    parser.add_argument("--sparse", action="store_true", help="store weights as sparse tensors where that makes the file smaller")
+    parser.add_argument(
+        "--sparse",
+        action="store_true",
+        help="store weights as sparse tensors where that makes the file smaller (LiteRT always does)",
+    )
     parser.add_argument("--no-fold", action="store_true", help="do not fold batch normalization")
+    parser.add_argument("--channels-last", action="store_true", help="images as (height, width, channels) in a .tflite file")
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_trust(parser)
     parser.set_defaults(run=run_export)
 
 
 def run_export(args: argparse.Namespace) -> int:
-    from ..artifacts.onnx_export import SIDECAR, export_onnx
     from ..artifacts.receipt import Receipt
     from ..core.block import Block
 
@@ -47,10 +57,17 @@ def run_export(args: argparse.Namespace) -> int:
         block = None if args.block is None else Block.of(args.block)
         if args.out is None and not folder.is_dir():
             raise SmartpruneError("--out is missing; give the file to write, such as --out model.onnx")
-        if out.suffix != ".onnx":
-            raise SmartpruneError(f"--out {out} must end in .onnx")
+        if out.suffix not in WRITERS:
+            raise SmartpruneError(f"--out {out} must end in one of: {', '.join(WRITERS)}")
+        litert = out.suffix == LITERT
+        for flag, given in (("--sparse", args.sparse), ("--no-fold", args.no_fold)):
+            if given and litert:
+                raise SmartpruneError(f"{flag} is for ONNX files, and --out {out} is a LiteRT file; leave it out")
+        if args.channels_last and not litert:
+            raise SmartpruneError(f"--channels-last is for LiteRT files; leave it out, or give --out FILE{LITERT}")
         inputs = {"the receipt": args.receipt, "the file of --weights": args.weights, "the file of --calibration": args.calibration}
-        check_outputs({"--out": out, "the mask file of --out": out.with_suffix(SIDECAR)}, {**inputs, **files_of_run(folder)})
+        outputs = {"--out": out} if litert else {"--out": out, "the mask file of --out": out.with_suffix(MASK_SUFFIX)}
+        check_outputs(outputs, {**inputs, **files_of_run(folder)})
         if args.calibration and not args.int8:
             raise SmartpruneError("--calibration is only used with --int8; add --int8 or remove it")
         if folder.is_dir():
@@ -62,7 +79,7 @@ def run_export(args: argparse.Namespace) -> int:
             example = parse_input(args.input)
         if example is None:
             raise SmartpruneError("the shape of one sample is unknown; add --input, such as --input 3x32x32")
-        if block is None and args.receipt is None and receipt is None:
+        if block is None and args.receipt is None and receipt is None and not litert:
             raise SmartpruneError("no receipt gives the block size; add --block, such as --block 16x8")
         if args.int8 and args.calibration is None and task is None:
             raise SmartpruneError("--int8 needs inputs to measure the range of activations; add --calibration FILE.npy")
@@ -75,16 +92,22 @@ def run_export(args: argparse.Namespace) -> int:
         else:
             batches = training_inputs(task, model, min(SAMPLES, config.batch), config.seed)  # type: ignore[arg-type, union-attr]
     with explain_memory_errors(f"--input {args.input}" if args.input else args.model):
-        result = export_onnx(
-            model,
-            out,
-            example,
-            block,
-            receipt=Receipt.load(args.receipt) if args.receipt else receipt,
-            int8=args.int8,
-            calibration=batches,
-            fold=not args.no_fold,
-            sparse=args.sparse,
-        )
+        stored = Receipt.load(args.receipt) if args.receipt else receipt
+        result = WRITERS[out.suffix](args, model, out, example, block, receipt=stored, int8=args.int8, calibration=batches)
     print_result(args, result)
     return 0
+
+
+def _write_onnx(args: argparse.Namespace, *what: Any, **settings: Any) -> Any:
+    from ..artifacts.onnx_export import export_onnx
+
+    return export_onnx(*what, fold=not args.no_fold, sparse=args.sparse, **settings)
+
+
+def _write_litert(args: argparse.Namespace, *what: Any, **settings: Any) -> Any:
+    from ..artifacts.litert import export_litert
+
+    return export_litert(*what, channels_last=args.channels_last, **settings)
+
+
+WRITERS: dict[str, Callable[..., Any]] = {".onnx": _write_onnx, LITERT: _write_litert}

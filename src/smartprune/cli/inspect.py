@@ -110,7 +110,7 @@ def add_report(subparsers: Subparsers) -> None:
         "  smartprune report runs/mine --npu edge\n"
         "  smartprune report model.safetensors --npu edge --model resnet18 --input 3x32x32",
     )
-    parser.add_argument("path", help="a run folder, a .safetensors, packed or .onnx file, or a torch checkpoint")
+    parser.add_argument("path", help="a run folder, a .safetensors, packed, .onnx or .tflite file, or a torch checkpoint")
     parser.add_argument(
         "--receipt",
         metavar="FILE",
@@ -249,7 +249,7 @@ def add_verify(subparsers: Subparsers) -> None:
         "  smartprune verify model.safetensors --block 16x8 --model mypackage.net:build\n\n"
         "Exit code 1: the model does not match its receipt.",
     )
-    parser.add_argument("path", help="a run folder, a .safetensors, packed or .onnx file, or a torch checkpoint")
+    parser.add_argument("path", help="a run folder, a .safetensors, packed, .onnx or .tflite file, or a torch checkpoint")
     parser.add_argument("--receipt", metavar="FILE", help="receipt to compare with (default: the run folder's)")
     parser.add_argument(
         "--block", metavar="SIZE", help="block size to count; without it and without a receipt, common sizes are tried"
