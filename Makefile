@@ -4,6 +4,7 @@
 # make wheel    builds an sdist and a wheel, installs the wheel in an empty environment, and runs the demo there
 # make lowest   runs the tests with the oldest versions of all packages that pyproject.toml allows
 # make hosts    sets up an environment with timm, transformers and others, and prunes their models (docs/hosts.md)
+# make executorch  runs the example for ExecuTorch in an environment of its own
 # make docs     builds the documentation site into build/site; python3 -m http.server -d build/site shows it, with search
 # make coverage  line and branch coverage of every package (about twice as long as the tests)
 #
@@ -12,12 +13,13 @@
 PYTHON ?= python3
 VENV   ?= .venv
 HOSTS  ?= .venv-hosts
+EXECUTORCH ?= .venv-executorch
 TORCH  ?= torch==2.13.0
 JOBS   ?= 2
 BIN    := $(VENV)/bin
 RUN    := OMP_NUM_THREADS=1 $(BIN)/python -m
 
-.PHONY: demo test check lint lowest hosts docs coverage wheel clean
+.PHONY: demo test check lint lowest hosts executorch docs coverage wheel clean
 
 demo: $(VENV)/.demo
 	$(BIN)/smartprune train
@@ -34,6 +36,9 @@ lint: $(VENV)/.dev
 
 hosts: $(HOSTS)/.ready
 	OMP_NUM_THREADS=1 $(HOSTS)/bin/python -m pytest tests/hosts -n $(JOBS)
+
+executorch: $(EXECUTORCH)/.ready
+	OMP_NUM_THREADS=1 $(EXECUTORCH)/bin/python examples/to_executorch.py
 
 lowest: $(VENV)/.lowest
 	OMP_NUM_THREADS=1 $(VENV)/lowest/bin/python -m pytest -n $(JOBS) --dist loadfile
@@ -82,10 +87,18 @@ $(HOSTS)/.ready: pyproject.toml tests/hosts/requirements.txt
 	$(HOSTS)/bin/python -c "from importlib.metadata import version; print('torch==' + version('torch'))" | diff $(HOSTS)/torch.txt -
 	touch $@
 
+# Its own environment, because executorch installs much that smartprune does not need. The version of PyTorch is a constraint, as above.
+$(EXECUTORCH)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(EXECUTORCH)
+	$(if $(TORCH),$(EXECUTORCH)/bin/python -m pip install --disable-pip-version-check '$(TORCH)' numpy)
+	$(EXECUTORCH)/bin/python -c "from importlib.metadata import version; print('torch==' + version('torch'))" > $(EXECUTORCH)/torch.txt
+	$(EXECUTORCH)/bin/python -m pip install --disable-pip-version-check -c $(EXECUTORCH)/torch.txt -e '.[digits]' executorch==1.5.1
+	touch $@
+
 $(VENV)/docs/.ready: docs/requirements.txt
 	$(PYTHON) -m venv $(VENV)/docs
 	$(VENV)/docs/bin/python -m pip install --disable-pip-version-check -r docs/requirements.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(HOSTS) build dist
+	rm -rf $(VENV) $(HOSTS) $(EXECUTORCH) build dist

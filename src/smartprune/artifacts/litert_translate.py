@@ -86,14 +86,14 @@ def _translate_node(net: Net, node: fx.Node, values: Mapping[str, Any]) -> Any:
         with torch.no_grad():  # nothing in it depends on an input
             return target(*args, **kwargs)
     else:
-        rule = RULES.get(_name(target)) or RULES.get(_name(target).partition(".")[0])
+        rule = RULES.get(_operation_name(target)) or RULES.get(_operation_name(target).partition(".")[0])
         if rule is None:
             raise _unsupported(node)
         try:
             out = rule(net, *args, **kwargs)
         except (TypeError, AttributeError, ValueError) as error:  # a rule does not have a variant of the operation
             raise SmartpruneError(
-                f"export_litert: {_where(node)}: this form of {_name(target)} cannot be exported to LiteRT ({error}); "
+                f"export_litert: {_where(node)}: this form of {_operation_name(target)} cannot be exported to LiteRT ({error}); "
                 "replace it with a simpler one"
             ) from error
     return _limited(out, alone=len(node.users) == 1)
@@ -106,7 +106,7 @@ def _limited(out: Any, alone: bool) -> Any:
     return out
 
 
-def _name(target: Any) -> str:
+def _operation_name(target: Any) -> str:
     """``add`` for aten.add.Tensor, and ``conv2d.padding`` for aten.conv2d.padding: rules may name an overload."""
     return str(target).removeprefix("aten.").removesuffix(".default")
 
