@@ -64,9 +64,8 @@ def main(epochs: int = 6) -> None:
     difference = float((outputs - expected).abs().max() / expected.abs().max())
     accuracies = [float((out.argmax(1) == labels).float().mean()) for out in (expected, outputs)]
     print(f"dense.pte {sizes[0]:,} bytes, small.pte {sizes[1]:,} bytes")
-    print(
-        f"accuracy {accuracies[0]:.3f} in torch, {accuracies[1]:.3f} in ExecuTorch; outputs differ by {difference:.1e} of the largest"
-    )
+    print(f"accuracy {accuracies[0]:.3f} in torch, {accuracies[1]:.3f} in ExecuTorch")
+    print(f"outputs differ by {difference:.1e} of the largest")
     if difference > 1e-4 or sizes[1] > sizes[0]:
         sys.exit("the program does not compute what the model computes, or is not smaller")
 
