@@ -1,11 +1,16 @@
-"""How much of a network can be removed with its empty channels, and how much faster is it then in torch?
+"""How much of a network can be removed with its empty channels, and how small and fast is it in each runtime?
 
-python bench/compact.py [--models resnet18 ...] [--blocks 16x8 ...] [--sparsity 0.7 0.9 0.95] [--rounds 5] [--out FILE.json]
+python bench/compact.py [--models resnet18 ...] [--blocks 16x8 ...] [--sparsity 0.7 0.9 0.95] [--forms] [--out FILE.json]
 
 Masks are synthetic: random blocks are zero, and a layer of n blocks keeps a share proportional to n ** -0.5, so that small layers
 stay denser, as with learned masks. The parameters of batch normalizations are random, so that empty channels are constants
-other than zero, as in trained networks. For every case the dense and the compacted network take turns in one process, on one
-thread and one sample. The time of a round is the least of its calls, and the speed-up compares times of one round.
+other than zero, as in trained networks. For every case the forms of one network take turns in one process, on one thread and one
+sample. The time of a round is the least of its calls, in processor time, so that other programs matter less; the speed-up compares
+times of one round.
+
+Forms are the dense network in torch and the compacted one. --forms adds the ONNX file with sparse weights in onnxruntime, the CPU
+runtime, and LiteRT if it is installed. Their sizes are those of the weights (torch), of the exported files, and of the packed file
+(CPU runtime). A form that fails is left out, with its error in the record.
 
 --run FOLDER ... measures finished runs instead, with their own learned masks.
 """
@@ -17,8 +22,9 @@ import json
 import platform
 import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +34,7 @@ from torch import Tensor, nn
 import smartprune as sp
 from smartprune.models import MODELS
 
-SIDES = {"resnet18": 32, "mobilenetv2": 32, "yolov5m": 320, "bisenetv2": 512}
+SIDES = {"resnet18": 32, "mobilenetv2": 32, "resnet50": 224, "yolov5m": 320, "bisenetv2": 512}
 BLOCKS = ("16x8", "16xNone", "1xNone")  # None: all input channels and the whole kernel
 SPARSITIES = (0.7, 0.9, 0.95)
 PROFILE = 0.5
@@ -81,21 +87,65 @@ def load(folder: Path) -> tuple[nn.Module, Tensor, str, float, str]:
     return model.eval(), example, str(receipt.block), float(config.sparsity), json.dumps(result.get("metrics", {}))[:200]
 
 
-def times(models: Sequence[nn.Module], x: Tensor, rounds: int) -> list[list[float]]:
-    """Milliseconds of each model in each round. The models take turns."""
-    out: list[list[float]] = [[] for _ in models]
+def times(calls: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
+    """Milliseconds of each form in each round. They take turns."""
+    out: dict[str, list[float]] = {name: [] for name in calls}
     with torch.inference_mode():
-        for model in models:
-            model(x)
+        for run in calls.values():
+            run()
         for _ in range(rounds):
-            for model, values in zip(models, out, strict=True):
-                calls = []
+            for name, run in calls.items():
+                least = []
                 for _ in range(CALLS):
-                    start = time.perf_counter()
-                    model(x)
-                    calls.append(1000 * (time.perf_counter() - start))
-                values.append(min(calls))
+                    start = time.thread_time()
+                    run()
+                    least.append(1000 * (time.thread_time() - start))
+                out[name].append(min(least))
     return out
+
+
+def weight_bytes(model: nn.Module) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())
+
+
+Form = tuple[Callable[[], Any], int]  # a call, and bytes
+
+
+def onnx_form(model: nn.Module, block: str, x: Tensor, folder: Path) -> Form:
+    import onnxruntime
+
+    path = folder / "net.onnx"
+    sp.export_onnx(model, path, x, block=block_of(block), sparse=True)
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = options.inter_op_num_threads = 1
+    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    feed = {session.get_inputs()[0].name: x.numpy()}
+    return lambda: session.run(None, feed), path.stat().st_size
+
+
+def runtime_form(model: nn.Module, block: str, x: Tensor, folder: Path) -> Form:
+    path = folder / "net.packed.safetensors"
+    sp.pack(model, path, block_of(block))
+    fast = sp.accelerate(model, example=x, threads=1)
+    return lambda: fast(x), path.stat().st_size
+
+
+def litert_form(model: nn.Module, block: str, x: Tensor, folder: Path) -> Form:
+    from ai_edge_litert.interpreter import Interpreter
+
+    path = folder / "net.tflite"
+    sp.export_litert(model, path, x)  # type: ignore[attr-defined]
+    interpreter = Interpreter(str(path), num_threads=1)
+    interpreter.allocate_tensors()
+    inputs = interpreter.get_input_details()[0]
+    array = x.numpy() if tuple(inputs["shape"]) == tuple(x.shape) else x.permute(0, 2, 3, 1).contiguous().numpy()
+    interpreter.set_tensor(inputs["index"], array)
+    return interpreter.invoke, path.stat().st_size
+
+
+FORMS: dict[str, Callable[[nn.Module, str, Tensor, Path], Form]] = {"ONNX, sparse": onnx_form, "CPU runtime": runtime_form}
+if "export_litert" in sp.__all__:
+    FORMS["LiteRT"] = litert_form
 
 
 def row(model: str, data: str, block: str, sparsity: float, metric: str, method: str, values: Sequence[float]) -> dict[str, Any]:
@@ -115,22 +165,40 @@ def row(model: str, data: str, block: str, sparsity: float, metric: str, method:
     }
 
 
-def measure(name: str, data: str, block: str, sparsity: float, model: nn.Module, x: Tensor, rounds: int) -> list[dict[str, Any]]:
+def measure(
+    name: str, data: str, block: str, sparsity: float, model: nn.Module, x: Tensor, rounds: int, others: Mapping[str, Any]
+) -> list[dict[str, Any]]:
     small = sp.compact(model, x)
     report = sp.compaction(small)
     assert report.macs is not None
-    dense, compacted = times((model, small), x, rounds)
+    forms: dict[str, Form] = {
+        "torch, dense": (lambda: model(x), weight_bytes(model)),
+        "torch, compacted": (lambda: small(x), weight_bytes(small)),
+    }
+    failed = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for form, make in others.items():
+            try:
+                forms[form] = make(model, block, x, Path(folder))
+            except Exception as error:  # a package is missing, or cannot run this network
+                failed[form] = f"{type(error).__name__}: {error}"[:300]
+        ms = times({form: run for form, (run, _) in forms.items()}, rounds)
     method = f"{name}, {block}"
     shares = {"params left": report.parameters, "MACs left": report.macs}
     rows = [
         row(name, data, block, sparsity, f"{metric}, %", method, [100 * after / before])
         for metric, (before, after) in shares.items()
     ]
-    ratios = [a / b for a, b in zip(dense, compacted, strict=True)]
-    rows.append(row(name, data, block, sparsity, "times faster", method, ratios))
-    rows[-1] |= {"ms dense": dense, "ms compacted": compacted}
-    shown = ", ".join(f"{entry['metric']} {entry['mean']:.2f}" for entry in rows)
-    print(f"{name} {block} {sparsity}: {shown}", file=sys.stderr, flush=True)
+    for form, (_, size) in forms.items():
+        label = f"{method}: {form}"
+        rows.append(row(name, data, block, sparsity, "ms", label, ms[form]))
+        rows.append(row(name, data, block, sparsity, "MB", label, [size / 1e6]))
+        if form != "torch, dense":
+            ratios = [a / b for a, b in zip(ms["torch, dense"], ms[form], strict=True)]
+            rows.append(row(name, data, block, sparsity, "times faster", label, ratios))
+    rows[0]["failed"] = failed
+    shown = ", ".join(f"{entry['method'].partition(': ')[2]} {entry['metric']} {entry['mean']:.2f}" for entry in rows)
+    print(f"{name} {block} {sparsity}: {shown} {failed or ''}", file=sys.stderr, flush=True)
     return rows
 
 
@@ -141,23 +209,37 @@ def main() -> None:
     parser.add_argument("--sparsity", nargs="+", type=float, default=list(SPARSITIES))
     parser.add_argument("--run", nargs="+", type=Path, default=[], help="finished runs to measure instead")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--forms", action="store_true", help="other runtimes as well")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
+    others = FORMS if args.forms else {}
     for folder in args.run:
         model, x, block, sparsity, _ = load(folder)
-        rows += measure(type(model).__name__, f"learned, {folder.name}", block, sparsity, model, x, args.rounds)
+        rows += measure(type(model).__name__, f"learned, {folder.name}", block, sparsity, model, x, args.rounds, others)
     if not args.run:
         for name in args.models:
             x = torch.randn(1, 3, SIDES[name], SIDES[name])
             for block in args.blocks:
                 for sparsity in args.sparsity:
-                    rows += measure(name, "random masks", block, sparsity, build(name, block, sparsity), x, args.rounds)
-    machine = {"device": platform.machine(), "threads": 1, "torch": torch.__version__, "python": platform.python_version()}
-    result = {"settings": {**vars(args), "out": None, "run": [path.name for path in args.run]}, "versions": machine, "rows": rows}
-    text = json.dumps(result, indent=1)
+                    model = build(name, block, sparsity)
+                    rows += measure(name, "random masks", block, sparsity, model, x, args.rounds, others)
+                    write(args, rows)
+    write(args, rows)
+
+
+def write(args: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> None:
+    machine = {"device": processor(), "threads": 1, "torch": torch.__version__, "python": platform.python_version()}
+    settings = {**vars(args), "out": None, "run": [path.name for path in args.run]}
+    text = json.dumps({"settings": settings, **machine, "rows": rows}, indent=1)
     print(text) if args.out is None else args.out.write_text(text)
+
+
+def processor() -> str:
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .pruning.recalibrate import recalibrate
     from .reports import report
     from .runtime import accelerate
+    from .runtime.latency import latency
     from .topk import hard_topk, soft_topk
 
 __version__ = "0.2.0"
@@ -64,6 +65,7 @@ __all__ = [
     "find_pruner",
     "hard_topk",
     "hold",
+    "latency",
     "load_mask",
     "macs",
     "pack",
@@ -105,6 +107,7 @@ _MODULES = {
     "pruning.recalibrate": ["recalibrate"],
     "reports": ["report"],
     "runtime": ["accelerate"],
+    "runtime.latency": ["latency"],
     "topk": ["hard_topk", "soft_topk"],
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}

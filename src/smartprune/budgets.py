@@ -31,6 +31,7 @@ BUDGETS = BudgetTable(
         "macs": ".core.budget:MacBudget",
         "cycles": ".hardware.cycles:CycleBudget",
         "costs": ".hardware.costs:CostBudget",
+        "latency": ".runtime.latency:LatencyBudget",
     }
 )
 
@@ -39,7 +40,7 @@ def budget_names() -> tuple[str, ...]:
     """What settings and tables call the budgets: ``sparsity``, then every other kind.
 
     >>> budget_names()
-    ('sparsity', 'params', 'macs', 'cycles', 'costs')
+    ('sparsity', 'params', 'macs', 'cycles', 'costs', 'latency')
     """
     return (SPARSITY, *(kind for kind in BUDGETS if kind != "blocks"))
 

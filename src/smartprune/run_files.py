@@ -11,6 +11,7 @@ CHECKPOINT = "checkpoint.pt"
 DENSE = "dense.safetensors"  # the model after the dense stage
 MODEL = "model.safetensors"  # the pruned model
 RECEIPT = "receipt.json"
+LATENCY = "latency.json"  # the times that a budget in time was measured with
 SCORES = "scores.safetensors"  # the scores of all blocks at the end of the search
 PACKED = "model.packed.safetensors"
 ONNX = "model.onnx"

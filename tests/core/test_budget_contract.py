@@ -127,7 +127,7 @@ def test_command_line(energy: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "resnet18", "--budget", "energy=0.5"]) == 0
     assert "remove 50% of the energy" in capsys.readouterr().out
     for value, words in (
-        ("heat=0.5", "unknown budget 'heat'; choose one of: blocks, params, macs, cycles, costs, energy"),
+        ("heat=0.5", "unknown budget 'heat'; choose one of: blocks, params, macs, cycles, costs, latency, energy"),
         ("energy", "budget='energy' cannot be read; write KIND=SHARE"),
         ("energy=50", "energy=50.0 is outside [0, 1)"),
     ):

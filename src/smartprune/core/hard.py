@@ -2,6 +2,7 @@
 
 import math
 import numbers
+from collections.abc import Callable
 from fractions import Fraction
 from heapq import heapify, heappop, heappush
 from typing import Any
@@ -164,6 +165,30 @@ def _best(scores: Tensor, k: int) -> Tensor:
     tied = (scores == last).nonzero().squeeze(1)
     mask[tied[: k - int(mask.sum())]] = True
     return mask
+
+
+def best_prefix(cost: Callable[[Tensor], int], limit: int, rank: Tensor, forced: Tensor) -> Tensor | None:
+    """The blocks ``forced`` and the highest ranked others, as many as a cost allows that grows with every block, bool [N].
+
+    Equal ranks go to the lower index. None if the forced blocks alone cost more than the limit.
+    """
+    order = rank.masked_fill(forced, torch.inf).sort(descending=True, stable=True).indices
+
+    def first(count: int) -> Tensor:
+        mask = torch.zeros_like(forced)
+        mask[order[:count]] = True
+        return mask
+
+    fits, exceeds = int(forced.sum()), rank.numel() + 1
+    if cost(forced) > limit:
+        return None
+    while exceeds - fits > 1:
+        middle = (fits + exceeds) // 2
+        if middle <= rank.numel() and cost(first(middle)) <= limit:
+            fits = middle
+        else:
+            exceeds = middle
+    return first(fits)
 
 
 def floor_blocks(scores: Tensor, floor: float | Tensor | None, layer: Tensor | None) -> Tensor:

@@ -143,6 +143,11 @@ class CostBudget:
         object.__setattr__(self, "unit", self.table.unit)
         object.__setattr__(self, "label", self.table.name)
 
+    @staticmethod
+    def read_table(path: str | os.PathLike[str]) -> CostTable:
+        """The table of a file."""
+        return read_table(path)
+
     def resolve(self, model: nn.Module, layers: Sequence[Layer]) -> ResolvedBudget:
         cost, resolution = self.table.integers(layers)
         description = {

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..core.block import Block
 from ..core.budget import InfeasibleBudgetError, ResolvedBudget, Scope, as_scope, as_share
-from ..core.hard import floor_blocks
+from ..core.hard import best_prefix, floor_blocks
 from ..core.layers import Layer, every_layer
 from ..core.usage import Call, find_calls
 from ..errors import SmartpruneError
@@ -52,17 +52,7 @@ class Latency:
         forced = floor_blocks(rank, floor, layer)
         if floor is not None and self.of(forced) > self.limit:
             forced = self.cheapest(floor).to(rank.device)
-        order = rank.masked_fill(forced, torch.inf).sort(descending=True, stable=True).indices
-        fits, exceeds = int(forced.sum()), rank.numel() + 1
-        if self.of(forced) > self.limit:
-            return None
-        while exceeds - fits > 1:
-            middle = (fits + exceeds) // 2
-            if middle <= rank.numel() and self.of(_first(order, middle)) <= self.limit:
-                fits = middle
-            else:
-                exceeds = middle
-        return _first(order, fits)
+        return best_prefix(self.of, self.limit, rank, forced)
 
     def cheapest(self, floor: Tensor) -> Tensor:
         """A choice of ``floor`` blocks of each layer that takes few cycles, bool [n].
@@ -86,12 +76,6 @@ def _orders(work: Work) -> tuple[Tensor, Tensor]:
     others, axis = list(work.grid.shape), int(work.transposed)
     rows, places = others.pop(axis), torch.arange(work.grid.n, device="cpu")
     return places.view(rows, *others).movedim(0, axis), places.view(*others, rows).movedim(-1, axis)
-
-
-def _first(order: Tensor, count: int) -> Tensor:
-    mask = torch.zeros_like(order, dtype=torch.bool)
-    mask[order[:count]] = True
-    return mask
 
 
 @dataclass(frozen=True)

@@ -188,13 +188,12 @@ def make_method(name: str, settings: Mapping[str, Any]) -> Method:
 def make_budget(name: str, share: float, example: Any, npu: str, cost_table: str | None = None) -> Budget:
     """A budget by its name: ``sparsity`` or a kind. The other arguments are passed to budgets that have such a field."""
     from ..core.budget import as_share
-    from ..hardware.costs import read_table
     from ..hardware.npu import read_npu
 
     if name not in budget_names():
         raise SmartpruneError(f"unknown budget {name!r}; choose one of: {', '.join(BUDGETS)}")
     makers: dict[str, Callable[[], Any]] = {"example": lambda: example, "npu": lambda: read_npu(npu)}
-    makers["table"] = lambda: None if cost_table is None else read_table(cost_table)
+    makers["table"] = lambda: None if cost_table is None else BUDGETS[name].read_table(cost_table)
     values = {field: make() for field, make in makers.items() if field in budget_fields(name)}
     budget: Budget = BUDGETS["blocks" if name == SPARSITY else name](as_share(share, name), **values)
     return budget

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import run_files
+from ..budgets import budget_fields
 from ..core import sharding
 from ..errors import SmartpruneError
 from ..files import parse_json
@@ -221,7 +222,7 @@ def enter_stage(run: Run, stage: str) -> None:
     run.elapsed()
     run.stage, run.step, run.losses, run.loss, run.metric = stage, 0, torch.zeros_like(run.losses), None, None
     if stage != "dense" and run.pruner is None:
-        run.pruner = attach_pruner(run.model, config, run.task, run.steps("search"))
+        run.pruner = attach_pruner(run.model, config, run.task, run.steps("search"), run.folder)
     run.optimizer = make_optimizer(run.model, config, stage, run.pruner)
     run.ema = Ema(run.model, config.ema) if config.ema and stage != "search" else None
     run.graph, run.forward = None, run.model
@@ -245,17 +246,24 @@ def data_of_stage(data: Data, config: Config, stage: str) -> Data:
     return Augmented(data, config.augment) if config.augment and stage in stages else data
 
 
-def attach_pruner(model: nn.Module, config: Config, task: Task, steps: int) -> Pruner:
-    """Attaches the configured method; ``steps`` is the length of the search."""
+def attach_pruner(model: nn.Module, config: Config, task: Task, steps: int, folder: Path | None = None) -> Pruner:
+    """Attaches the configured method; ``steps`` is the length of the search.
+
+    What a budget measures is kept in the folder, so that a resumed run has the same numbers.
+    """
     parameter = next(model.parameters(), None)
     if parameter is None:
         raise SmartpruneError(f"model={config.model!r} has no parameters to train or prune; give another model")
     example = task.example().to(parameter.device)
+    name, share = config.budget_share
+    table = config.cost_table
+    if table is None and folder is not None and "measured" in budget_fields(name):
+        table = str(folder / run_files.LATENCY)
     return attach(
         model,
         make_method(config.method, config.settings),
         block=config.block,
-        budget=make_budget(*config.budget_share, example, config.npu, config.cost_table),
+        budget=make_budget(name, share, example, config.npu, table),
         floor=config.floor,
         include=config.include,
         skip=config.skip,

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -48,17 +51,21 @@ class Program:
             quantize.assign_types(values, steps, ranges)
         arena = Arena(values, steps, outputs, library.isa.quantum_bytes)
         emitter = Emitter(values, arena, library, threads, packed)
+        self.layers: dict[int, str] = {}  # number of an operation -> the module of the network whose weight it has
         for number, node in enumerate(inputs):
             emitter.emit_import(node, number)
         for step in steps:
+            emitted = len(emitter.operations)
             emitter.emit(step)
+            if step.weight is not None and step.layer:
+                self.layers |= dict.fromkeys(range(emitted, len(emitter.operations)), step.layer)
         for number, node in enumerate(outputs, len(inputs)):
             emitter.emit_export(node, number)
         self._arena, self._arrays = arena, emitter.arrays  # the operations point to them
         self._operations = (abi.Op * len(emitter.operations))(*emitter.operations)
         self._light = np.asarray(emitter.light, np.uint8)
         self._external = (abi.External * (len(inputs) + len(outputs)))()
-        self._function = library.code.sp_run
+        self._function: Callable[[int, int, int, int, int], None] = library.code.sp_run
         self._arguments = (
             ctypes.addressof(self._operations),
             len(self._operations),
@@ -80,6 +87,23 @@ class Program:
             raise InputMismatch from None
         self._function(pool, *self._arguments)
         return outputs
+
+    @contextmanager
+    def timer(self) -> Iterator[list[int]]:
+        """While it is open, operations run one by one, and the list has the nanoseconds of the fastest run of each."""
+        run, fastest = self._function, [sys.maxsize] * len(self._operations)
+
+        def timed(pool: int, operations: int, count: int, light: int, external: int) -> None:
+            for i in range(count):
+                start = time.perf_counter_ns()
+                run(pool, operations + i * ctypes.sizeof(abi.Op), 1, light + i, external)
+                fastest[i] = min(fastest[i], time.perf_counter_ns() - start)
+
+        self._function = timed
+        try:
+            yield fastest
+        finally:
+            self._function = run
 
     def _set_externals(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Stores the addresses of inputs and new outputs for the kernels. Returns the views of inputs that it made, and the

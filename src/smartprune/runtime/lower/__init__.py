@@ -22,6 +22,8 @@ def lower(traced: fx.GraphModule, shapes: Mapping[fx.Node, Shape]) -> dict[fx.No
         step = _step_of(context, node)
         if step is None or any(source not in shapes for source in step.inputs):
             continue
+        if node.op == "call_module":
+            step.layer = str(node.target)
         if step.rows:
             context.rows.add(node)
         steps[node] = step

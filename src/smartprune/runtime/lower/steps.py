@@ -44,6 +44,7 @@ class Step:
     addition: str = "none"  # the last input is added "before" or "after" the activation
     broadcast: bool = False  # the second of two inputs has one value per channel
     window: dict[str, int] = field(default_factory=dict)
+    layer: str = ""  # the module of the network whose weight it has
 
     @property
     def is_foldable(self) -> bool:
