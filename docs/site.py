@@ -23,7 +23,7 @@ LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?:|#)([^)#]+)(#[^)]*)?\)")
 ROLE = re.compile(r":(?:func|class|meth|attr|mod):`~?([^`]+)`")
 DOCTEST = re.compile(r"^>>> .*(?:\n.+)*", re.M)
 KINDS = {  # heading of the reference -> public names
-    "Pruning": ["plan", "attach", "bake", "find_pruner", "prune", "recalibrate", "hold", "Pruner", "Plan", "Receipt"],
+    "Pruning": ["plan", "attach", "bake", "find_pruner", "prune", "recalibrate", "saliencies", "hold", "Pruner", "Plan", "Receipt"],
     "Budgets and blocks": ["Block", "Budget", "blocks", "params", "macs", "cycles", "costs", "latency", "NPU"],
     "Methods": ["Method", "METHODS", "Smart", "Magnitude", "Gradual", "Pdp", "Pas", "Awg", "Acdc"],
     "Using the zeros": [

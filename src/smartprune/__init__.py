@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .pruning.bake import bake
     from .pruning.hold import hold
     from .pruning.lookup import find_pruner
-    from .pruning.oneshot.prune import prune
+    from .pruning.oneshot.prune import prune, saliencies
     from .pruning.plan import Plan, plan
     from .pruning.pruner import Pruner
     from .pruning.recalibrate import recalibrate
@@ -74,6 +74,7 @@ __all__ = [
     "prune",
     "recalibrate",
     "report",
+    "saliencies",
     "save_mask",
     "soft_topk",
     "unpack",
@@ -101,7 +102,7 @@ _MODULES = {
     "pruning.bake": ["bake"],
     "pruning.hold": ["hold"],
     "pruning.lookup": ["find_pruner"],
-    "pruning.oneshot.prune": ["prune"],
+    "pruning.oneshot.prune": ["prune", "saliencies"],
     "pruning.plan": ["Plan", "plan"],
     "pruning.pruner": ["Pruner"],
     "pruning.recalibrate": ["recalibrate"],

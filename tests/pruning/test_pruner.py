@@ -70,7 +70,7 @@ def test_reschedule_after_the_first_step_raises() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     train_step(model, x, optimizer)
     pruner.step()
-    with pytest.raises(sp.SmartpruneError, match="the search is at step 1; change its length before the first step"):
+    with pytest.raises(sp.SmartpruneError, match="the search is at step 1; change its length before it begins"):
         pruner.reschedule(20)
     assert pruner.steps == 10
 

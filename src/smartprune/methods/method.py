@@ -101,6 +101,7 @@ class Method(Protocol):
     - ``amplify(blocks, mask)`` returns the factors that multiply the weights, if these are not the mask. A hard mask must be
       returned unchanged.
     - ``warmth(blocks, state)`` returns the distance of the soft mask to its hard form. ``freeze`` raises if it is too large.
+    - ``with_order(state, order)`` returns the initial state with scores in the order of ``attach(start=order)``, [n].
     - ``floor(blocks)`` returns the fewest blocks that each layer keeps, [layers], in place of the floor of the budget.
     - ``final(blocks, state)`` returns the hard mask, bool [n], of a method that does not follow the budget.
 

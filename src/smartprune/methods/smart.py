@@ -185,6 +185,15 @@ class Smart:
             out["tau"] = self._band(blocks, scores, unit, 0.0)
         return out
 
+    def with_order(self, state: State, order: Tensor) -> State:
+        if self.init == "ones":
+            raise SmartpruneError(
+                "Smart: init='ones' makes all scores equal, so they cannot follow start; use init='mean', or no start"
+            )
+        scores = _in_order_of(state["scores"].detach(), order)
+        out = {**state, "scores": scores.clone().requires_grad_()}
+        return out | ({"before": scores.clone()} if "before" in state else {})
+
     def scalars(self, blocks: Blocks, state: State, progress: float) -> dict[str, float]:
         limit = self._limit(blocks, progress)
         if self.unit == "band":  # the temperature is a tensor that depends on the scores, see `update`
@@ -268,6 +277,19 @@ class Smart:
     def rank(self, blocks: Blocks, state: State) -> Tensor:
         scores: Tensor = state["scores"].detach()
         return scores + state["moved"] if self.follow else scores
+
+
+def _in_order_of(values: Tensor, order: Tensor) -> Tensor:
+    """The values, sorted as the entries of ``order`` are. Where these are equal, as the values were.
+
+    >>> _in_order_of(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([5, 7, 5]))
+    tensor([1., 3., 2.])
+    """
+    by_value = values.argsort(stable=True)
+    ranked = by_value[order[by_value].argsort(stable=True)]
+    out = torch.empty_like(values)
+    out[ranked] = values[by_value]
+    return out
 
 
 def _hard_mask(blocks: Blocks, state: State, scores: Tensor) -> Tensor:

@@ -34,6 +34,7 @@ def attach(
     skip: Patterns = (),
     example: Any = None,
     seed: int = 0,
+    start: Any = None,
 ) -> Pruner:
     """Masks the weights of a model in place and returns the pruner that controls the masks.
 
@@ -53,6 +54,8 @@ def attach(
         skip: Layers to leave out, in the same form. It takes precedence over ``include``.
         example: One input of the model, see :func:`plan`.
         seed: The seed of methods that draw random numbers.
+        start: Scores to start the search from, one number per block in the order of the plan, such as those of
+            :func:`saliencies`. Only their order matters. By default, scores start from the magnitudes of the blocks.
 
     Returns:
         The pruner. Call its ``step()`` after each ``optimizer.step()``.
@@ -92,4 +95,4 @@ def attach(
             f"that one first, or leave the layer out: skip={masked[0]!r}"
         )
     with torch.inference_mode(False):
-        return Pruner(model, method, planned, int(steps), int(seed))
+        return Pruner(model, method, planned, int(steps), int(seed), start)

@@ -21,6 +21,7 @@ from .lookup import LINK
 from .masked import MaskedModules
 from .plan import Plan
 from .receipt import make_receipt
+from .start import initial_state
 from .state import Phase, SearchState
 from .summary import layer_table, one_line
 from .telemetry import describe
@@ -38,6 +39,7 @@ class Pruner:
         planned: The plan of the model.
         steps: The length of the search in optimizer steps.
         seed: The seed of methods that draw random numbers.
+        start: Scores to start from, in the order of the blocks.
 
     Raises:
         SmartpruneError: The method cannot work with these settings, or the weights are not finite.
@@ -48,12 +50,11 @@ class Pruner:
         >>> pruner = sp.attach(model, "gradual", block=(4, 4), sparsity=0.5, steps=100)
         >>> pruner.phase, pruner.progress, pruner.mask
         ('search', 0.0, tensor([1., 1., 1., 1.]))
-        >>> pruner.freeze()
-        >>> pruner.phase, int(pruner.mask.sum())
-        ('frozen', 2)
+        >>> pruner.freeze(), pruner.phase, int(pruner.mask.sum())
+        (None, 'frozen', 2)
     """
 
-    def __init__(self, model: nn.Module, method: Method, planned: Plan, steps: int, seed: int) -> None:
+    def __init__(self, model: nn.Module, method: Method, planned: Plan, steps: int, seed: int, start: Any = None) -> None:
         reshard(model)  # an evaluation, or the example of a budget, may have gathered the weights
         search = self.search = SearchState(model, method, planned, steps, seed)
         checks.require_values(search.blocks)
@@ -63,7 +64,7 @@ class Pruner:
         self.hooks = ModelHooks(search, self.live)
         self.modules = MaskedModules(model, planned.layers)
         try:
-            search.register(method.state(search.blocks))
+            search.register(initial_state(method, search.blocks, start))
             search.advance()
             self.modules.mask(self.live, (search.host_name, search.host) if search.trained else None)
             model.__dict__[LINK] = self
@@ -137,7 +138,7 @@ class Pruner:
 
     @property
     def scores(self) -> Tensor:
-        """The numbers that rank the blocks now, [n]. For a method with learned scores, these are the scores."""
+        """The numbers that rank the blocks now, [n]: the scores, if they are learned."""
         return self.search.scores()
 
     @property
@@ -246,9 +247,7 @@ class Pruner:
             SmartpruneError: The search has begun, or the method needs more steps.
         """
         if self.phase != "search" or self.count:
-            raise SmartpruneError(
-                f"pruner.reschedule(): the search is at step {self.count}; change its length before the first step"
-            )
+            raise SmartpruneError(f"pruner.reschedule(): the search is at step {self.count}; change its length before it begins")
         self.method.check(self.blocks, steps)
         self.search.steps = steps
         self.search.advance()

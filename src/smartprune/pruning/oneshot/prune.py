@@ -87,7 +87,9 @@ def prune(
         >>> receipt.blocks.kept, receipt.blocks.total
         (12, 24)
     """
-    _check_arguments(model, sparsity, budget, samples, memory, seed)
+    _check_arguments("prune", model, samples, memory, seed)
+    if sparsity is None and budget is None:
+        raise SmartpruneError("prune: no budget given; give sparsity=0.5, or budget=smartprune.macs(0.5, example=x)")
     with torch.inference_mode(False), torch.no_grad():
         inputs = read_batches("prune", model, batches, int(samples))
     with torch.inference_mode(False), torch.no_grad(), _own_random_state(model, int(seed)):
@@ -104,6 +106,62 @@ def prune(
         remember_receipt(model, receipt)
         store.clear()
     return receipt
+
+
+def saliencies(
+    model: nn.Module,
+    batches: Iterable[Any],
+    block: Block | str | Sequence[int | None] = (16, 8),
+    *,
+    include: Patterns = (),
+    skip: Patterns = (),
+    example: Any = None,
+    samples: int = SAMPLES,
+    memory: float = MEMORY,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> torch.Tensor:
+    """What the removal of each block costs, as :func:`prune` sees it, in the order of the plan. The model does not change.
+
+    A search can start from these numbers: ``attach(..., start=saliencies(...))``.
+
+    Args:
+        model: The trained model.
+        batches: Any iterable of inputs, as for :func:`prune`.
+        block: The size of a block, such as ``(16, 8)`` or ``"16x8"``: output channels, input channels, then the kernel.
+        include: Layers to prune although they are skipped by default, as for :func:`prune`.
+        skip: Layers to leave out, in the same form.
+        example: One input of the model, by default the first of the calibration data. See :func:`plan`.
+        samples: How many samples are read at least, if there are so many.
+        memory: How many GiB the moments of the layers may take at once.
+        seed: The seed of the labels and rows that are drawn.
+        progress: A function that is called with the name of a step, how much of it is done, and of how much.
+
+    Returns:
+        How much the loss rises, to second order, when a block is removed after all that cost less: float64, one entry per block.
+
+    Raises:
+        SmartpruneError: There is no or unusable data, a layer is never reached, values are not finite, or an argument is out of
+            range.
+
+    Examples:
+        >>> import smartprune as sp
+        >>> model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+        >>> costs = sp.saliencies(model, [torch.randn(64, 8) for _ in range(4)], block=(4, 4))
+        >>> pruner = sp.attach(model, "smart", block=(4, 4), sparsity=0.5, steps=100, start=costs)
+        >>> pruner.scores.argmax() == costs.argmax()
+        tensor(True)
+    """
+    _check_arguments("saliencies", model, samples, memory, seed)
+    with torch.inference_mode(False), torch.no_grad():
+        inputs = read_batches("saliencies", model, batches, int(samples))
+    with torch.inference_mode(False), torch.no_grad(), _own_random_state(model, int(seed)):
+        sample = first_sample(inputs[0]) if example is None else example
+        plan = make_plan(model, block, None, None, floor=None, include=include, skip=skip, example=sample).require()
+        _check_weights(model, plan)
+        settings = Settings(seed=int(seed), memory=int(memory * 2**30))
+        job = Job(model, plan, inputs, settings, progress or _no_progress, Store(None, ""))
+        return job.costs(torch.zeros(plan.n, dtype=torch.bool, device="cpu"))
 
 
 def _key(model: nn.Module, plan: Plan, inputs: Sequence[Any], settings: Settings) -> str:
@@ -134,21 +192,17 @@ def _no_progress(step: str, done: int, total: int) -> None:
     pass
 
 
-def _check_arguments(
-    model: nn.Module, sparsity: float | None, budget: Budget | None, samples: int, memory: float, seed: int
-) -> None:
+def _check_arguments(where: str, model: nn.Module, samples: int, memory: float, seed: int) -> None:
     if not isinstance(model, nn.Module):
-        raise SmartpruneError(f"prune: model is a {type(model).__name__}; give a torch.nn.Module")
-    if sparsity is None and budget is None:
-        raise SmartpruneError("prune: no budget given; give sparsity=0.5, or budget=smartprune.macs(0.5, example=x)")
+        raise SmartpruneError(f"{where}: model is a {type(model).__name__}; give a torch.nn.Module")
     masked = next((name for name, module in model.named_modules() if is_masked(module)), None)
     if masked is not None:
-        raise SmartpruneError(f"prune: {masked or 'the model'} has a pruner; bake it first, or start from a fresh model")
+        raise SmartpruneError(f"{where}: {masked or 'the model'} has a pruner; bake it first, or start from a fresh model")
     for name, value, least in (("samples", samples, 2), ("seed", seed, None)):
         if isinstance(value, bool) or not isinstance(value, int) or (least is not None and value < least):
-            raise SmartpruneError(f"prune: {name}={value!r}; give an integer{'' if least is None else f', at least {least}'}")
+            raise SmartpruneError(f"{where}: {name}={value!r}; give an integer{'' if least is None else f', at least {least}'}")
     if isinstance(memory, bool) or not isinstance(memory, (int, float)) or not 0 < memory < 2**20:
-        raise SmartpruneError(f"prune: memory={memory!r}; give a positive number of GiB, such as {MEMORY:g}")
+        raise SmartpruneError(f"{where}: memory={memory!r}; give a positive number of GiB, such as {MEMORY:g}")
 
 
 def _check_weights(model: nn.Module, plan: Plan) -> None:
