@@ -3,7 +3,7 @@
 # make check    formatter, linter, type checker and tests: what a change must pass
 # make wheel    builds an sdist and a wheel, installs the wheel in an empty environment, and runs the demo there
 # make lowest   runs the tests with the oldest versions of all packages that pyproject.toml allows
-# make hosts    sets up an environment with timm, transformers and others, and prunes their models (docs/hosts.md)
+# make hosts    sets up an environment with timm, transformers, Lightning and others, prunes their models, and runs their trainers
 # make executorch  runs the example for ExecuTorch in an environment of its own
 # make docs     builds the documentation site into build/site; python3 -m http.server -d build/site shows it, with search
 # make coverage  line and branch coverage of every package (about twice as long as the tests)
@@ -35,7 +35,7 @@ lint: $(VENV)/.dev
 	$(BIN)/mypy
 
 hosts: $(HOSTS)/.ready
-	OMP_NUM_THREADS=1 $(HOSTS)/bin/python -m pytest tests/hosts -n $(JOBS)
+	OMP_NUM_THREADS=1 $(HOSTS)/bin/python -m pytest tests/hosts tests/integrations -n $(JOBS)
 
 executorch: $(EXECUTORCH)/.ready
 	OMP_NUM_THREADS=1 $(EXECUTORCH)/bin/python examples/to_executorch.py

@@ -16,6 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from .torchvision_operators import declare_operators
+
+declare_operators()  # lightning and transformers import torchvision where it is installed
+
 EPOCHS, BATCHES, LR, DECAY = 4, 6, 0.05, 0.01
 STOPS = {"search": 5, "frozen": 15}  # optimizer steps at which training is interrupted
 INSTALLED = {name: importlib.util.find_spec(name) is not None for name in ("lightning", "transformers")}
