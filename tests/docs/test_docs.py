@@ -132,3 +132,12 @@ def test_relative_links_exist() -> None:
     for page in [ROOT / "README.md", TUTORIAL, *PAGES]:
         for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_tests_that_the_page_on_trainers_names_exist() -> None:
+    named = set(re.findall(r"`(test_\w+)`", (ROOT / "docs" / "adopt.md").read_text()))
+    assert len(named) > 10
+    defined = {
+        name for path in (ROOT / "tests").rglob("test_*.py") for name in re.findall(r"^def (test_\w+)", path.read_text(), re.M)
+    }
+    assert named - defined == set()
