@@ -221,7 +221,7 @@ def test_copies_have_their_own_hooks(trainer: Any) -> None:
         ({"steps": 1.5}, "share of the training"),
         ({"steps": True}, "share of the training"),
         ({"epochs": 0}, "number of epochs above 0"),
-        ({"exclude": "head"}, "no argument 'exclude'; those of attach are block, sparsity, .* include, skip"),
+        ({"exclude": "head"}, "no argument 'exclude'; the arguments of attach are block, sparsity, .* include, skip"),
     ],
 )
 def test_invalid_arguments_raise(given: dict[str, Any], message: str) -> None:

@@ -31,8 +31,8 @@ def bsr(
     A convolution is the product of this matrix with the columns of ``torch.nn.functional.unfold``. A BSR block is a rectangle of
     neighbouring columns, so the columns of a block must lie next to each other. In the default order, which is
     ``weight.flatten(1)``, this holds for linear layers, 1x1 convolutions, and blocks that span the whole kernel. With
-    ``channels_last``, the columns are those of ``weight.movedim(1, -1).flatten(1)``: the kernel position comes first, then the
-    input channel. Blocks of one kernel position, such as (16, 8), then fit.
+    ``channels_last``, the columns are the columns of ``weight.movedim(1, -1).flatten(1)``: the kernel position comes first, then
+    the input channel. Blocks of one kernel position, such as (16, 8), then fit.
 
     Args:
         model: A baked or any other plain model, a state dict, a file or a run folder.

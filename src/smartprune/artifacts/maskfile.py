@@ -141,9 +141,9 @@ def save_mask(
 ) -> Mask:
     """Writes which blocks of a model are kept, without the weights.
 
-    The layers are those of the receipt: the receipt that is given, that of a run folder, that of the pruner of a model whose
-    search is over, or that of a model which this process has pruned. Otherwise, ``block`` is needed, and the layers are those that
-    have a block of zeros.
+    The layers come from the receipt: the given receipt, the receipt of a run folder, the receipt of the pruner of a model whose
+    search is over, or the receipt of a model that this process has pruned. Otherwise, ``block`` is needed, and the layers are
+    those that have a block of zeros.
 
     Args:
         model: A model whose mask is hard (frozen, baked or any other with blocks of zeros), a state dict, a file or a run folder.

@@ -68,7 +68,7 @@ def compare_tensors(pairs: Iterable[tuple[list[Tensor], list[Tensor]]], toleranc
     if difference > tolerance * scale:
         raise SmartpruneError(
             f"{where}: the graph's outputs differ from the model's by {difference:.2e}, and rounding allows "
-            f"{tolerance * scale:.2e}; no file was written (random outputs and those of training mode cannot be exported)"
+            f"{tolerance * scale:.2e}; no file was written (random outputs and outputs of training mode cannot be exported)"
         )
     return difference, scale
 

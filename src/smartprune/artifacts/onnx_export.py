@@ -51,7 +51,7 @@ class Exported:
     blocks: Count
     vanished: int  # blocks that are not zero in the model and are zero in the file
     layers: int
-    missing: tuple[str, ...]  # weights that no node uses, for example those of training alone
+    missing: tuple[str, ...]  # weights that no node uses, for example because only training uses them
     batchnorms: int  # left in the graph
     int8_error: float | None
     remade: tuple[str, ...] = ()  # weights that the graph changes before a node uses them
@@ -136,7 +136,7 @@ def export_onnx(
 ) -> Exported:
     """Writes a baked model as ONNX, with a mask file next to it, and checks both.
 
-    onnxruntime runs the graph on the example and on random inputs, and the outputs are compared with those of the model. Every
+    onnxruntime runs the graph on the example and on random inputs, and the outputs are compared with the model. Every
     zero block of the model must be zero in the file. The model does not change.
 
     Args:

@@ -1,4 +1,4 @@
-"""Named tensors: those of a module as stored, those in a file, and which of them were learned."""
+"""Named tensors: the stored tensors of a module, the tensors in a file, and which of them were learned."""
 
 from __future__ import annotations
 

@@ -41,8 +41,8 @@ class NotPlainError(SmartpruneError):
 def read_torch_file(path: Path, checksums: bool = False) -> object:
     """The tensors and plain values in a file of ``torch.save``.
 
-    With ``checksums``, those of the file are compared with its content. Raises :class:`NotPlainError` for other objects, OSError if
-    the file cannot be read, and SmartpruneError for any other damage.
+    With ``checksums``, the checksums in the file are compared with its content. Raises :class:`NotPlainError` for other objects,
+    OSError if the file cannot be read, and SmartpruneError for any other damage.
     """
     with open_regular(path) as file:
         return parse_torch_file(file, str(path), checksums)

@@ -114,7 +114,7 @@ def add_report(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--receipt",
         metavar="FILE",
-        help="receipt of the weights (default: that of the run folder or in the file, or receipt.json beside it)",
+        help="receipt of the weights (default: from the run folder or the file, or receipt.json beside it)",
     )
     parser.add_argument("--block", metavar="SIZE", help="block size, output x input channels (default: the receipt's, or 16x8)")
     parser.add_argument("--map", metavar="LAYER", help="draw the blocks of one layer instead of the table")

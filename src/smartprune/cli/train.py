@@ -154,7 +154,8 @@ def _last_used(base: Path) -> Path:
 
 
 def _folder_to_resume(args: argparse.Namespace, settings: dict[str, Any]) -> Path:
-    """The run folder. Raises if the requested settings differ from those of the run, or if it would run code of its own."""
+    """The run folder. Raises if the requested settings differ from the run's settings, or if its code would be run without
+    permission."""
     from ..training.config import check_names, configure, load_config
     from ..training.trust import check_trusted
 

@@ -7,7 +7,7 @@ from torch import nn
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-LAYER_TYPES = (*CONVOLUTIONS, *TRANSPOSED, nn.Linear)  # their blocks lie in `weight`; so do those of a Conv1D (is_conv1d)
+LAYER_TYPES = (*CONVOLUTIONS, *TRANSPOSED, nn.Linear)  # their blocks lie in `weight`, as in a Conv1D (is_conv1d)
 CELL_WEIGHTS = ("weight_ih", "weight_hh")  # of nn.LSTMCell, nn.GRUCell and nn.RNNCell
 # the weights of nn.MultiheadAttention, and how many parts each has that no block crosses; the last three are those of kdim and vdim
 ATTENTION_PARTS = {"in_proj_weight": 3, "q_proj_weight": 1, "k_proj_weight": 1, "v_proj_weight": 1}
@@ -49,7 +49,7 @@ def is_convolution(module: nn.Module) -> bool:
 
 
 def stores_inputs_first(module: nn.Module) -> bool:
-    """Whether its weight is (in, out, ...): that of a transposed convolution or of a Conv1D."""
+    """Whether its weight is (in, out, ...), as in a transposed convolution or a Conv1D."""
     return isinstance(module, TRANSPOSED) or is_conv1d(module)
 
 

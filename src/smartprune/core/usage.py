@@ -53,7 +53,7 @@ class Usage:
     """The uses of all weights in one run of an example.
 
     ``calls`` are the calls of every weight, by its name. A tuple has one entry per part of the weight: the in-projection of
-    attention has three, query, key and value. ``macs`` are those of the whole model for one sample. ``not_counted`` names the
+    attention has three, query, key and value. ``macs`` counts the whole model for one sample. ``not_counted`` names the
     operators that ran and whose MACs are not known.
     """
 

@@ -240,7 +240,7 @@ def read_table(path: str | os.PathLike[str]) -> CostTable:
 
 
 def _read_csv(data: bytes, where: str) -> dict[str, Any]:
-    """Costs by layer; those of single blocks as a list in the order of the blocks."""
+    """Costs by layer. Costs of single blocks are a list in the order of the blocks."""
     try:
         rows = list(csv.reader(io.StringIO(data.decode("utf-8-sig")), strict=True))
     except (csv.Error, UnicodeDecodeError) as error:

@@ -110,7 +110,7 @@ class LayerCycles:
 
     @property
     def imbalance(self) -> float:
-        """Cycles of the slowest lane over those of the mean lane; 1 is even."""
+        """Cycles of the slowest lane over the mean of all lanes; 1 is even."""
         return self.pruned.compute * self.lanes / self.pruned.busy if self.pruned.busy else 1.0
 
     def to_json(self) -> dict[str, object]:

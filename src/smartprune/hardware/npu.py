@@ -209,7 +209,7 @@ class NPU:
             model: A plain or baked model.
             example: One input of the model: a tensor, or a tuple or dictionary of arguments.
             block: What the NPU skips. Defaults to the block of the receipt of the weights, or else to the shape of the array.
-            weights: A file, a run folder or a state dict whose weights replace those of the model.
+            weights: A file, a run folder or a state dict whose weights replace the weights of the model.
 
         Returns:
             The estimate. ``print`` shows a row per layer.

@@ -53,14 +53,14 @@ class Search:
         known = [name for name in inspect.signature(attach).parameters if name not in ("model", "method", "steps")]
         unknown = [name for name in settings if name not in known]
         if unknown:
-            raise SmartpruneError(f"{where}: there is no argument {unknown[0]!r}; those of attach are {', '.join(known)}")
+            raise SmartpruneError(f"{where}: there is no argument {unknown[0]!r}; the arguments of attach are {', '.join(known)}")
         self.where, self.method, self.settings = where, Smart() if method is None else method, settings
         self.steps = DEFAULT_SHARE if steps is None and epochs is None else steps
         self.epochs, self.score_lr, self.bake = epochs, score_lr, bake
         self.pruner: Pruner | None = None
         self.receipt: Receipt | None = None
         self._carrier: Carrier | None = None
-        self._optimizer: weakref.ref[Optimizer] | None = None  # the one that trains the scores; its steps are those of the search
+        self._optimizer: weakref.ref[Optimizer] | None = None  # trains the scores; its steps advance the search
         self._keep_last = False  # whether the group of the scores was made here, and stays behind the groups of the user
         self._last_step = 0
         self._handle: Any = None
@@ -279,7 +279,7 @@ class Pruning:
 
     ``steps`` is the length of the search in optimizer steps, or a share (a float) of the training. ``epochs`` is its length in
     epochs. Without either it is 0.3 of the training, and the rest is fine-tuning. ``score_lr`` is the learning rate of the scores,
-    by default that of the weights. ``settings`` are the other arguments of :func:`smartprune.attach`.
+    which defaults to the rate of the weights. ``settings`` are the other arguments of :func:`smartprune.attach`.
     """
 
     where: ClassVar[str]  # the name of the callback in messages

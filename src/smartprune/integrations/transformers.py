@@ -52,7 +52,7 @@ class PruneCallback(Pruning, TrainerCallback):  # type: ignore[misc,unused-ignor
         if not self._began:
             raise SmartpruneError(
                 f"{self.search.where}: the model has soft masks from the moment the Trainer is made, so its predictions before "
-                "training are not those of the dense model; evaluate that with a Trainer without this callback"
+                "training are not the dense model's; evaluate the dense model with a Trainer without this callback"
             )
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **others: Any) -> None:

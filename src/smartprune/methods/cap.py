@@ -51,7 +51,7 @@ def check_cap(where: str, blocks: Blocks, mspl: float, cap: str) -> None:
 
 
 def capped_floor(blocks: Blocks, mspl: float, cap: str) -> Tensor | None:
-    """The fewest blocks that each layer keeps under a policy, at least those of the budget's floor."""
+    """The fewest blocks that each layer keeps under a policy, and never fewer than the budget's floor."""
     floor = blocks.min_keep
     if cap == "off":
         return floor

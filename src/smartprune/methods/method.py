@@ -58,7 +58,7 @@ class Capabilities:
     needs_whole_weights: bool = False
     """Every forward pass reads all weights at once. FSDP, which splits them, is then refused."""
     straight_through: bool = False
-    """The gradient of a weight is that of the masked weight, without the mask."""
+    """A weight gets the gradient of the masked weight, without the mask."""
     plain_autograd: bool = False
     """Gradients of ``mask`` or ``amplify`` use PyTorch's own operations, whose graph allows one backward pass. The pruner then
     keeps the graph, so that more than one backward pass is possible."""

@@ -149,7 +149,8 @@ class Head(nn.Module):
 
 
 class BiSeNetV2(nn.Module):
-    """Class logits for every pixel, and in training those of four auxiliary heads. Image sides must be multiples of 32."""
+    """Class logits for every pixel, and in training also the logits of four auxiliary heads. Image sides must be multiples of
+    32."""
 
     # the stem of the semantic branch, the output layer, and the heads that only training uses
     smartprune_skip: ClassVar[tuple[str, ...]] = ("semantic.stem.first.0", "head.logits", "auxiliary.*")
@@ -169,7 +170,7 @@ class BiSeNetV2(nn.Module):
                     nn.init.zeros_(module.bias)
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """Logits [batch, classes, rows, columns]; in training a tuple with those of the auxiliary heads."""
+        """Logits [batch, classes, rows, columns]; in training a tuple that includes the auxiliary heads."""
         *features, context = self.semantic(x)
         out: Tensor = self.head(self.aggregation(self.detail(x), context))
         if not self.training:

@@ -40,7 +40,7 @@ def stage(inputs: int, inner: int, depth: int, stride: int) -> nn.Sequential:
 class ResNet50(nn.Module):
     """A 7x7 stem, max pooling, four stages of bottlenecks, global average pooling and a classifier.
 
-    Module names are those of torchvision, so its checkpoints can be loaded.
+    Module names are the same as in torchvision, so its checkpoints can be loaded.
     """
 
     def __init__(self, num_classes: int, in_channels: int) -> None:

@@ -310,7 +310,7 @@ def require_finite_weights(search: SearchState, call: str) -> None:
 def _raise_diverged(search: SearchState, what: str) -> NoReturn:
     raise SmartpruneError(
         f"pruner.step(): {what} became NaN or infinite at step {search.count}, probably because the loss is not finite; lower the "
-        "learning rate, or clip gradients (those of the scores: Smart(clip=1.0))"
+        "learning rate, or clip gradients (for the scores: Smart(clip=1.0))"
     )
 
 

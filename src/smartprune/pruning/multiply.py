@@ -129,8 +129,8 @@ class BlockMultiplier:
     ) -> list[Tensor]:
         """``weight * mask`` for every weight, differentiable in both; mask: [n].
 
-        With ``straight_through``, a weight gets the gradient of the product, without the mask. ``dtypes`` are those of the products
-        if they differ from those of the weights. Products are rounded once.
+        With ``straight_through``, a weight gets the gradient of the product, without the mask. ``dtypes`` are the dtypes of the
+        products if they differ from the weights. Products are rounded once.
         """
         fused = _fused(mask, weights)
         masks = mask.split([self.starts[last] - self.starts[first] for first, last in self.chunks]) if fused else ()
@@ -182,7 +182,7 @@ class BlockMultiplier:
 
     @torch.no_grad()
     def multiply_(self, mask: Tensor, weights: Sequence[Tensor], layers: Sequence[int] | None = None) -> None:
-        """``weight *= mask`` in place; the weights are those of ``layers``, by default all. The mask has all blocks, [n]."""
+        """``weight *= mask`` in place; the weights belong to ``layers``, by default all. The mask has all blocks, [n]."""
         layers = range(len(weights)) if layers is None else layers
         fused = _fused(mask, weights)
         runs = fused.runs(self, layers, weights, None, 0) if fused and not is_sharded(weights[0]) else None

@@ -272,7 +272,7 @@ def plan(
         example: One input of the model: a tensor, or a tuple or dictionary of arguments. With it, MACs are counted, and the
             layers that are skipped by default are found by what the model does with each weight. Without it, they are found by
             name and position.
-        npu: The machine whose cycles are expected, by default that of the budget or else ``NPU.edge()``.
+        npu: The machine whose cycles are expected. Defaults to the machine of the budget, or else to ``NPU.edge()``.
         measure: Whether to time the model on this CPU, dense and with these blocks removed. Takes a few seconds.
 
     Returns:

@@ -67,7 +67,7 @@ def norms_with_statistics(model: nn.Module) -> list[nn.Module]:
 
 
 def measure(model: nn.Module, norms: Sequence[nn.Module], batches: Sequence[Any]) -> dict[nn.Module, tuple[Tensor, Tensor]]:
-    """Mean and variance of the inputs of each norm, while all norms use those of the batch."""
+    """Mean and variance of the inputs of each norm, while all norms use the statistics of the batch."""
     sums: dict[nn.Module, list[Tensor]] = {}
 
     def add(norm: nn.Module, args: tuple[Tensor, ...]) -> None:

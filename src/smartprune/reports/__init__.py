@@ -27,7 +27,7 @@ def report(
 ) -> Report:
     """Counts the zero blocks of every layer of a model, state dict, file or run folder, and writes a page about them.
 
-    The sparsity is that of the receipt: the share of blocks removed, of the blocks of the pruned layers. Without a receipt it is
+    The sparsity comes from the receipt: the share of blocks removed, of the blocks of the pruned layers. Without a receipt it is
     not known which layers were pruned, and the zero blocks of all layers are counted.
 
     Args:

@@ -112,7 +112,7 @@ def save_figures(view: View, folder: str | Path, layer: str | None = None) -> tu
 
 
 def curve_kinds(log: RunLog) -> list[CurveKind]:
-    """The curves of a run: the loss, the metric of its task, and those of the search."""
+    """The curves of a run: the loss, the metric of its task, and the curves of the search."""
     loss, *search = CURVES
     if log.measure is None:
         return [loss, *search]

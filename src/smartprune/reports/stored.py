@@ -44,7 +44,7 @@ def read_stored(
 ) -> Stored:
     """Reads weights and looks for their receipt. A receipt that is given must match the weights; otherwise this raises.
 
-    ``network`` is the module of the weights, ``block`` the block to count instead of that of the receipt.
+    ``network`` is the module of the weights, ``block`` the block to count instead of the block of the receipt.
     """
     source = read_source(stored, network)
     wanted = None if block is None else Block.of(block)

@@ -132,7 +132,7 @@ def _speed_figure(view: View) -> list[tuple[str, str, str]]:
 
 
 def _cpu_speed(log: RunLog | None) -> tuple[str, float, float] | None:
-    """The fastest dense engine, its milliseconds and those of smartprune; None without a benchmark."""
+    """The fastest dense engine, its milliseconds, and the milliseconds of smartprune; None without a benchmark."""
     times = {} if log is None else log.engine_times()
     dense = {name: ms for name, ms in times.items() if not name.startswith("smartprune") and not name.endswith(("int8", "bf16"))}
     if not dense or "smartprune" not in times:

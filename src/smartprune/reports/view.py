@@ -105,7 +105,7 @@ def gather(
 def _layer_views(
     slices: Slices, report: Report, receipt: Receipt | None, scores: Array | None, estimate: Estimate | None
 ) -> tuple[LayerView, ...]:
-    """The layers in network order if an estimate gives it; else those of the receipt first, then the others."""
+    """The layers in network order if an estimate gives it; else the layers of the receipt first, then the others."""
     cuts = {cut.weight: (cut, row) for cut, row in zip(slices.cuts, report.layers, strict=True)}
     receipt_rows = _rows_with_scores(receipt, scores)
     cycles = {} if estimate is None else {layer.weight: (layer.dense.latency, layer.pruned.latency) for layer in estimate.layers}

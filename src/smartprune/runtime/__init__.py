@@ -54,10 +54,10 @@ def accelerate(
     - models that change inputs or buffers, or that change values in place in an order that may matter;
     - calls with inputs of an unknown class.
 
-    Results agree with those of the model to float rounding, or to int8 rounding. The first result for every structure, shape
-    and dtype of the inputs is compared with that of the model, and so is one for random inputs. If rounding alone changes the
-    result, because the model sorts or selects, only the layers are compared. Inputs must be finite: a skipped block does not
-    turn infinity into NaN. There are no gradients, and later changes of the model's weights have no effect.
+    Results agree with the model to float rounding, or to int8 rounding. The first result for every structure, shape and dtype of
+    the inputs is compared with the model, and so is a result for random inputs. If rounding alone changes the result, because the
+    model sorts or selects, only the layers are compared. Inputs must be finite: a skipped block does not turn infinity into NaN.
+    There are no gradients, and later changes of the model's weights have no effect.
 
     Args:
         model: The pruned model.
@@ -66,7 +66,7 @@ def accelerate(
             int8 needs it to measure the range of activations. With float32 it makes the first call faster, and torch.export is
             only tried with it.
         dtype: ``"float32"`` or ``"int8"``; on a GPU ``"float32"``, ``"bfloat16"`` or ``"float16"``.
-        threads: The number of threads, by default that of torch.
+        threads: The number of threads. Defaults to the number that torch uses.
         device: ``"cpu"`` or ``"cuda"``.
         backend: ``"auto"``; ``"native"``, which uses the kernels without timing them, so that equal calls give equal bits in every
             process; or ``"reference"``, which runs the graph in torch: it needs no C compiler, and is not faster than the model.

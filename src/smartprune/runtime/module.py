@@ -30,7 +30,7 @@ from .trace.tracer import Opaque, Recorder, describe, trace, version
 
 TOLERANCE = 1e-3  # largest difference of the first result of a plan from torch's, as a share of its largest number
 TOLERANCE_INT8 = 0.5  # quantization errors add up in random deep networks; larger ones are a fault
-PERTURBATIONS = (1e-7, 1e-6, 1e-5)  # relative changes of weights, as large as those of rounding
+PERTURBATIONS = (1e-7, 1e-6, 1e-5)  # relative changes of weights, about as large as rounding errors
 MOST_PLANS, MOST_GRAPHS = 32, 8  # kept at a time; the least recently used ones are dropped
 MOST_EXPORTS = 4  # exported graphs hold for one shape and take seconds: calls with more shapes run the model's own code
 STATE_HINT = "the model may keep state between calls, change its inputs, or draw random numbers"

@@ -248,7 +248,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def decode_all(load: Callable[[int], Tensor], count: int) -> Tensor:
-    """All images as bytes [count, height, width, channels]. If several fail, the error is that of the first in order."""
+    """All images as bytes [count, height, width, channels]. If several fail, the error of the first one in order is raised."""
     first = load(0)
     out = first.new_empty(count, *first.shape)
     out[0] = first

@@ -23,7 +23,7 @@ from .scenes import SIDE, compose, conv_bn_relu
 from .task import Data
 from .yolo_loss import yolo_distance
 
-GAINS = (0.1, 4.0, 4.0)  # those of YOLOv5 are for images ten times as large and eight times as many classes
+GAINS = (0.1, 4.0, 4.0)  # the gains of YOLOv5 are for images ten times as large and eight times as many classes
 DIGITS = tuple((digit, str(digit)) for digit in range(10))
 
 

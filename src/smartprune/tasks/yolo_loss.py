@@ -49,7 +49,7 @@ def map_loss(raw: Tensor, targets: Tensor, anchors: Tensor, size: int, balance: 
     predicted = torch.cat([2 * s[..., :2] - 0.5, (2 * s[..., 2:]).square() * (anchors / stride)[:, None]], -1)
     overlap = ciou(predicted, box)
     box_loss = torch.where(counts, 1 - overlap, 0).sum() / number
-    with torch.no_grad():  # the target of a cell with several objects is that of the best fit
+    with torch.no_grad():  # a cell with several objects gets the target of the best fit
         target = torch.zeros_like(raw[..., 4]).flatten(1)
         value = torch.where(counts, overlap.detach().clamp(min=0), 0).to(target.dtype)
         target.scatter_reduce_(1, cell.flatten(1), value.flatten(1), "amax")
@@ -64,7 +64,7 @@ def map_loss(raw: Tensor, targets: Tensor, anchors: Tensor, size: int, balance: 
 
 
 def yolo_distance(maps: Sequence[Tensor], target: Sequence[Tensor], temperature: float) -> Tensor:
-    """The distance of raw maps from those of a teacher, on the scale of the loss; 0 if they are equal.
+    """The distance of raw maps from the maps of a teacher, on the scale of the loss; 0 if they are equal.
 
     Objectness counts in all cells. Boxes and classes are weighted by the objectness of the teacher, because its outputs for
     empty cells are noise (Mehta and Ozturk 2018). The temperature applies to objectness and classes.

@@ -13,7 +13,7 @@ from ..errors import SmartpruneError
 from ..pruning.pruner import Pruner
 from ..pruning.weights import MaskedWeights
 
-Batches = tuple[tuple[Tensor, ...], ...]  # those of one step
+Batches = tuple[tuple[Tensor, ...], ...]  # the batches of one step
 
 WARM = 3  # steps that Python launches first: kernels are compiled and selected, and the optimizer creates its state
 
@@ -34,7 +34,7 @@ class Graph:
         self.graph: torch.cuda.CUDAGraph | None = None
         self.failed: str | None = None
         self.inputs: Batches = ()
-        self.masked: MaskedWeights | None = None  # those of the recorded step
+        self.masked: MaskedWeights | None = None  # from the recorded step
         self.stream = torch.cuda.Stream()  # for the first steps and the recording
 
     def __call__(self, batches: Batches) -> None:

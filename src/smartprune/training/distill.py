@@ -1,4 +1,4 @@
-"""Distillation: the outputs of the pruned model are pulled towards those of the dense model."""
+"""Distillation: the outputs of the pruned model are pulled towards the outputs of the dense model."""
 
 from __future__ import annotations
 

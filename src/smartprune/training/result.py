@@ -23,7 +23,7 @@ MAX_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Result:
-    """The outcome of a run, stored as ``result.json``. Metrics are those of the test split."""
+    """The outcome of a run, stored as ``result.json``. Metrics are measured on the test split."""
 
     folder: str
     task: str

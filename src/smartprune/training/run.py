@@ -177,7 +177,7 @@ def start_run(folder: Path, config: Config) -> Run:
 def closing(run: Run) -> Iterator[None]:
     """Closes what the run holds open and drops references that would keep its model in memory.
 
-    If the run fails, its own error is raised, not one from closing TensorBoard, such as that of a full disk.
+    If the run fails, its own error is raised, not an error from closing TensorBoard, such as a full disk.
     """
     try:
         yield

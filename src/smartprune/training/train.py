@@ -91,7 +91,7 @@ def train_dense(
 ) -> Path:
     """The dense stage of a new run, or without a configuration of the run in the folder. Returns the file of the dense model.
 
-    ``trust`` is that of :func:`resume`.
+    ``trust`` has the meaning that it has in :func:`resume`.
     """
     is_new = config is not None
     settings = load_config(folder / run_files.CONFIG) if config is None else config
@@ -211,7 +211,7 @@ def _take_step(run: Run, batches: tuple[Any, ...]) -> None:
 
 
 def _end_epoch(run: Run) -> None:
-    """Writes a row of metrics. In the search, the metric is that of the soft mask. It is missing without validation data."""
+    """Writes a row of metrics. In the search, the metric is measured with the soft mask. It is missing without validation data."""
     require_finite(run)
     run.loss = statistics.fmean(ranks.gather(float(run.losses))) / run.batches_per_epoch
     has_validation = run.validation.steps(run.config.batch) > 0

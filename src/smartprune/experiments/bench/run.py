@@ -49,9 +49,9 @@ def bench(
     announce: Callable[[str], None] = lambda message: None,
     receipt: Receipt | None = None,
 ) -> Bench:
-    """Times a pruned model in every engine that is installed, or in those of ``only``. ``example`` is one sample with a batch
-    axis. int8 engines take the range of their activations from ``calibration``. ``receipt`` is that of the model; it gives the
-    sparsity."""
+    """Times a pruned model in every engine that is installed, or in the engines of ``only``. ``example`` is one sample with a batch
+    axis. int8 engines take the range of their activations from ``calibration``. ``receipt`` is the receipt of the model; it gives
+    the sparsity."""
     verified = verify(model, block)
     receipt = receipt if receipt is not None and str(receipt.block) == str(Block.of(block)) else None
     if receipt is not None and not (checked := verify(model, receipt=receipt)).ok:

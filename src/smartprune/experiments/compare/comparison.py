@@ -42,7 +42,7 @@ class Row:
 
     @property
     def difference(self) -> float:
-        """The mean metric of the pruned models minus that of the dense models."""
+        """The mean metric of the pruned models minus the mean metric of the dense models."""
         return statistics.fmean(self.values) - statistics.fmean(self.dense)
 
     @property

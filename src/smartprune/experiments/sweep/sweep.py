@@ -27,7 +27,7 @@ from .job import Job, default_jobs, try_lock
 from .progress import RunStatus, SweepProgress, SweepStatus
 
 POLL_SECONDS = 0.1
-LOGS, MODELS = "logs", "dense"  # folders in that of the sweep
+LOGS, MODELS = "logs", "dense"  # folders in the folder of the sweep
 # settings that may differ between the run in a folder and the requested run, because they do not change the result
 IGNORED = ("out", "dense", "device", "amp", "threads", "compile", "graph", "checkpoint_seconds")
 Kind = Literal["run", "dense"]
