@@ -37,7 +37,7 @@ def add_flags(parser: Parser, without: tuple[str, ...] = ()) -> None:
             group.add_argument(flag, action="append", metavar="GLOB", help=field.metadata["help"])
         else:
             kind = next(arg for arg in (get_args(hint) or (hint,)) if arg is not type(None))
-            metavar = {int: "N", float: "X", str: "NAME"}[kind]
+            metavar = field.metadata.get("metavar", {int: "N", float: "X", str: "NAME"}[kind])
             group.add_argument(flag, type=kind, metavar=metavar, help=field.metadata["help"] + _default(field))
 
 
