@@ -137,6 +137,9 @@ def test_the_page_is_short() -> None:
 def test_a_phone_can_show_every_line_of_code_and_every_table() -> None:
     code = "".join(re.findall(r"```\w*\n(.*?)```", PAGE, re.S))
     assert max(map(len, code.splitlines())) <= 80
+    commands = "".join(re.findall(r"```\n(make .*?|smartprune .*?)```", PAGE, re.S))
+    assert commands.count("smartprune") == 6
+    assert max(map(len, commands.splitlines())) <= 42
     for line in PAGE.splitlines():
         if line.startswith("|"):
             assert len(line.split("|")) <= 7
