@@ -29,8 +29,9 @@ from smartprune.models import MODELS
 
 BLOCK, SHARES, EPOCHS, MORE, TRAIN, BATCH = (8, 4), (0.0, 0.8, 0.9), 16, 3, 1300, 64
 NOTE = (
-    "Accuracy on the 497 test pictures of digits, of which one is 0.2 points: differences below half a point are noise. The network "
-    "is small and its task is easy; larger networks may lose more in int8. The values of a seed start from the same float model."
+    "Accuracy on the 497 test pictures of digits, of which one is 0.2 points: differences below half a point are noise. The "
+    "network is small and its task is easy; larger networks may lose more in int8. The values of a seed start from the same "
+    "float model."
 )
 
 
