@@ -45,7 +45,7 @@ Cell = tuple[str, str, float, str]  # model, block, sparsity, method
 
 def pages(root: Path) -> list[Path]:
     """The pages that may hold tables."""
-    paths = [root / "README.md", *sorted((root / "docs").glob("*.md")), *sorted((root / "records").glob("*/README.md"))]
+    paths = [root / "README.md", *sorted((root / "docs").rglob("*.md")), *sorted((root / "records").glob("*/README.md"))]
     return [path for path in paths if path.exists()]
 
 

@@ -6,7 +6,9 @@ import pkgutil
 import re
 import runpy
 import shutil
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from torch import nn
 import smartprune as sp
 from helpers import training_jobs
 from smartprune.budgets import BUDGETS
+from smartprune.tasks.digits import Digits
 from smartprune.training.train import train
 
 ROOT = Path(__file__).parents[2]
@@ -44,9 +47,20 @@ def user_variables() -> dict[str, object]:
     }
 
 
+def put_stand_in_for_timm(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """A small network with random weights in place of timm's, and the file of images. tests/hosts runs the same code with timm."""
+    timm: Any = ModuleType("timm")
+    timm.create_model = lambda name, pretrained: Digits().model("resnet8")
+    monkeypatch.setitem(sys.modules, "timm", timm)
+    monkeypatch.chdir(folder)
+    torch.save(torch.randn(64, 1, 8, 8), "images.pt")
+
+
 @pytest.mark.parametrize("text", SNIPPETS)
-def test_code_blocks_run(text: str) -> None:
+def test_code_blocks_run(text: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     scope = user_variables()
+    if "import timm" in text:
+        put_stand_in_for_timm(monkeypatch, tmp_path)
     tables: list[Any] = [sp.METHODS, BUDGETS]
     entries = [dict(table) for table in tables]
     try:

@@ -155,11 +155,59 @@ def test_labels_and_the_random_state_do_not_matter() -> None:
     a, b, data = with_seed(images), with_seed(images), data_of((8, 6, 6))
     sp.prune(a, data, block=(4, 2), sparsity=0.6, include="*")
     torch.manual_seed(99)
+    labelled = [(x, torch.randint(0, 9, (len(x),))) for x in data]
     before = torch.get_rng_state()
-    sp.prune(b, iter([(x, torch.randint(0, 9, (len(x),))) for x in data]), block=(4, 2), sparsity=0.6, include="*")
+    sp.prune(b, iter(labelled), block=(4, 2), sparsity=0.6, include="*")
     assert torch.equal(a[0].weight, b[0].weight)  # type: ignore[index]
-    torch.manual_seed(99)
     assert torch.equal(before, torch.get_rng_state())
+
+
+class Stateful(nn.Module):
+    """Counts its calls, changes a buffer and draws random numbers in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(12, 12), nn.Linear(12, 12)
+        self.register_buffer("seen", torch.zeros(()))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen += len(x)
+        return self.b(self.a(x).relu() + 0.01 * torch.randn(len(x), 12))  # type: ignore[no-any-return]
+
+
+def test_state_that_the_model_changes_in_forward_passes_does_not_change() -> None:
+    models, data = [with_seed(Stateful) for _ in range(2)], data_of((12,))
+    example = data[0][:1]
+    for seed, model in enumerate(models):
+        torch.manual_seed(seed)
+        before = torch.get_rng_state()
+        sp.prune(model, data, block=(4, 4), sparsity=0.5, include="*", example=example)
+        assert torch.equal(before, torch.get_rng_state())
+    assert torch.equal(models[0].a.weight, models[1].a.weight)  # type: ignore[arg-type, union-attr]
+    assert float(models[0].seen) <= 10  # type: ignore[arg-type]  # planning runs the example
+
+
+def test_a_model_that_fails_late_is_left_as_it_was() -> None:
+    class Late(Stateful):
+        def forward(self, x: Tensor) -> Tensor:
+            if len(x) == 7:
+                raise ValueError("seven")
+            return super().forward(x)
+
+    model = with_seed(Late).train()
+    model.a.bias.requires_grad_(False)  # type: ignore[union-attr, operator]
+    parameters = [parameter.clone() for parameter in model.parameters()]
+    before = torch.get_rng_state()
+    with pytest.raises(sp.SmartpruneError, match="does not run on it"):
+        sp.prune(model, [*data_of((12,)), torch.randn(7, 12, generator=torch.Generator())], block=(4, 4), sparsity=0.5, include="*")
+    assert torch.equal(before, torch.get_rng_state())
+    assert all(torch.equal(a, b) for a, b in zip(parameters, model.parameters(), strict=True))
+    assert [p.requires_grad for p in model.parameters()] == [True, False, True, True]
+    assert all(p.grad is None for p in model.parameters())
+    assert model.a.training  # type: ignore[union-attr]
+    assert not model.a._forward_hooks  # type: ignore[union-attr]
 
 
 def test_the_model_keeps_its_objects_and_modes() -> None:

@@ -61,8 +61,7 @@ class Job:
             progress,
             store,
         )
-        held = len(batches) // HELD_OUT if len(batches) > 1 else 0
-        self.batches, self.held = list(batches[: len(batches) - held]), list(batches[len(batches) - held :])
+        self.batches = list(batches)
         self.layers = plan.layers
         self.samples = sum(map(size_of, self.batches))
         self.tiles = [Tiles.of(layer) for layer in self.layers]
@@ -82,7 +81,7 @@ class Job:
 
     def facts(self) -> dict[str, object]:
         """Settings for the receipt."""
-        return {"samples": self.samples + sum(map(size_of, self.held)), "seed": self.settings.seed}
+        return {"samples": self.samples, "seed": self.settings.seed}
 
     # -- the mask ---------------------------------------------------------------------------------------------------------
 
@@ -220,26 +219,26 @@ class Job:
     # -- corrections ------------------------------------------------------------------------------------------------------
 
     def correct(self) -> None:
-        """Tries new batch-norm statistics and tuned scales, and keeps what is closest to the dense network on held-out data."""
-        held_out = self.held or self.batches
-        targets = [outputs_of(self.model, batch) for batch in (*self.batches, *held_out)]
-        fit, goal = targets[: len(self.batches)], targets[len(self.batches) :]
-        if not goal[0]:  # no output to compare
+        """Tries new batch-norm statistics and tuned scales, and keeps what is closest to the dense network on the last batches,
+        which scales are not tuned on."""
+        targets = [outputs_of(self.model, batch) for batch in self.batches]
+        if not targets[0]:  # no output to compare
             return
+        split = len(self.batches) - len(self.batches) // HELD_OUT
+        held_out, goal = self.batches[split:] or self.batches, targets[split:] or targets
         candidates = [self.work]
         if norms_with_statistics(self.work):
             candidates.append(recalibrated(self.work, self.batches))
         errors = [error(model, held_out, goal) for model in candidates]
-        best = errors.index(min(errors))
+        lowest = min(errors)
+        self.work = candidates[errors.index(lowest)]
         steps = self.settings.tuning_steps
-        if steps:
-            tune = tuned(
-                candidates[best], self.batches, fit, steps, self.settings.tuning_rate, lambda n: self.progress("tune", n, steps)
-            )
-            if error(tune, held_out, goal) < errors[best]:
-                candidates.append(tune)
-                best = len(candidates) - 1
-        self.work = candidates[best]
+        if not steps or not 0 < lowest < math.inf:
+            return
+        rate = self.settings.tuning_rate * min(1.0, math.sqrt(lowest))  # errors are quadratic in what is to be changed
+        tune = tuned(self.work, self.batches[:split], targets[:split], steps, rate, lambda n: self.progress("tune", n, steps))
+        if error(tune, held_out, goal) < lowest:
+            self.work = tune
 
     # -- helpers ----------------------------------------------------------------------------------------------------------
 

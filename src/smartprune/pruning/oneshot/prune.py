@@ -22,6 +22,7 @@ from .. import optimizers, zeros
 from ..hold import release_layers
 from ..multiply import BlockMultiplier
 from ..plan import Plan, make_plan
+from ..recalibrate import norms_with_statistics
 from ..receipt import make_receipt
 from .batches import first_sample, read_batches, size_of
 from .job import Job, Progress, Settings
@@ -217,11 +218,10 @@ def _check_weights(model: nn.Module, plan: Plan) -> None:
 
 
 def _take_over(model: nn.Module, work: nn.Module) -> None:
-    """Copies all parameters and buffers of the pruned copy into the model."""
-    pairs = [
-        *zip(model.parameters(), work.parameters(), strict=True),
-        *zip(model.buffers(), work.buffers(), strict=True),
-    ]
+    """Copies the parameters and batch-norm statistics of the pruned copy into the model."""
+    pairs = [*zip(model.parameters(), work.parameters(), strict=True)]
+    for norm, other in zip(norms_with_statistics(model), norms_with_statistics(work), strict=True):
+        pairs += [(norm.running_mean, other.running_mean), (norm.running_var, other.running_var)]  # type: ignore[list-item]
     for old, new in pairs:
         if not torch.equal(old, new):
             old.copy_(new)
