@@ -314,6 +314,25 @@ def test_wrong_models_are_refused() -> None:
         sp.prune(model, [X], block=(4, 4), sparsity=0.5)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_models_of_other_number_types_are_pruned_in_their_type(dtype: torch.dtype) -> None:
+    reference, dense = with_seed(images), with_seed(images).to(dtype)
+    model, data = copy.deepcopy(dense), data_of((8, 6, 6))
+    receipt = sp.prune(model, [x.to(dtype) for x in data], block=(4, 2), sparsity=0.4, include="*")
+    assert all(p.dtype == dtype for p in model.parameters())
+    assert sp.verify(model, receipt=receipt).ok
+    sp.prune(reference, data, block=(4, 2), sparsity=0.4, include="*")
+    own, expected = (error(each.float(), dense.float(), data) for each in (model, reference))
+    assert own < 2 * expected + 1e-3
+
+
+def test_weights_created_in_inference_mode_are_refused() -> None:
+    with torch.inference_mode():
+        model = with_seed(images)
+    with pytest.raises(sp.SmartpruneError, match=r"0\.weight was created in inference_mode"):
+        sp.prune(model, data_of((8, 6, 6)), block=(4, 2), sparsity=0.5, include="*")
+
+
 def test_activations_that_overflow_are_named() -> None:
     model = with_seed(lambda: nn.Sequential(*[nn.Linear(12, 12) for _ in range(4)]))
     with torch.no_grad():

@@ -179,7 +179,7 @@ class Job:
         for before, after in pairs(index):
             matching = [(use.parts, rows.shape) for use, rows in before] == [(use.parts, rows.shape) for use, rows in after]
             for (_, x), (use, z) in zip(before if matching else after, after, strict=True):
-                total.add(use.parts, z, x @ dense[use.parts].mT)
+                total.add(use.parts, z, x.float() @ dense[use.parts].mT)
         return total
 
     @contextmanager

@@ -207,8 +207,13 @@ def _check_arguments(where: str, model: nn.Module, samples: int, memory: float, 
 
 
 def _check_weights(model: nn.Module, plan: Plan) -> None:
-    """The weights must have finite values."""
+    """The weights must have finite values that can change."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
+    created = next((name for name, parameter in parameters.items() if parameter.is_inference()), None)
+    if created is not None:
+        raise SmartpruneError(
+            f"prune: {created} was created in inference_mode and cannot change; create or load the model outside of it"
+        )
     for layer in plan.layers:
         weight = parameters[layer.weight]
         if weight.is_meta:
