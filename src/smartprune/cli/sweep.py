@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -19,7 +20,7 @@ from .streams import announce, print_message
 
 if TYPE_CHECKING:
     from ..experiments.sweep import Outcome
-    from ..experiments.sweep.grid import Grid
+    from ..experiments.sweep.grid import Cell, Grid
 
 T = TypeVar("T")
 GRID_SETTINGS = ("method", "sparsity", "seed")
@@ -52,6 +53,8 @@ def add_sweep(subparsers: Subparsers) -> None:
     parser.add_argument("--grid", metavar="FILE", help="read the grid from a JSON file instead")
     parser.add_argument("--recorded", action="append", metavar="DIR", help="skip runs in this record, or in the records in DIR")
     parser.add_argument("--list", action="store_true", help="train nothing; print which runs are done, recorded or missing")
+    parser.add_argument("--only", metavar="NAME", help="run this run of the grid only; --list prints the names")
+    parser.add_argument("--slurm", metavar="FILE", help="train nothing; write a script that runs the grid as Slurm arrays")
     parser.add_argument("--out", metavar="DIR", required=True, help="folder of the sweep, with one run folder per run")
     parser.add_argument("--jobs", type=int, metavar="N", help="runs at once (default: CPU cores, or 1 on a GPU)")
     parser.add_argument("--minutes", type=float, metavar="M", help="stop with checkpoints after this time")
@@ -70,6 +73,7 @@ def run_sweep(args: argparse.Namespace) -> int:
     from ..experiments.sweep.grid import expand_grids
     from ..experiments.sweep.progress import SweepProgress
     from ..experiments.sweep.records import list_cells, recorded_cells
+    from ..experiments.sweep.slurm import without_flags, write_script
     from ..training.trust import check_trusted
 
     with argument_errors(args):
@@ -79,7 +83,7 @@ def run_sweep(args: argparse.Namespace) -> int:
             raise SmartpruneError(f"--minutes {args.minutes:g} must be above 0")
         check_folder(args.out)
         check_name(Path(args.out).absolute())  # part of the path by which the runs load their dense models
-        cells = expand_grids(_grids(args))
+        cells = _chosen(expand_grids(_grids(args)), args.only)
         for model in sorted({cell.config.model for cell in cells}):
             check_trusted(model, args.grid or args.config or "sweep", args.model, args.trust, NAME_OR_TRUST, print_message)
         known = recorded_cells([Path(folder) for folder in args.recorded or ()], cells)
@@ -89,6 +93,11 @@ def run_sweep(args: argparse.Namespace) -> int:
     if args.list:
         print(list_cells(sweep, cells, known))
         return 0
+    if args.slurm:
+        missing = [cell for cell in sweep.cells if not sweep.done(cell)]
+        write_script(Path(args.slurm), missing, Path(args.out), args.words, sys.executable)
+        print(f"{args.slurm}: {len(missing)} runs; submit them with: bash {args.slurm}")
+        return 0
     progress = SweepProgress()
     if args.recorded:
         progress.message(f"{len(known)} of {len(cells)} cells are recorded already")
@@ -96,10 +105,17 @@ def run_sweep(args: argparse.Namespace) -> int:
         return 0
     with stop_signals(progress.message) as stop:
         try:
-            outcome = sweep.run(progress, stop, shlex.join(["smartprune", *args.words]))
+            outcome = sweep.run(progress, stop, shlex.join(["smartprune", *without_flags(args.words, ["--only"])]))
         finally:
             progress.close()
     return _report(args, outcome, len(sweep.cells))
+
+
+def _chosen(cells: list[Cell], name: str | None) -> list[Cell]:
+    chosen = [cell for cell in cells if name in (None, cell.name)]
+    if not chosen:
+        raise SmartpruneError(f"--only {name}: the grid has no such run; its runs are {', '.join(cell.name for cell in cells)}")
+    return chosen
 
 
 def _grids(args: argparse.Namespace) -> list[Grid]:
