@@ -1,4 +1,4 @@
-"""A small network, and tables of times for it that nobody measured."""
+"""A small network, and tables of invented times for it."""
 
 from __future__ import annotations
 

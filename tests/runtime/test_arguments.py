@@ -57,7 +57,7 @@ def test_a_dictionary_is_one_input_of_a_model_that_takes_one() -> None:
 @pytest.mark.parametrize("example", [torch.ones(2, 5), torch.ones(2, 8).long(), "text", {"y": torch.ones(2, 8)}, []], ids=str)
 def test_a_wrong_example_is_an_error(example: Any, dtype: str) -> None:
     if example == [] and dtype == "float32":
-        pytest.skip("an empty list is no example, which float32 allows")
+        pytest.skip("an empty list is not an example, which float32 allows")
     with pytest.raises(sp.SmartpruneError, match=r"^accelerate: "):
         sp.accelerate(nn.Sequential(nn.Linear(8, 8)), threads=1, dtype=dtype, example=example)
 

@@ -35,7 +35,7 @@ SUFFIX = ".tflite"
 class ExportedLitert:
     """The result of :func:`export_litert`.
 
-    ``size`` is that of the file, and ``dense_size`` what it would be without sparse weights, which ``sparse`` names.
+    ``size`` is the size of the file in bytes, and ``dense_size`` its size without sparse weights, which ``sparse`` names.
     ``difference`` is the largest deviation of the file's float outputs from the model's, ``scale`` the largest output;
     ``int8_error`` is the root mean square error of the int8 outputs, relative to the float ones. ``weights`` counts the numbers of
     all layers; removed are those that are zero in the file. ``blocks`` counts blocks, if their size is known.
@@ -109,12 +109,12 @@ def export_litert(
     """Writes a baked model as a LiteRT file (``.tflite``), and checks it.
 
     The graph comes from ``torch.export``; TensorFlow is not needed. Batch normalization and activations become part of the layers
-    before them. LiteRT runs the file on the example and on random inputs, and the outputs are compared with those of the model.
+    before them. LiteRT runs the file on the example and on random inputs, and the outputs are compared with the model.
     Every zero of the model must be zero in the file. The model does not change.
 
-    Weights with many zeros are stored sparse. LiteRT skips the zeros of float32 linear layers if at most a fifth of all 1x4
-    blocks is left: then they are faster as well. All other sparse weights are made dense when the file is loaded: they save
-    space in the file, and no time.
+    Weights with many zeros are stored sparse. LiteRT skips the zeros of float32 linear layers if at most a fifth of all 1x4 blocks
+    is left: then they are faster as well. All other sparse weights are made dense when the file is loaded: they save space in the
+    file, but no time.
 
     Args:
         model: A baked or any other plain model, in float32.

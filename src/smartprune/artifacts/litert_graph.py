@@ -19,7 +19,7 @@ FUSED = ("CONV_2D", "DEPTHWISE_CONV_2D", "FULLY_CONNECTED", "ADD", "SUB", "MUL")
 
 @dataclass
 class Quantized:
-    """How integers stand for numbers: ``scale * (integer - zero_point)``. Several scales are those of the positions of ``axis``."""
+    """How integers represent numbers: ``scale * (integer - zero_point)``. Several scales belong to the positions of ``axis``."""
 
     scale: Any  # float32 [n]
     zero_point: int = 0

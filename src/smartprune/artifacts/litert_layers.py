@@ -322,7 +322,7 @@ def _adaptive(net: Net, x: Handle, size: Sequence[int], whole: str, parts: str) 
         raise unsupported(
             net.node,
             f"adaptive pooling from {x.shape[2:]} to {(height, width)}",
-            "the sizes of the input must be multiples of those of the output: change the size of the example",
+            "the input sizes must be multiples of the output sizes: change the size of the example",
         )
     if (height, width) != (1, 1):
         return pool(parts, net, x, (x.shape[2] // height, x.shape[3] // width))

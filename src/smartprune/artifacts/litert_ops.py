@@ -25,7 +25,7 @@ def unary(code: str, net: Net, x: Handle, **options: Any) -> Handle:
 
 
 def same(net: Net, x: Handle, *rest: Any, **settings: Any) -> Handle:
-    """Copies, and what does nothing in eval mode."""
+    """Copies, and operations that do nothing in eval mode."""
     dtype = settings.get("dtype")
     if dtype is not None and not dtype.is_floating_point:
         raise unsupported(net.node, f"a conversion to {str(dtype).removeprefix('torch.')}", "compute in floating point")
@@ -33,7 +33,7 @@ def same(net: Net, x: Handle, *rest: Any, **settings: Any) -> Handle:
 
 
 def nothing(net: Net, *rest: Any, **settings: Any) -> None:
-    """Checks that torch writes into graphs."""
+    """Checks that torch writes into graphs, which compute nothing."""
 
 
 def activation(code: str, net: Net, x: Handle) -> Handle:

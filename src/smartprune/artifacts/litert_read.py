@@ -198,7 +198,7 @@ class _File:
         limit = growth_limit(len(self.data))
         if self.used > limit:
             raise SmartpruneError(
-                f"{self.where}: its weights take more than {limit:,} bytes in memory, and its size does not explain that; "
+                f"{self.where}: its weights take more than {limit:,} bytes in memory, which its size does not explain; "
                 "it is damaged or hostile"
             )
         numbers = data.view(np.dtype(dtype).newbyteorder("<")) if data.size % np.dtype(dtype).itemsize == 0 else data[:0]

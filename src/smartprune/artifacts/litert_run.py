@@ -26,7 +26,7 @@ class Runner:
         module = need("interpreter")
         resolver = module.OpResolverType
         settings: dict[str, Any] = {"num_threads": torch.get_num_threads()}
-        if keep_all:  # the default delegate does not keep what it computes on the way
+        if keep_all:  # the default delegate does not keep intermediate results
             settings |= {
                 "experimental_preserve_all_tensors": True,
                 "experimental_op_resolver_type": resolver.BUILTIN_WITHOUT_DEFAULT_DELEGATES,

@@ -1,4 +1,4 @@
-"""Models that another package has quantized: the weights that they hold in a form of their own, and what to do with such models."""
+"""Models that another package has quantized: the weights that they hold in another form, and what to do with such models."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CONVERTED = ("torch.ao.nn.", "torch.nn.quantized", "torch.nn.intrinsic.quantized
 
 
 def packed_weights(model: nn.Module) -> dict[str, Tensor]:
-    """The weights of converted layers of torch.ao, by the names that they had before the conversion. They are no parameters."""
+    """The weights of converted layers of torch.ao, by the names that they had before the conversion. They are not parameters."""
     out: dict[str, Tensor] = {}
     for name, module in model.named_modules():
         weight: Any = getattr(module, "weight", None)
@@ -27,7 +27,7 @@ def packed_weights(model: nn.Module) -> dict[str, Tensor]:
 
 def hides_layers(model: nn.Module) -> bool:
     """Whether the modules of a model do not say which weights belong to layers: converted models, and graphs of torch.export, as
-    PT2E makes them. Their weights are then read as those of a file."""
+    PT2E makes them. Their weights are then read like the weights of a file."""
     if packed_weights(model):
         return True
     return isinstance(model, fx.GraphModule) and not any(candidate.supported for candidate in candidates(model))

@@ -213,7 +213,7 @@ class PruneTrainer:
                 weight.copy_(value)
 
     def save_model(self) -> Any:
-        """Saves the average, a plain model, and the state of the pruner with that of the optimizer."""
+        """Saves the average, a plain model, and the state of the pruner together with the optimizer's."""
         trainer: Any = super()
         group = self._carrying_group()
         group[STATE] = self.search.state_dict()

@@ -11,12 +11,12 @@ from ..core.vector import Blocks
 from ..errors import SmartpruneError
 from ..methods.method import Method, State
 
-HINT = "give one number per block in the order of the plan, such as those of smartprune.saliencies, or leave out start"
+HINT = "give one number per block in the order of the plan, such as the result of smartprune.saliencies, or leave out start"
 
 
 def initial_state(method: Method, blocks: Blocks, start: Any) -> State:
-    """The state in which a search starts. Of ``start``, one score per block, the order is taken; the method keeps its own values,
-    so that temperatures and limits mean the same."""
+    """The state in which a search starts. Only the order of ``start``, one score per block, is used. The method keeps its own
+    values, so that temperatures and limits mean the same."""
     state = method.state(blocks)
     if start is None:
         return state

@@ -27,7 +27,7 @@ class Timing:
 
 
 def time_both(kernels: Callable[[], Any], torch: Callable[[], Any]) -> Timing:
-    """Times two functions in turns, so that noise of the machine hits both. One call of each warms up."""
+    """Times two functions in turns, so that noise of the machine affects both. One call of each warms up."""
     kernels()
     torch()
     best = [float("inf"), float("inf")]

@@ -39,7 +39,7 @@ MOST_PS = 10**16  # almost three hours
 
 @dataclass(frozen=True)
 class Curve:
-    """A time in picoseconds that grows with something: a line between measured points. All numbers are integers."""
+    """A time in picoseconds that does not decrease: straight lines between measured points. All numbers are integers."""
 
     x: tuple[int, ...]  # increasing
     ps: tuple[int, ...]  # not decreasing
@@ -57,7 +57,7 @@ class Curve:
         return Curve(tuple(xs), tuple(out))
 
     def at(self, x: int) -> int:
-        """The time at ``x``; before the first point and after the last one, that of the point."""
+        """The time at ``x``. Before the first point and after the last one it is constant."""
         i = bisect_right(self.x, x)
         if i in (0, len(self.x)):
             return self.ps[max(0, i - 1)]
@@ -67,7 +67,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class LatencyTable:
-    """What a network takes in the CPU runtime, as measured. The time of the network depends on the sum over its layers.
+    """The measured times of a network in the CPU runtime. The time of the network depends on the sum over its layers.
 
     ``layers`` has a curve for each weight: picoseconds by kept elements. ``network`` is the time of a call of the whole network,
     by the sum of the times of its layers.
@@ -228,7 +228,7 @@ class _Variant:
 
 
 def clock_of(threads: int) -> Callable[[], int]:
-    """Nanoseconds of this thread where it does all the work, because other programs do not count then; or of the wall clock."""
+    """CPU nanoseconds of this thread if it does all the work, so that other programs do not count; else the wall clock."""
     return time.thread_time_ns if threads == torch.get_num_threads() == 1 else time.perf_counter_ns
 
 

@@ -1,6 +1,6 @@
 """Lists the members of uncompressed tar files. They are not trusted: every number is checked before it is used.
 
-The module tarfile of older Python versions loops for ever on members of negative size, and takes hours for some headers of 1 MB.
+The module tarfile of older Python versions loops forever on members of negative size, and takes hours for some headers of 1 MB.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One pass over the model refits all layers: every batch runs in a thread of its own and waits before each layer.
 
-When all batches wait before a layer, its inputs are read, its weight is changed, and they go on with the new weight. One thread
-runs at a time, so the results are those of one pass per layer, bit for bit.
+When all batches wait before a layer, its inputs are read, its weight is changed, and they continue with the new weight. One thread
+runs at a time, so the results equal one pass per layer, bit for bit.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Pass:
     """One forward pass in a thread, which waits before every layer.
 
     Attributes:
-        uses: What the layer is about to multiply before which the pass waits.
+        uses: The inputs of the layer that the pass waits for.
         done: Whether the pass has ended.
     """
 
@@ -96,7 +96,7 @@ def _result(use: Use, out: Tensor | None) -> Tensor | None:
 
 
 class Lockstep:
-    """The passes of all batches over several models, of which the layers' inputs are read in a fixed order of the layers."""
+    """The passes of all batches over several models, whose layer inputs are read in a fixed order of the layers."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class Lockstep:
             context.__exit__(kind, error, trace)
 
     def rows(self, index: int) -> Iterator[list[Rows]]:
-        """What each model's layer multiplies in each batch. Layers must be asked for in their order."""
+        """What each model's layer multiplies in each batch. Layers must be requested in their order."""
         if not self.passes:
             self.passes = [[Pass(model, self.layers, batch) for model in self.models] for batch in self.batches]
         for number, (row, share) in enumerate(zip(self.passes, self.shares, strict=True)):

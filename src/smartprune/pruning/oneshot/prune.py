@@ -142,7 +142,7 @@ def saliencies(
         How much the loss rises, to second order, when a block is removed after all that cost less: float64, one entry per block.
 
     Raises:
-        SmartpruneError: There is no or unusable data, a layer is never reached, values are not finite, or an argument is out of
+        SmartpruneError: The data is missing or unusable, a layer is never reached, values are not finite, or an argument is out of
             range.
 
     Examples:

@@ -30,7 +30,8 @@ _EXPORTING = ForkLock()  # warnings and log levels are settings of the process
 
 
 class _Result:
-    """Holds the structure of a result. torch.export restores attributes of modules, also lists, but not those of other objects."""
+    """Holds the structure of a result. torch.export restores attributes of modules, also lists, but not attributes of other
+    objects."""
 
     spec: TreeSpec | None = None
 
@@ -68,7 +69,7 @@ def export(model: nn.Module, call: tuple[Any, Any]) -> tuple[fx.GraphModule, Tre
 
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
-    """Exporting warns about what does not matter here, such as attributes that the model sets."""
+    """Hides warnings of the exporter that do not matter here, for example about attributes that the model sets."""
     level = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
