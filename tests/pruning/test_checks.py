@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import SWALR
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import smartprune as sp
-from smartprune.pruning import optimizers
+from smartprune import topk
+from smartprune.methods.method import capabilities
+from smartprune.pruning import checks, multiply, optimizers
 
 
 def make() -> tuple[nn.Sequential, torch.Tensor]:
@@ -156,3 +161,53 @@ def test_a_plain_model_says_why_it_cannot_load_a_search() -> None:
         plain.load_state_dict(loop.model.state_dict())
     with pytest.raises(RuntimeError, match="Missing key"):
         plain.load_state_dict({})
+
+
+class Float64Counter(TorchDispatchMode):
+    """Counts operations with float64 results, as a device without such numbers would refuse them."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.count += sum(isinstance(x, torch.Tensor) and x.dtype is torch.float64 for x in tree_leaves(out))
+        return out
+
+
+@pytest.mark.parametrize("name", sp.METHODS)
+def test_methods_run_in_plain_torch_and_say_if_they_need_float64(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other devices than CPUs and CUDA GPUs run these paths."""
+    kept = {}
+    for backend in ("auto", "torch"):
+        monkeypatch.setattr(topk, "BACKEND", backend)
+        monkeypatch.setattr(multiply, "BACKEND", backend)
+        loop = Loop(name, steps=20)
+        with Float64Counter() as counter:
+            for _ in range(20):
+                loop.backward()
+                if hasattr(loop.pruner.method, "penalty"):
+                    loop.pruner.penalty().backward()
+                loop.optimizer.step()
+                loop.pruner.step()
+            kept[backend] = loop.pruner.mask.clone()
+    assert torch.equal(kept["auto"], kept["torch"])
+    assert counter.count == 0 or capabilities(loop.pruner.method).needs_float64
+
+
+@pytest.mark.parametrize("method", [sp.Smart(), sp.Magnitude(norm="l2"), sp.Gradual(norm="balanced"), sp.Magnitude()], ids=repr)
+def test_devices_without_float64_are_refused_if_the_method_needs_it(method: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(device: torch.device, where: str, remedy: str) -> None:
+        raise sp.SmartpruneError(f"{where}: refused; {remedy}")
+
+    monkeypatch.setattr(checks, "require_float64", refuse)
+    model, x = make()
+    if method == sp.Magnitude():
+        sp.attach(model, method, block=(4, 4), sparsity=0.5, steps=2)
+        model, x = make()
+        with pytest.raises(sp.SmartpruneError, match="refused"):
+            sp.attach(model, method, block=(4, 4), budget=sp.macs(0.5, example=x), steps=2)
+    else:
+        with pytest.raises(sp.SmartpruneError, match=r"^attach: refused; .*with one of these methods: magnitude, gradual"):
+            sp.attach(model, method, block=(4, 4), sparsity=0.5, steps=2)

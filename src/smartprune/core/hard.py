@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import SmartpruneError
+from .device import require_float64
 from .memory import check_memory
 
 TAU_RANGE = (1e-30, 1e30)
@@ -284,6 +285,7 @@ def _show_floor(floor: float | Tensor | None) -> str:
 
 def _exact(cost: Tensor, limit: float) -> tuple[Tensor, float, float]:
     """Costs and limit as integers in a common unit of 2^-bits if there is one, so that sums are exact; and 2^bits."""
+    require_float64(cost.device, "hard_topk", "move scores and costs to the CPU, or to a CUDA device")
     if float(cost.double().sum()) >= 2.0**62 and not cost.is_floating_point():
         raise SmartpruneError(
             f"hard_topk: the costs add up to {float(cost.double().sum()):.3g}, more than 2**62; use a larger unit"

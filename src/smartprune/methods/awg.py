@@ -49,6 +49,7 @@ class Awg:
     """
 
     name: ClassVar[str] = "awg"
+    needs_float64: ClassVar[bool] = False
     needs_whole_weights: ClassVar[bool] = True
 
     stages: int = 8

@@ -53,6 +53,10 @@ class Gradual:
     def straight_through(self) -> bool:
         return self.through
 
+    @property
+    def needs_float64(self) -> bool:
+        return self.norm != "mean"
+
     def check(self, blocks: Blocks, steps: int) -> None:
         within("Gradual: ramp", self.ramp, 1e-6, 1)
         choose("Gradual: norm", self.norm, ("mean", "l2", "share", "balanced"))

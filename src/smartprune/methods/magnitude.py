@@ -38,6 +38,10 @@ class Magnitude:
 
     norm: str = "mean"
 
+    @property
+    def needs_float64(self) -> bool:
+        return self.norm != "mean"
+
     def check(self, blocks: Blocks, steps: int) -> None:
         choose("Magnitude: norm", self.norm, ("mean", "l2"))
 

@@ -62,6 +62,8 @@ class Capabilities:
     plain_autograd: bool = False
     """Gradients of ``mask`` or ``amplify`` use PyTorch's own operations, whose graph allows one backward pass. The pruner then
     keeps the graph, so that more than one backward pass is possible."""
+    needs_float64: bool = True
+    """It computes in float64 on the device of the weights. A device without float64 numbers is then refused."""
     why_not_capturable: str | None = "the method decides on the host between steps"
     """Why a search step cannot be recorded as a CUDA graph. None: it can, since every step launches the same kernels on tensors
     that stay in place."""

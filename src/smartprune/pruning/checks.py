@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from .. import text
+from ..core.device import require_float64
 from ..core.sharding import full_tensor, is_sharded
 from ..core.vector import Blocks
 from ..errors import SmartpruneError
 from ..methods import METHODS
-from ..methods.method import Method
+from ..methods.method import Method, capabilities
 from ..topk import check_device
 from . import optimizers
 from .consensus import is_distributed, same_on_all_ranks
@@ -68,11 +69,16 @@ def require_values(blocks: Blocks) -> None:
         )
 
 
-def require_whole_weights(search: SearchState) -> None:
-    """A method that reads whole weights cannot work with parts of them."""
+def require_capable_device(search: SearchState) -> None:
+    """A method that reads whole weights cannot work with parts of them, and one that computes in float64 needs such numbers."""
     if search.is_sharded and search.capabilities.needs_whole_weights:
         name = search.method.name
         raise SmartpruneError(f"attach: {name} needs whole weights, and FSDP has split them; use DDP, or another method")
+
+    if search.capabilities.needs_float64 or search.plan.cost is not None:
+        others = [name for name, method in METHODS.items() if not capabilities(method()).needs_float64]
+        remedy = f"train on a CPU or a CUDA GPU, or use sparsity= with one of these methods: {', '.join(others)}"
+        require_float64(search.blocks.device, "attach", remedy)
 
 
 def require_sharded_before_attach(search: SearchState) -> None:

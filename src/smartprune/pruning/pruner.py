@@ -59,7 +59,7 @@ class Pruner:
         search = self.search = SearchState(model, method, planned, steps, seed)
         checks.require_values(search.blocks)
         method.check(search.blocks, steps)
-        checks.require_whole_weights(search)
+        checks.require_capable_device(search)
         self.live = LiveWeights(search)
         self.hooks = ModelHooks(search, self.live)
         self.modules = MaskedModules(model, planned.layers)

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from ..core.device import require_float64
 from ..core.hard import ERRORS, TAU_RANGE, check_vectors, describe_tensor, hard_topk
 from ..errors import SmartpruneError
 from . import cpu, eager
@@ -241,6 +242,7 @@ def _check(
     """Checks that need no CUDA memory. Returns k and tau as floats, unless they are on a CUDA device."""
     check_vectors("soft_topk", scores, cost)
     device = scores.device
+    require_float64(device, "soft_topk", "move them to the CPU, or to a CUDA device")
     if warm is not None and not (
         warm.dtype is torch.float64
         and warm.shape in ((2,), (2, 2))
