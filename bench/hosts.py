@@ -38,7 +38,8 @@ PACKAGES = ["torch", "timm", "torchvision", "transformers", "ultralytics", "segm
 PACKAGES += ["onnx", "onnxscript", "onnxruntime"]
 NOTE = (
     "Random weights, small inputs and few training steps: the table shows that the stages work and that their results are correct. "
-    "It does not show that a pruned model is accurate or fast. Many models are smaller than the originals. One seed."
+    "It does not show that a pruned model is accurate or fast. Many models are smaller than the originals. One seed. "
+    "Stages of one model can be of different commits: a stage that changed was run again by itself."
 )
 LONGEST_REASON = 240
 
