@@ -73,7 +73,7 @@ def build(name: str, block: str, sparsity: float) -> nn.Module:
             mask = torch.zeros(layer.grid.n)
             mask[torch.randperm(layer.grid.n)[:count]] = 1
             weight = getattr(model.get_submodule(owner), attribute)
-            weight.mul_(layer.grid.expand(mask))
+            weight.masked_fill_(layer.grid.expand(mask) == 0, 0)  # not -0.0
     return model
 
 
