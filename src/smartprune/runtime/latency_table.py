@@ -13,8 +13,10 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
+from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -177,10 +179,20 @@ def measure_latency(model: nn.Module, layers: Sequence[Layer], example: Any, thr
             "latency: no layer to prune gets faster in the runtime on this machine; use a budget in MACs: smartprune.macs"
         )
     sums = [sum(curves[plain_name(layer.weight)].at(v.kept[layer.name]) for layer in layers) for v in variants]
-    network = Curve.through([(total, 1000 * v.fastest) for total, v in zip(sums, variants, strict=True)])
+    network = _line(sums, [1000 * variant.fastest for variant in variants])
     shown = ", ".join(text.format_shape(x.shape) for x in torch.utils._pytree.tree_leaves(example) if isinstance(x, Tensor))
     grids = {plain_name(layer.weight): tuple(layer.grid.shape) for layer in layers}
     return LatencyTable(machine_name(), threads, text.shorten(shown, 100), grids, curves, network)
+
+
+def _line(sums: Sequence[int], totals: Sequence[int]) -> Curve:
+    """The time of the network by the sum over its layers: a line from the point without blocks, with the median slope to others.
+
+    Single totals are less reliable than the sums: a long call is disturbed more often than a short operation.
+    """
+    points = [(a - sums[0], b - totals[0]) for a, b in zip(sums, totals, strict=True) if a > sums[0]]
+    slope = max(Fraction(1), median(Fraction(rise, run) for run, rise in points))
+    return Curve((sums[0], sums[-1]), (totals[0], totals[0] + math.floor(slope * (sums[-1] - sums[0]))))
 
 
 class _Variant:
