@@ -25,13 +25,13 @@ def test_the_guide_runs_with_timm(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     torch.save(torch.randn(32, 3, 64, 64), "images.pt")
     text = next(text for text in re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.S) if "import timm" in text)
     scope: dict[str, object] = {}
-    exec(text.replace('"resnet50", pretrained=True', '"resnet10t", pretrained=False'), scope)
+    exec(text.replace('"resnet50", pretrained=True', '"test_resnet", pretrained=False'), scope)
     receipt, model = scope["receipt"], scope["model"]
     assert isinstance(receipt, sp.Receipt)
     assert isinstance(model, torch.nn.Module)
     assert receipt.blocks.kept == -(-receipt.blocks.total // 2)
     assert sp.verify(model, receipt=sp.Receipt.load("receipt.json")).ok
-    assert Path("pruned.onnx").stat().st_size > 1e6
+    assert Path("pruned.onnx").stat().st_size > 1e5
 
 
 def test_a_vision_transformer_loses_less_than_by_magnitude() -> None:
