@@ -1,5 +1,6 @@
 """What only the real Lightning can show: its own checkpoints, averages, manual optimization, several processes."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +115,11 @@ def test_an_average_before_the_callback_raises(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes(tmp_path: Path) -> None:
+def test_two_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    declare = "from helpers.torchvision_operators import declare_operators\ndeclare_operators()\n"
+    (tmp_path / "sitecustomize.py").write_text(declare)  # new processes import lightning, and with it torchvision, first
+    source, tests = Path(sp.__file__).parents[1], Path(trainers.__file__).parents[1]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(tests), str(source)]))
     callback, net = PruneCallback(**{**SETTINGS, "steps": 6}), Net()
     keep = lightning.callbacks.ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
     fit(tmp_path, net, callback, keep, strategy="ddp_spawn", devices=2)
