@@ -49,7 +49,7 @@ def test_the_demo_installs_no_gpu_compiler_and_no_test_tools() -> None:
 
 
 def test_the_tests_install_what_every_extra_needs() -> None:
-    optional = {"plot", "digits", "pictures", "detection", "onnx", "track", "demo", "notebook"}
+    optional = {"plot", "digits", "pictures", "detection", "onnx", "litert", "track", "demo", "notebook"}
     assert set().union(*(extra(name) for name in optional)) <= extra("test")
 
 
