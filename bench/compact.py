@@ -148,13 +148,13 @@ if "export_litert" in sp.__all__:
     FORMS["LiteRT"] = litert_form
 
 
-def row(model: str, data: str, block: str, sparsity: float, metric: str, method: str, values: Sequence[float]) -> dict[str, Any]:
+def row(data: str, sparsity: float, metric: str, method: str, values: Sequence[float]) -> dict[str, Any]:
     std = statistics.stdev(values) if len(values) > 1 else None
     return {
-        "model": model,
+        "model": "networks",
         "data": data,
         "method": method,
-        "block": block,
+        "block": "by row",
         "sparsity": sparsity,
         "protocol": "torch, one thread, one sample",
         "metric": metric,
@@ -185,17 +185,14 @@ def measure(
         ms = times({form: run for form, (run, _) in forms.items()}, rounds)
     method = f"{name}, {block}"
     shares = {"params left": report.parameters, "MACs left": report.macs}
-    rows = [
-        row(name, data, block, sparsity, f"{metric}, %", method, [100 * after / before])
-        for metric, (before, after) in shares.items()
-    ]
+    rows = [row(data, sparsity, f"{metric}, %", method, [100 * after / before]) for metric, (before, after) in shares.items()]
     for form, (_, size) in forms.items():
         label = f"{method}: {form}"
-        rows.append(row(name, data, block, sparsity, "ms", label, ms[form]))
-        rows.append(row(name, data, block, sparsity, "MB", label, [size / 1e6]))
+        rows.append(row(data, sparsity, "ms", label, ms[form]))
+        rows.append(row(data, sparsity, "MB", label, [size / 1e6]))
         if form != "torch, dense":
             ratios = [a / b for a, b in zip(ms["torch, dense"], ms[form], strict=True)]
-            rows.append(row(name, data, block, sparsity, "times faster", label, ratios))
+            rows.append(row(data, sparsity, "times faster", label, ratios))
     rows[0]["failed"] = failed
     shown = ", ".join(f"{entry['method'].partition(': ')[2]} {entry['metric']} {entry['mean']:.2f}" for entry in rows)
     print(f"{name} {block} {sparsity}: {shown} {failed or ''}", file=sys.stderr, flush=True)

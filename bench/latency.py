@@ -1,6 +1,6 @@
 """Does a network that was pruned to a time take that time, and does it lose less than one pruned to a number of blocks?
 
-python bench/latency.py [--models resnet18 ...] [--shares 0.5 0.75] [--rounds 5] [--out FILE.json]
+python bench/latency.py [--models resnet18 ...] [--shares 0.5 0.75] [--digits 0.4 0.6] [--out FILE.json]
 
 For every network and share, smartprune.latency times the runtime, and its table chooses a mask. Then the dense and the pruned
 networks take turns, in rounds. A time is the median over the rounds of the least of the calls of a round, in processor time on
@@ -10,6 +10,9 @@ dense network itself is slower than in the table; "share of dense" compares with
 Blocks are ranked by the squares of their weights, without any training: as they are, as a budget in blocks does, and per
 picosecond that the latency budget says they cost. Both masks are cut where the table puts the same time. Weights are random, with
 one scale for each output channel, and batch norms are random; the error of the outputs is relative, on noise.
+
+--digits 0.4 0.6 also prunes a small trained network without further training (smartprune.prune) to these shares of the time, and
+to the number of blocks that the table puts at the same time, and compares the accuracy.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ from smartprune.runtime.latency_table import machine_name
 SIDES = {"resnet18": 32, "mobilenetv2": 32, "resnet50": 64}
 BLOCK = (16, 8)
 CALLS = 5
+HALVINGS = 6
 
 
 def network(name: str) -> nn.Module:
@@ -92,9 +96,9 @@ def medians(models: Sequence[nn.Module], x: Tensor, rounds: int) -> list[list[fl
     return out
 
 
-def row(model: str, method: str, share: float, metric: str, values: Sequence[float], **more: Any) -> dict[str, Any]:
+def row(method: str, share: float, metric: str, values: Sequence[float], **more: Any) -> dict[str, Any]:
     return {
-        "model": model,
+        "model": "networks",
         "data": "noise",
         "method": method,
         "block": "16x8",
@@ -128,10 +132,10 @@ def measure(name: str, shares: Sequence[float], rounds: int) -> list[dict[str, A
             ratio = 100 * statistics.median(values) / promised
             of_dense = statistics.median(values) / statistics.median(times[2])
             rows += [
-                row(name, label, share, "time, % of the promise", [ratio], ms=values, promised_ms=promised),
-                row(name, label, share, "share of dense, % of the promise", [100 * of_dense / (1 - share)]),
-                row(name, label, share, "error of the outputs, %", [100 * error_of(network_, model, test)]),
-                row(name, label, share, "blocks left, %", [100 * left]),
+                row(label, share, "time, % of the promise", [ratio], ms=values, promised_ms=promised),
+                row(label, share, "share of dense, % of the promise", [100 * of_dense / (1 - share)]),
+                row(label, share, "error of the outputs, %", [100 * error_of(network_, model, test)]),
+                row(label, share, "blocks left, %", [100 * left]),
             ]
         rows.append(
             row(
@@ -148,17 +152,82 @@ def measure(name: str, shares: Sequence[float], rounds: int) -> list[dict[str, A
     return rows
 
 
+def digits() -> tuple[nn.Module, Tensor, Tensor]:
+    """A small network that is trained on the digits of scikit-learn, and 1,200 training and 597 test images with labels."""
+    from sklearn.datasets import load_digits
+
+    torch.manual_seed(0)
+    data = load_digits()
+    x, y = torch.tensor(data.images, dtype=torch.float32)[:, None] / 8 - 1, torch.tensor(data.target)
+    order = torch.randperm(len(x))
+    x, y = x[order], y[order]
+    layers: list[nn.Module] = []
+    for before, after, stride in ((1, 32, 1), (32, 32, 1), (32, 64, 2), (64, 64, 1), (64, 128, 2), (128, 128, 1)):
+        layers += [nn.Conv2d(before, after, 3, stride, 1, bias=False), nn.BatchNorm2d(after), nn.ReLU()]
+    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 10))
+    optimizer = torch.optim.SGD(model.parameters(), 0.05, 0.9, weight_decay=5e-4)
+    for _ in range(8):
+        for batch in torch.randperm(1200).split(64):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x[batch]), y[batch]).backward()
+            optimizer.step()
+    return model.eval(), x, y
+
+
+def accuracies(shares: Sequence[float]) -> list[dict[str, Any]]:
+    """Accuracy after smartprune.prune with a budget in time, and with the budget in blocks that the table puts at the same time."""
+    model, x, y = digits()
+
+    def prune(budget: sp.Budget) -> tuple[nn.Module, Tensor]:
+        out = copy.deepcopy(model)
+        receipt = sp.prune(out, [x[:256]], block=BLOCK, budget=budget)
+        return out.eval(), torch.cat([layer.mask().reshape(-1) for layer in receipt.layers])
+
+    def accuracy(network: nn.Module) -> float:
+        with torch.no_grad():
+            return 100 * float((network(x[1200:]).argmax(1) == y[1200:]).double().mean())
+
+    measured = sp.latency(0, example=x[:1])
+    sp.plan(model, BLOCK, budget=measured)
+    (table,) = measured.measured.values()
+    name = "six convolutions on digits"
+    rows = [row(f"{name}: dense", 0.0, "accuracy, %", [accuracy(model)])]
+    for share in shares:
+        budget = sp.latency(share, example=x[:1], table=table)
+        exact = sp.plan(model, BLOCK, budget=budget).exact
+        assert exact is not None
+        low, high, by_blocks = 0.0, 1.0, None
+        for _ in range(HALVINGS):
+            middle = (low + high) / 2
+            candidate = prune(sp.blocks(middle))
+            if exact.of(candidate[1]) <= exact.limit:
+                high, by_blocks = middle, candidate
+            else:
+                low = middle
+        assert by_blocks is not None
+        for method, (network_, mask) in (("latency", prune(budget)), ("blocks", by_blocks)):
+            label = f"{name}: {method} budget"
+            rows.append(row(label, share, "accuracy, %", [accuracy(network_)]))
+            rows.append(row(label, share, "blocks left, %", [100 * float(mask.double().mean())]))
+            print(
+                f"{label} {share}: {rows[-2]['mean']:.2f} with {rows[-1]['mean']:.1f} % of the blocks", file=sys.stderr, flush=True
+            )
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=list(SIDES), choices=list(SIDES))
+    parser.add_argument("--models", nargs="*", default=list(SIDES))
     parser.add_argument("--shares", nargs="+", type=float, default=[0.5, 0.75])
+    parser.add_argument("--digits", nargs="*", type=float, default=[], help="shares of time for the trained network")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
-    for name in args.models:
-        rows += measure(name, args.shares, args.rounds)
+    jobs = [*((lambda name=name: measure(name, args.shares, args.rounds)) for name in args.models)]
+    for job in [*jobs, *([lambda: accuracies(args.digits)] if args.digits else [])]:
+        rows += job()
         machine = {"device": machine_name(), "threads": 1, "torch": torch.__version__, "python": platform.python_version()}
         text = json.dumps({"settings": {**vars(args), "out": None}, **machine, "rows": rows}, indent=1)
         if args.out is not None:
