@@ -58,7 +58,7 @@ def bake(model: nn.Module, hold: bool = True, example: Any = None) -> Receipt:
             "mask now; if this is a copy of a model whose search is over (EMA), call pruner.apply_to(copy) first"
         )
     receipt = pruner.receipt()
-    problems = _dead_layers(receipt) + ([] if example is None else _dead_outputs(model, example))
+    problems = dead_layers(receipt) + ([] if example is None else dead_outputs(model, example))
     with torch.no_grad():
         torch._foreach_add_(list(pruner.blocks.weights), 0.0)  # a negative weight times zero is -0.0; files store +0.0
     pruner.detach()
@@ -72,7 +72,8 @@ def bake(model: nn.Module, hold: bool = True, example: Any = None) -> Receipt:
     return receipt
 
 
-def _dead_layers(receipt: Receipt) -> list[str]:
+def dead_layers(receipt: Receipt) -> list[str]:
+    """A warning that names the layers without blocks, if there are any."""
     dead = [row.name for row in receipt.layers if not row.occupied]
     if not dead:
         return []
@@ -83,7 +84,8 @@ def _dead_layers(receipt: Receipt) -> list[str]:
     ]
 
 
-def _dead_outputs(model: nn.Module, example: Any) -> list[str]:
+def dead_outputs(model: nn.Module, example: Any) -> list[str]:
+    """A warning if the outputs are constant."""
     if outputs_depend_on(model, example):
         return []
     return [

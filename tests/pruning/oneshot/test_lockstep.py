@@ -53,9 +53,9 @@ def test_lockstep_gives_the_bits_of_one_pass_per_layer(monkeypatch: pytest.Monke
 
     models = [residual(), residual()]
     monkeypatch.setattr(job.Job, "_fits_in_lockstep", noted)
-    sp.prune(models[0], DATA, (4, 2), 0.5, include="*")
+    sp.prune(models[0], DATA, (4, 2), 0.5, include="*", floor=0.1)
     monkeypatch.setattr(job.Job, "_fits_in_lockstep", lambda self: False)
-    sp.prune(models[1], DATA, (4, 2), 0.5, include="*")
+    sp.prune(models[1], DATA, (4, 2), 0.5, include="*", floor=0.1)
     assert used == [True]
     for name, value in models[0].state_dict().items():
         assert torch.equal(value, models[1].state_dict()[name]), name
@@ -160,5 +160,5 @@ def test_held_bytes_are_the_activations_that_wait() -> None:
 def test_little_memory_needs_one_pass_per_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Lockstep, "rows", None)  # would fail
     model = residual()
-    receipt = sp.prune(model, DATA, (4, 2), 0.5, include="*", memory=1e-5)
+    receipt = sp.prune(model, DATA, (4, 2), 0.5, include="*", floor=0.1, memory=1e-5)
     assert sp.verify(model, receipt=receipt).ok

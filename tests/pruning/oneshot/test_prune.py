@@ -326,6 +326,17 @@ def test_models_of_other_number_types_are_pruned_in_their_type(dtype: torch.dtyp
     assert own < 2 * expected + 1e-3
 
 
+def test_layers_that_lost_every_block_are_named() -> None:
+    model = with_seed(lambda: nn.Sequential(*[nn.Linear(12, 12) for _ in range(4)]))
+    with (
+        pytest.warns(UserWarning, match="outputs of the pruned model do not depend on its input"),
+        pytest.warns(UserWarning, match=r"prune: . of 3 layers kept no block, .*; use floor=0\.01") as caught,
+    ):
+        receipt = sp.prune(model, data_of((12,)), block=(6, 6), sparsity=0.9)
+    empty = [row.name for row in receipt.layers if not row.blocks.kept]
+    assert any(f"through them: {', '.join(empty)};" in str(warning.message) for warning in caught)
+
+
 def test_weights_created_in_inference_mode_are_refused() -> None:
     with torch.inference_mode():
         model = with_seed(images)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +20,7 @@ from ...core.layers import Patterns
 from ...core.trace import tensors_in
 from ...errors import SmartpruneError
 from .. import optimizers, zeros
+from ..bake import dead_layers, dead_outputs
 from ..hold import release_layers
 from ..multiply import BlockMultiplier
 from ..plan import Plan, make_plan
@@ -77,6 +79,9 @@ def prune(
     Returns:
         The receipt. The model has the zeros already, as after :func:`bake`, and optimizers keep them.
 
+    Warns:
+        UserWarning: Layers lost every block, or the outputs no longer depend on the input.
+
     Raises:
         SmartpruneError: The budget cannot be met, the data is missing or unusable, a layer is never reached, values are not finite,
             or an argument is out of range.
@@ -102,10 +107,13 @@ def prune(
         job = Job(model, plan, inputs, settings, progress or _no_progress, store)
         mask = job.run()
         receipt = make_receipt(plan, dict(job.work.named_parameters(remove_duplicate=False)), mask, "oneshot", job.facts())
+        problems = dead_layers(receipt) + dead_outputs(job.work, sample)
         _take_over(model, job.work)
         _hold(model, plan, mask)
         remember_receipt(model, receipt)
         store.clear()
+    for problem in problems:  # last, since warnings may be errors, and then the model is pruned already
+        warnings.warn(f"prune: {problem.replace('attach with', 'use')}", stacklevel=2)
     return receipt
 
 
