@@ -105,8 +105,9 @@ def main() -> None:
         }
         for (length, method), numbers in values.items()
     ]
+    settings = {"seeds": args.seeds, "lengths": args.lengths, "threads": 1, "torch": torch.__version__}
     if args.out:
-        args.out.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+        args.out.write_text(json.dumps({"rows": rows, **settings}, indent=1) + "\n")
 
 
 def summary(values: list[float]) -> dict[str, Any]:
