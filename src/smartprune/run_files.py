@@ -20,6 +20,7 @@ RESULT = "result.json"  # written last: the run is finished
 PAGE = "report.html"
 BENCH = "bench.json"  # written by ``smartprune bench``
 TENSORBOARD = "tensorboard"  # a folder
+TRACKERS = "trackers.json"  # the names that MLflow and Weights & Biases gave to the run
 DETECTIONS = {"dense": "dense_detections.json", "pruned": "detections.json"}  # of tasks that detect objects
 
 PROTECTED = (CONFIG, METRICS, CHECKPOINT, RESULT, DENSE, MODEL, RECEIPT, SCORES, BENCH)  # commands with --out do not replace them

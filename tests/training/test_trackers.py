@@ -14,6 +14,7 @@ from helpers.training_jobs import (
     small_config,
 )
 from smartprune import SmartpruneError
+from smartprune.training.trackers import read_id, write_id
 from smartprune.training.train import resume, train
 
 
@@ -54,3 +55,47 @@ def test_missing_tensorboard_is_an_error_before_training(tmp_path: Path, monkeyp
     with pytest.raises(SmartpruneError, match=r"pip install 'smartprune\[track\]', or use --tensorboard off"):
         train(small_config(tmp_path / "a", tensorboard="on"))
     assert not (tmp_path / "a").exists()
+
+
+def test_unknown_and_missing_trackers_are_errors_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SmartpruneError, match="there is no tracker 'neptune'; give mlflow, wandb, or mlflow,wandb"):
+        train(small_config(tmp_path / "a", track="mlflow,neptune"))
+    for name in ("mlflow", "wandb"):
+        monkeypatch.setitem(sys.modules, name, None)
+        with pytest.raises(SmartpruneError, match=rf"track='{name}', but {name} cannot be imported .*'smartprune\[{name}\]'"):
+            train(small_config(tmp_path / "a", track=name))
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_run_keeps_the_names_that_trackers_gave_it(tmp_path: Path) -> None:
+    assert read_id(tmp_path, "mlflow") is None
+    write_id(tmp_path, "mlflow", "a")
+    write_id(tmp_path, "wandb", "b")
+    assert [read_id(tmp_path, name) for name in ("mlflow", "wandb")] == ["a", "b"]
+
+
+class Recorder:
+    """Stands in for a tracker."""
+
+    def __init__(self) -> None:
+        self.rows: list[object] = []
+        self.calls: list[str] = []
+
+    def add(self, row: object) -> None:
+        self.rows.append(row)
+
+    def finish(self, folder: Path, step: int) -> None:
+        self.calls.append("finish")
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+
+def test_trackers_get_every_row_and_are_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trackers = [Recorder(), Recorder()]
+    monkeypatch.setattr("smartprune.training.run.open_trackers", lambda *_: list(trackers))
+    out = tmp_path / "a"
+    train(small_config(out))
+    for tracker in trackers:
+        assert [row["loss"] for row in tracker.rows] == [row["loss"] for row in metric_rows(out)]  # type: ignore[index]
+        assert tracker.calls == ["finish", "close"]

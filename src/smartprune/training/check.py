@@ -18,7 +18,7 @@ from .config import Config, make_task
 from .folder import load_weights
 from .outputs import check_packages
 from .run import attach_pruner, data_of_stage
-from .trackers import import_writer
+from .trackers import check_trackers
 
 
 def check(config: Config) -> None:
@@ -28,8 +28,7 @@ def check(config: Config) -> None:
     check_packages(config)
     resolve(config)
     read_npu(config.npu)
-    if config.tensorboard == "on":
-        import_writer()
+    check_trackers(config)
     with torch.random.fork_rng(devices=[]):
         task = make_task(config.task, config.task_settings)
         with explain_memory_errors(model_flags(config)):

@@ -86,6 +86,7 @@ class Config:
     parallel: str = option("training with several processes (torchrun): ddp, or fsdp, which also shards the weights", "ddp")
     sync_bn: str = option("batch-norm statistics over all processes (GPUs only): on or off", "off")
     tensorboard: str = option("write the metrics for TensorBoard as well: on or off", "off")
+    track: str = option("send the metrics to mlflow or wandb as well, or to both: mlflow,wandb", "")
     checkpoint_seconds: float = option("seconds between checkpoints; 0 writes one after every step")
     onnx: str = option("write model.onnx at the end: on, off, or auto: if onnx and onnxruntime are installed", "auto")
     out: str = option("run folder", "", flag=False)
@@ -373,6 +374,7 @@ PLACES = {
     "deterministic",
     "checkpoint_seconds",
     "tensorboard",
+    "track",
     "onnx",
     "graph",
     "compile",

@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from .evaluate import Metrics
 from .folder import first_line, load_weights, read_checkpoint, remove_temporary_files, to_cpu, trim_metrics, write_checkpoint
 from .optimizer import make_optimizer
 from .step import make_graph, require_finite
-from .trackers import TensorBoard
+from .trackers import Tracker, open_trackers
 
 
 @dataclass
@@ -53,7 +53,7 @@ class Run:
     pruner: Pruner | None = None
     ema: Ema | None = None  # of the weights in this stage
     teacher: Teacher | None = None  # the dense model, for distillation
-    tensorboard: TensorBoard | None = None
+    trackers: list[Tracker] = field(default_factory=list)
     graph: Graph | None = None  # the recorded step of this stage
     stage: str = STAGES[0]
     step: int = 0  # within the stage
@@ -168,8 +168,8 @@ def start_run(folder: Path, config: Config) -> Run:
         current = run.global_step(run.stage, run.step)
         rows = trim_metrics(folder, lambda stage, step: stage in STAGES and run.global_step(stage, step) <= current)
         run.rows, run.lost_rows = rows, run.rows - rows
-    if config.tensorboard == "on" and ranks.rank() == 0:
-        run.tensorboard = TensorBoard(folder, folder / run_files.METRICS, run.global_step)
+    if ranks.rank() == 0:
+        run.trackers = open_trackers(config, folder, run.global_step)
     return run
 
 
@@ -177,7 +177,7 @@ def start_run(folder: Path, config: Config) -> Run:
 def closing(run: Run) -> Iterator[None]:
     """Closes what the run holds open and drops references that would keep its model in memory.
 
-    If the run fails, its own error is raised, not an error from closing TensorBoard, such as a full disk.
+    If the run fails, its own error is raised, not an error from closing a tracker, such as a full disk.
     """
     try:
         yield
@@ -189,9 +189,10 @@ def closing(run: Run) -> Iterator[None]:
 
 
 def _close(run: Run) -> None:
-    tensorboard, run.tensorboard, run.graph = run.tensorboard, None, None
-    if tensorboard is not None:
-        tensorboard.close()
+    trackers, run.trackers, run.graph = run.trackers, [], None
+    with ExitStack() as stack:  # closes all of them, even if one raises
+        for tracker in trackers:
+            stack.callback(tracker.close)
 
 
 def dense_weights(folder: Path, config: Config) -> Path | None:

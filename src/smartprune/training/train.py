@@ -234,8 +234,8 @@ def _end_epoch(run: Run) -> None:
         row["graph"] = f"off: {run.graph.failed}"
     row["seconds"] = round(run.elapsed(), 3)
     ranks.on_first(lambda: append_row(run.folder, row))
-    if run.tensorboard is not None:
-        run.tensorboard.add(row)
+    for tracker in run.trackers:
+        tracker.add(row)
     run.rows += 1
     run.losses.zero_()
 
@@ -324,8 +324,8 @@ def _write_result(run: Run, receipt: Receipt, pruned: float | None) -> Result:
     )
     write_json(folder / run_files.RESULT, asdict(result))
     write_run_page(folder, trusted=True)
-    if run.tensorboard is not None:
-        run.tensorboard.add_figures(folder, run.total_steps)
+    for tracker in run.trackers:
+        tracker.finish(folder, run.total_steps)
     return result
 
 

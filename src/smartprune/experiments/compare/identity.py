@@ -13,7 +13,19 @@ from .labels import format_setting, method_label, task_label
 
 # settings with a place of their own in a table, and settings that only say where and how fast a run was
 SHOWN_APART = ("task", "task_settings", "model", "method", "settings", "block", *BUDGET_SETTINGS, "seed")
-IGNORED = ("out", "dense", "device", "threads", "compile", "graph", "checkpoint_seconds", "parallel", "tensorboard", "onnx")
+IGNORED = (
+    "out",
+    "dense",
+    "device",
+    "threads",
+    "compile",
+    "graph",
+    "checkpoint_seconds",
+    "parallel",
+    "tensorboard",
+    "track",
+    "onnx",
+)
 # settings without effect at this value, and settings that have no effect if another one has none
 NEUTRAL = {
     "amp": "off", "schedule_over": "stage", "accumulate": 1, "warmup_epochs": 0, "clip_norm": 0, "ema": 0, "distill": 0,

@@ -19,7 +19,7 @@ MAX_FILE_BYTES = 1 << 20
 AFTER_DENSE = (
     "method", "settings", "block", *BUDGET_SETTINGS, "npu", "cost_table", "onnx", "floor", "include", "skip", "dense",
     "search_epochs", "finetune_epochs", "search_lr", "finetune_lr", "score_lr", "search_schedule", "schedule_over", "distill",
-    "distill_temperature", "tensorboard", "checkpoint_seconds", "out",
+    "distill_temperature", "tensorboard", "track", "checkpoint_seconds", "out",
 )  # fmt: skip
 
 
