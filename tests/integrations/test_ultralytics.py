@@ -44,7 +44,10 @@ class SmallTrainer:
         self.train_loader = trainers.batches()
         weights = [p for p in self.model.parameters() if p.ndim == 2]
         rest = [p for p in self.model.parameters() if p.ndim == 1]
-        groups = [{"params": weights, "weight_decay": 0.1, "param_group": "weight"}, {"params": rest, "param_group": "bias"}]
+        groups = [
+            {"params": weights, "weight_decay": 0.1, "param_group": "weight", "use_muon": True},
+            {"params": rest, "param_group": "bias"},
+        ]
         self.optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
         self.lf = lambda epoch: 1 - epoch / self.epochs
         self.scheduler = LambdaLR(self.optimizer, lr_lambda=self.lf)
@@ -130,6 +133,7 @@ def test_scores_have_a_group_that_the_trainer_does_not_mistake(tmp_path: Path) -
     trainer.train()
     groups = [(g["param_group"], g["weight_decay"], g["initial_lr"]) for g in trainer.optimizer.param_groups]
     assert groups == [("weight", 0.1, 0.1), ("bias", 0, 0.1), (STATE, 0.0, 0.3)]
+    assert [g.get("use_muon") for g in trainer.optimizer.param_groups] == [True, None, False], "scores are no matrices"
     assert [g["lr"] / g["initial_lr"] for g in trainer.optimizer.param_groups] == pytest.approx([0.25] * 3)
 
 
