@@ -154,7 +154,10 @@ def main() -> None:
     if args.out is not None:
         machine = f"{platform.machine()}, 1 thread, Python {platform.python_version()}, torch {torch.__version__}"
         settings = {"rounds": args.rounds, "repeats": args.repeats, "block": BLOCK, "sparsities": SHARES}
-        save_record(args.out, {"rows": rows}, settings, NOTE, ["python bench/litert.py --out records/litert-cpu"], [machine])
+        cases = "".join(f" --case {name!r}" for name in args.case or ())
+        save_record(
+            args.out, {"rows": rows}, settings, NOTE, [f"python bench/litert.py{cases} --out records/litert-cpu"], [machine]
+        )
 
 
 if __name__ == "__main__":
