@@ -156,7 +156,7 @@ def row(data: str, sparsity: float, metric: str, method: str, values: Sequence[f
         "method": method,
         "block": "by row",
         "sparsity": sparsity,
-        "protocol": "torch, one thread, one sample",
+        "protocol": "one thread, one sample",
         "metric": metric,
         "values": list(values),
         "mean": statistics.fmean(values),

@@ -22,7 +22,9 @@ def add_budget_flags(parser: Parser, example: str) -> None:
     budget.add_argument("--cycles", type=float, metavar="X", help=f"share of the cycles on an NPU to remove{example}")
     budget.add_argument("--budget", metavar="KIND=SHARE", help="any budget, such as params=0.9")
     parser.add_argument("--npu", metavar="NAME", help="small, edge, server, or a .json file with its settings (default: edge)")
-    parser.add_argument("--cost-table", metavar="FILE", help="costs for --budget costs=SHARE: a .json or .csv file")
+    parser.add_argument(
+        "--cost-table", metavar="FILE", help="costs for --budget costs=SHARE (.json or .csv), or times for latency=SHARE (.json)"
+    )
     parser.add_argument("--floor", type=float, metavar="X", help="smallest share of its blocks that each layer keeps")
     parser.add_argument(
         "--include", action="append", metavar="GLOB", default=[], help="prune these layers although they are skipped by default"

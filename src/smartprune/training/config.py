@@ -47,7 +47,9 @@ class Config:
     cycles: float | None = option("share of the cycles on --npu to remove, instead of --sparsity", None)
     budget: str | None = option("any budget instead of --sparsity, such as params=0.9", None, metavar="KIND=SHARE")
     npu: str = option("NPU whose cycles are counted: a preset, or a .json file with its settings", "edge")
-    cost_table: str | None = option("costs for --budget costs=SHARE: a .json or .csv file", None, metavar="FILE")
+    cost_table: str | None = option(
+        "costs for --budget costs=SHARE (.json or .csv), or measured times for latency=SHARE (.json)", None, metavar="FILE"
+    )
     floor: float | None = option("smallest share of its blocks that each layer keeps", None)
     include: tuple[str, ...] = option("layers to prune although they are skipped by default (globs)", ())
     skip: tuple[str, ...] = option("layers not to prune (globs)", ())
