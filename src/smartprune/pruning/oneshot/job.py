@@ -28,7 +28,7 @@ from .refit import refit
 from .store import Store
 from .uses import Use
 
-HELD_OUT = 8  # one batch in so many decides which corrections are kept
+HELD_OUT = 8  # one batch in so many, and at least one of several, decides which corrections are kept
 
 Pairs = Callable[[int], Iterator[list[Rows]]]  # layer -> for each batch, its inputs in the dense and in the pruned network
 Progress = Callable[[str, int, int], None]  # the name of the step, how much of it is done, and of how much
@@ -224,7 +224,8 @@ class Job:
         targets = [outputs_of(self.model, batch) for batch in self.batches]
         if not targets[0]:  # no output to compare
             return
-        split = len(self.batches) - len(self.batches) // HELD_OUT
+        count = len(self.batches)
+        split = count - max(1, count // HELD_OUT) if count > 1 else count
         held_out, goal = self.batches[split:] or self.batches, targets[split:] or targets
         candidates = [self.work]
         if norms_with_statistics(self.work):
