@@ -27,8 +27,8 @@ BLOCK = (16, 8)
 NOTE = (
     "Time of a dense file divided by that of a sparse file with the same weights, both in LiteRT with XNNPACK, batch 1, and "
     "sizes of both. Above 1, sparse is faster. Only linear layers have a kernel that skips zeros; convolutions are made dense when "
-    "the file is loaded, so they save space and no time. Masks are random. Measured on one shared x86 machine: ratios within 10 % "
-    "of 1 are noise, and ARM was not measured."
+    "the file is loaded, so they save space and no time, and MobileNetV2 is slower. Masks are random. "
+    "Measured on one shared x86 machine: ratios within 10 % of 1 are noise, and ARM was not measured."
 )
 
 
