@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -91,15 +92,25 @@ def read_wandb(folder: Path) -> tuple[list[tuple[int, float]], list[str]]:
     return losses, files
 
 
+def wait_for_wandb(folder: Path, rows: int) -> tuple[list[tuple[int, float]], list[str]]:
+    """Another process writes the log, and may still do so after the run was closed."""
+    for _ in range(300):
+        losses, files = read_wandb(folder)
+        if len(losses) >= rows and files:
+            break
+        time.sleep(0.1)
+    return losses, files
+
+
 def test_wandb_has_every_row_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb", reason="wandb is not installed; run make hosts")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     folder = tmp_path / "run"
     track(folder, "wandb", ROWS[:2])
-    assert read_wandb(folder)[0] == LOSSES[:2]
+    assert wait_for_wandb(folder, 2)[0] == LOSSES[:2]
     track(folder, "wandb", ROWS[2:], finish=True)
-    losses, files = read_wandb(folder)
+    losses, files = wait_for_wandb(folder, 4)
     assert losses == LOSSES
     assert "receipt.json" in files
     assert list(json.loads((folder / "trackers.json").read_text())) == ["wandb"]
