@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import UserDict
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from fractions import Fraction
 from importlib import import_module
 from typing import Any
@@ -81,7 +81,19 @@ def removal(share: float, label: str, of: str = "layers") -> str:
     return f"remove {100 * share:g}% of {owner} {label}"
 
 
-def budget_fields(name: str) -> set[str]:
-    """The fields of a budget's class, such as ``example`` and ``npu``; empty if no such budget is registered."""
+def budget_fields(name: str, required: bool = False) -> set[str]:
+    """The fields of a budget's class, such as ``example`` and ``npu``; empty if no such budget is registered.
+
+    With ``required``, only those without a default.
+
+    >>> [sorted(budget_fields(name, required=True)) for name in ("params", "costs", "latency")]
+    [['share'], ['share', 'table'], ['example', 'share']]
+    """
     kind = "blocks" if name == SPARSITY else name
-    return {field.name for field in fields(BUDGETS[kind])} if kind in BUDGETS else set()
+    if kind not in BUDGETS:
+        return set()
+    return {
+        field.name
+        for field in fields(BUDGETS[kind])
+        if not required or (field.default is MISSING and field.default_factory is MISSING)
+    }

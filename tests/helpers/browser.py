@@ -116,7 +116,7 @@ class Browser:
         messages = [entry["message"] for entry in self._send("POST", "/se/log", {"type": "browser"})]
         events = [json.loads(entry["message"])["message"] for entry in self._send("POST", "/se/log", {"type": "performance"})]
         urls = [event["params"]["request"]["url"] for event in events if event["method"] == "Network.requestWillBeSent"]
-        return messages, [url for url in urls if not url.startswith("chrome://")]
+        return messages, [url for url in urls if not url.startswith(("chrome://", "data:image/gif"))]
 
     def close(self) -> None:
         try:

@@ -75,14 +75,14 @@ def test_batches_that_contain_code_are_refused(tmp_path: Path, monkeypatch: pyte
 def test_errors_name_the_damaged_file(tmp_path: Path) -> None:
     pytest.importorskip("PIL")
     for layout, name, keep, message in [
-        ("python", "data_batch_2", 1000, "data_batch_2: cannot be read as a batch of CIFAR-10"),
-        ("python", "data_batch_2", 0, "data_batch_2: cannot be read as a batch of CIFAR-10"),
+        ("python", "data_batch_2", 1000, "data_batch_2 cannot be read as a batch of CIFAR-10"),
+        ("python", "data_batch_2", 0, "data_batch_2 cannot be read as a batch of CIFAR-10"),
         ("python", "data_batch_2", None, r"data_batch_2: cannot be read \(No such file"),
         ("binary", "data_batch_5.bin", 5000, r"data_batch_5.bin has 5000 bytes; expected a multiple of 3073"),
-        ("binary", "test_batch.bin", None, r"test_batch.bin cannot be read \(No such file"),
+        ("binary", "test_batch.bin", None, r"test_batch.bin: cannot be read \(No such file"),
         ("binary", "test_batch.bin", 0, "the test set of CIFAR-10 is empty"),
         ("mosaic", "train_1.jpg", 700, "train_1.jpg cannot be read as an image"),
-        ("mosaic", "train_4.jpg", None, r"train_4.jpg cannot be read \(No such file"),
+        ("mosaic", "train_4.jpg", None, r"train_4.jpg: cannot be read \(No such file"),
         ("mosaic", "train_labels.npy", 50, "train_labels.npy cannot be read as an .npy array"),
         ("mosaic", "test_labels.npy", -1, "test_labels.npy has 39 labels for 40 images"),
     ]:

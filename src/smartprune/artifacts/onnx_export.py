@@ -165,6 +165,7 @@ def export_onnx(
 
     Examples:
         >>> import smartprune as sp
+        >>> import torch
         >>> import tempfile
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
         >>> path = os.path.join(tempfile.mkdtemp(), "net.onnx")

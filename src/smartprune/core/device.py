@@ -24,7 +24,7 @@ def has_float64(kind: str) -> bool:
 
 def require_float64(device: torch.device, where: str, remedy: str) -> None:
     """Raises an error that starts with ``where`` if a device has no float64 numbers."""
-    if device.type != "cpu" and not has_float64(device.type):
+    if device.type not in ("cpu", "meta") and not has_float64(device.type):
         raise SmartpruneError(
             f"{where}: the tensors are on {device}, which has no float64 numbers, and thresholds need their precision; {remedy}"
         )

@@ -338,7 +338,7 @@ def _check(config: Config, task: Task) -> None:
     as_share(share, name)
     if "npu" in budget_fields(name):
         read_npu(config.npu)
-    if "table" in budget_fields(name) and config.cost_table is None:
+    if "table" in budget_fields(name, required=True) and config.cost_table is None:
         raise SmartpruneError(f"budget={name}: there is no table of costs; give cost_table (--cost-table), a .json or .csv file")
     if config.cost_table is not None and "table" not in budget_fields(name):
         raise SmartpruneError(
