@@ -32,6 +32,7 @@ def trainer(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
     made = trainers.TRAINERS[request.param](tmp_path)
     if not request.param.startswith("small"):
         pytest.importorskip(made.name, reason=f"{made.name} is not installed; the small trainer stands in for it")
+    gc.collect()  # models of earlier tests may still be watched
     add, hooks = Optimizer.add_param_group, len(_global_optimizer_post_hooks)
     with trainers.importable(made.name) as module:
         made.callback = module.PruneCallback
