@@ -139,7 +139,6 @@ def measure(name: str, shares: Sequence[float], rounds: int) -> list[dict[str, A
             ]
         rows.append(
             row(
-                name,
                 f"{name}: dense",
                 share,
                 "time, % of the table",
