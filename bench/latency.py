@@ -1,6 +1,6 @@
 """Does a network that was pruned to a time take that time, and does it lose less than one pruned to a number of blocks?
 
-python bench/latency.py [--models resnet18 ...] [--shares 0.5 0.75] [--digits 0.4 0.6] [--out FILE.json]
+python bench/latency.py [--models resnet18 ...] [--shares 0.5 0.75] [--digits 0.4 0.6] [--record NAME --note TEXT]
 
 For every network and share, smartprune.latency times the runtime, and its table chooses a mask. Then the dense and the pruned
 networks take turns, in rounds. A time is the median over the rounds of the least of the calls of a round, in processor time on
@@ -32,9 +32,11 @@ import torch
 from torch import Tensor, nn
 
 import smartprune as sp
+from smartprune.experiments.compare.record import save_record
 from smartprune.models import MODELS
 from smartprune.runtime.latency_table import machine_name
 
+ROOT = Path(__file__).parents[1]
 SIDES = {"resnet18": 32, "mobilenetv2": 32, "resnet50": 64}
 BLOCK = (16, 8)
 CALLS = 5
@@ -99,7 +101,7 @@ def medians(models: Sequence[nn.Module], x: Tensor, rounds: int) -> list[list[fl
 def row(method: str, share: float, metric: str, values: Sequence[float], **more: Any) -> dict[str, Any]:
     return {
         "model": "networks",
-        "data": "noise",
+        "data": "noise and digits",
         "method": method,
         "block": "16x8",
         "sparsity": share,
@@ -220,19 +222,22 @@ def main() -> None:
     parser.add_argument("--shares", nargs="+", type=float, default=[0.5, 0.75])
     parser.add_argument("--digits", nargs="*", type=float, default=[], help="shares of time for the trained network")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--record", help="name of a folder of records/")
+    parser.add_argument("--note", default="", help="what the record does not show")
     args = parser.parse_args()
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
     jobs = [*((lambda name=name: measure(name, args.shares, args.rounds)) for name in args.models)]
     for job in [*jobs, *([lambda: accuracies(args.digits)] if args.digits else [])]:
         rows += job()
-        machine = {"device": machine_name(), "threads": 1, "torch": torch.__version__, "python": platform.python_version()}
-        text = json.dumps({"settings": {**vars(args), "out": None}, **machine, "rows": rows}, indent=1)
-        if args.out is not None:
-            args.out.write_text(text)
-    if args.out is None:
-        print(text)
+    if args.record is None:
+        print(json.dumps(rows, indent=1))
+        return
+    machine = {"device": machine_name(), "threads": 1, "torch": torch.__version__, "python": platform.python_version()}
+    settings = {key: value for key, value in vars(args).items() if key not in ("record", "note")} | machine
+    words = " ".join(["--models", *args.models, "--shares", *map(str, args.shares), "--digits", *map(str, args.digits)])
+    on = ", ".join(f"{key} {value}" for key, value in machine.items())
+    save_record(ROOT / "records" / args.record, {"rows": rows}, settings, args.note, [f"python bench/latency.py {words}"], [on])
 
 
 if __name__ == "__main__":
