@@ -199,6 +199,8 @@ def part_calls(args: argparse.Namespace) -> dict[str, Call]:
     pruner, hard = search.pruner, frozen.pruner
     assert pruner is not None
     assert hard is not None
+    masked_weights = pruner.take_forward()
+    assert masked_weights is not None
     weights, held = pruner.blocks.weights, hard.blocks.weights
     kinds = [torch.bfloat16] * len(weights) if search.cuda else None
     soft = pruner.search.soft_mask(None)
@@ -219,6 +221,10 @@ def part_calls(args: argparse.Namespace) -> dict[str, Call]:
     def optimizer() -> None:
         score_optimizer.step()
 
+    def step() -> None:
+        pruner.restore_forward(masked_weights)  # as after a replay of a CUDA graph: no optimizer has to step in between
+        pruner.step()
+
     @torch.no_grad()
     def solve() -> Tensor:
         return pruner.search.soft_mask(None)
@@ -233,7 +239,7 @@ def part_calls(args: argparse.Namespace) -> dict[str, Call]:
         "clean after step": lambda: hard.search.multiplier.multiply_(hard_mask, [weight.detach() for weight in held]),
         "telemetry": lambda: pruner.search.telemetry.measure(leaf),
         "optimizer on the scores": optimizer,
-        "pruner.step() in all": pruner.step,
+        "pruner.step() in all": step,
         "dense: casts of the weights": casts,
     }
 

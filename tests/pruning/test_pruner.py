@@ -102,6 +102,22 @@ def test_a_restored_forward_pass_is_what_the_step_measures() -> None:
     assert pruner.take_forward() is None  # only the mask of a search is measured
 
 
+def test_steps_after_replays_of_a_recorded_forward_pass_are_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user's own CUDA graph runs forward passes and optimizers that no hook sees."""
+    model, x, pruner = attach_smart()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    train_step(model, x, optimizer)
+    pruner.step()
+    with pytest.raises(sp.SmartpruneError, match="called twice after one optimizer step"):
+        pruner.step()
+    with monkeypatch.context() as recording:
+        recording.setattr(torch.cuda, "is_initialized", lambda: True)
+        recording.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        train_step(model, x, optimizer)
+    for _ in range(3):
+        pruner.step()
+
+
 @pytest.mark.parametrize("name", sorted(sp.METHODS))
 def test_a_method_may_be_given_by_name(name: str) -> None:
     model, _ = zoo.plain_cnn()

@@ -114,6 +114,7 @@ class LiveWeights:
         if torch.is_grad_enabled():
             checks.require_steps(search)
             search.seen.forward = optimizers.step_count()
+            search.seen.replays |= torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
         search.to_device()
         search.activate()
         if search.hard is not None:
