@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from proxy import make_method
+from proxy_cells import make_method
 
 from smartprune.experiments.compare.labels import format_setting
 from smartprune.experiments.compare.record import save_record

@@ -181,7 +181,7 @@ TESTED_IN = {
     "pruning/checkpoint": "promises/test_6_resume.py",
     "pruning/consensus": "promises/test_7_ranks.py",  # several processes
     "pruning/copies": "promises/test_4_copies.py",
-    "pruning/hold": "promises/test_5_zeros_stay_zero.py",
+    "pruning/hold": "promises/test_5_hold.py",
     "pruning/oneshot/job": "pruning/oneshot/test_prune.py",  # the steps together
     "pruning/hooks": "promises/test_3_your_objects.py",
     "pruning/masked": "promises/test_3_your_objects.py",

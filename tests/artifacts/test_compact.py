@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import smartprune as sp
-from helpers.compact_nets import Net, empty_channels, residual
+from helpers.compact_nets import residual
+from helpers.compact_parts import Net, empty_channels
 from helpers.onnx_files import run_onnx
 from helpers.pruned_models import model_and_receipt
 from smartprune import SmartpruneError

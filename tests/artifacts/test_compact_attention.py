@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import smartprune as sp
-from helpers.compact_nets import Net, attention
+from helpers.compact_parts import Net
+from helpers.compact_shape_nets import attention
 
 HEAD = [4, 5, 6, 7]  # the second of three
 WIDTHS = [1, 5, 9]  # the second entry of every head
@@ -34,7 +35,7 @@ def test_what_the_code_does_not_state_is_removed(views: str, empty: list[int], l
     torch.testing.assert_close(small(y), model(y), rtol=1e-5, atol=1e-5)
     report = sp.compaction(small)
     assert bool(report.stated) == (left == 12)
-    assert all("compact_nets.py" in line for line in report.stated)
+    assert all("compact_shape_nets.py" in line for line in report.stated)
 
 
 def test_a_head_is_needed_as_long_as_one_value_varies() -> None:

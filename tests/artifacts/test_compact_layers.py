@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from helpers.compact_nets import NETS, Net, empty_channels
+from helpers.compact_nets import NETS
+from helpers.compact_parts import Net, empty_channels
 from smartprune.artifacts.compact_apply import apply
 from smartprune.artifacts.compact_choose import choose
 from smartprune.artifacts.compact_graph import Graph, call_arguments, export

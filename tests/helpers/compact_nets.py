@@ -1,4 +1,4 @@
-"""Small networks with every kind of connection between channels, and random empty channels for them."""
+"""Small networks with every kind of connection between channels."""
 
 from __future__ import annotations
 
@@ -9,24 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-Made = tuple[nn.Module, Any]  # a model and an example
-
-
-class Net(nn.Module):
-    """A module with a forward method that is given as a function of the module and its inputs."""
-
-    def __init__(self, function: Callable[..., Any], **modules: nn.Module | nn.Parameter) -> None:
-        super().__init__()
-        self.function = function
-        for name, module in modules.items():
-            setattr(self, name, module)
-
-    def forward(self, *args: Tensor) -> Any:
-        return self.function(self, *args)
-
-
-def image(channels: int = 3, side: int = 8) -> Tensor:
-    return torch.randn(2, channels, side, side)
+from helpers import compact_shape_nets as shapes
+from helpers.compact_parts import Made, Net, image
 
 
 def chain() -> Made:
@@ -154,12 +138,6 @@ def three_axes() -> Made:
     ), torch.randn(2, 2, 5, 6, 6)
 
 
-def flattened() -> Made:
-    return Net(
-        lambda m, x: m.last(F.relu(m.first(x)).view(x.shape[0], -1)), first=nn.Conv2d(3, 10, 3), last=nn.Linear(360, 5)
-    ), image()
-
-
 def shared_module() -> Made:
     def forward(m: Any, x: Tensor) -> Tensor:
         return m.last(F.relu(m.shared(F.relu(m.a(x)))) + m.shared(F.relu(m.b(x))))
@@ -198,33 +176,6 @@ def several_outputs() -> Made:
     return Net(forward, first=nn.Conv2d(3, 10, 3), a=nn.Conv2d(10, 4, 1), b=nn.Conv2d(10, 6, 3), c=nn.Conv2d(10, 2, 1)), image()
 
 
-def chunks() -> Made:
-    def forward(m: Any, x: Tensor) -> Tensor:
-        a, b = F.relu(m.first(x)).chunk(2, 1)
-        return m.last(torch.cat([m.middle(a), b], 1))
-
-    return Net(forward, first=nn.Conv2d(3, 12, 1), middle=nn.Conv2d(6, 7, 3, padding=1), last=nn.Conv2d(13, 4, 1)), image()
-
-
-def channel_shuffle() -> Made:
-    def shuffle(x: Tensor) -> Tensor:
-        b, c, h, w = x.shape
-        return x.view(b, 2, c // 2, h, w).transpose(1, 2).reshape(b, -1, h, w)
-
-    return Net(
-        lambda m, x: m.last(F.relu(m.middle(shuffle(F.relu(m.first(x)))))),
-        first=nn.Conv2d(3, 12, 1),
-        middle=nn.Conv2d(12, 12, 1, groups=2),
-        last=nn.Conv2d(12, 4, 1),
-    ), image()
-
-
-def pixel_shuffle() -> Made:
-    return nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.PixelShuffle(2), nn.ReLU(), nn.Conv2d(4, 3, 3, padding=1)), image(
-        side=4
-    )
-
-
 def mlp_block() -> Made:
     return Net(
         lambda m, x: x + m.down(F.gelu(m.up(m.norm(x)))), norm=nn.LayerNorm(6), up=nn.Linear(6, 14), down=nn.Linear(14, 6)
@@ -241,13 +192,6 @@ def other_norms() -> Made:
         nn.ReLU(),
         nn.Conv2d(8, 3, 1),
     ), image()
-
-
-def token_mixer() -> Made:
-    def forward(m: Any, x: Tensor) -> Tensor:
-        return m.last(F.relu(m.mix(m.first(x).transpose(1, 2)).transpose(1, 2)))
-
-    return Net(forward, first=nn.Linear(12, 10), mix=nn.Linear(7, 7), last=nn.Linear(10, 4)), torch.randn(2, 7, 12)
 
 
 def paddings() -> Made:
@@ -314,14 +258,6 @@ def spatial_gate() -> Made:
     return Net(forward, first=nn.Conv2d(3, 8, 3), gate=nn.Conv2d(8, 1, 3, padding=1), last=nn.Conv2d(8, 4, 1)), image()
 
 
-def slices() -> Made:
-    def forward(m: Any, x: Tensor) -> Tensor:
-        y = m.first(x)
-        return m.last(y[:, :6] + y[:, 6:])
-
-    return Net(forward, first=nn.Conv2d(3, 12, 1), last=nn.Conv2d(6, 4, 1)), image()
-
-
 def in_place() -> Made:
     return Net(
         lambda m, x: m.last(m.a(x).add_(m.b(x)).relu_().mul_(2)),
@@ -337,77 +273,6 @@ def gated_pooling() -> Made:
         return m.last((y * m.gate(y.mean((2, 3))).sigmoid()[:, :, None, None]).amax((2, 3)))
 
     return Net(forward, first=nn.Conv2d(3, 12, 3), gate=nn.Linear(12, 12), last=nn.Linear(12, 4)), image()
-
-
-class Attention(nn.Module):
-    """Attention with three heads of four. ``views`` says what the code states about shapes: heads, widths, or both."""
-
-    def __init__(self, views: str, fused: bool) -> None:
-        super().__init__()
-        self.first, self.place = nn.Linear(5, 12), nn.Parameter(torch.randn(1, 7, 12))
-        self.q, self.k, self.v, self.o = (nn.Linear(12, 12) for _ in range(4))
-        self.sizes = {"widths": (-1, 4), "heads": (3, -1), "both": (3, 4)}[views]
-        self.fused = fused
-
-    def split(self, x: Tensor) -> Tensor:
-        return x.view(*x.shape[:2], *self.sizes).transpose(1, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x) + self.place
-        q, k, v = self.split(self.q(x)), self.split(self.k(x)), self.split(self.v(x))
-        plain = None if self.fused else (q @ k.transpose(-1, -2) * 0.5).softmax(-1) @ v
-        y = F.scaled_dot_product_attention(q, k, v, scale=0.5) if plain is None else plain
-        out: Tensor = self.o(y.transpose(1, 2).reshape(*x.shape[:2], -1))
-        return out
-
-
-def attention(views: str = "widths", fused: bool = True) -> Made:
-    return Attention(views, fused), torch.randn(2, 7, 5)
-
-
-def attention_of_torch() -> Made:
-    def forward(m: Any, x: Tensor) -> Tensor:
-        y = m.first(x)
-        return m.last(F.relu(m.attention(y, y, y)[0]))
-
-    attention = nn.MultiheadAttention(12, 3, batch_first=True)
-    return Net(forward, first=nn.Linear(12, 12), attention=attention, last=nn.Linear(12, 4)), torch.randn(2, 7, 12)
-
-
-def stacked_slices() -> Made:
-    def forward(m: Any, x: Tensor) -> Tensor:
-        parts = [x[..., ::2, ::2], x[..., 1::2, ::2], x[..., ::2, 1::2], x[..., 1::2, 1::2]]
-        return m.last(F.relu(m.first(torch.cat(parts, 1))))
-
-    return Net(forward, first=nn.Conv2d(12, 12, 3), last=nn.Conv2d(12, 4, 1)), image()
-
-
-def padded_shortcut() -> Made:
-    """The shortcut of a ResNet without parameters: zeros in place of the channels that are missing."""
-
-    def forward(m: Any, x: Tensor) -> Tensor:
-        y = m.first(x)
-        return m.last(F.relu(F.pad(y[:, :, ::2, ::2], (0, 0, 0, 0, 3, 3)) + m.conv(y)))
-
-    convs = {"first": nn.Conv2d(3, 6, 1), "conv": nn.Conv2d(6, 12, 3, stride=2, padding=1)}
-    return Net(forward, **convs, last=nn.Conv2d(12, 4, 1)), image()
-
-
-def stated_groups() -> Made:
-    """A depthwise convolution with a fixed kernel, whose number of groups is written in the code."""
-    model = Net(
-        lambda m, x: m.last(F.conv2d(F.relu(m.first(x)), m.blur, groups=12)), first=nn.Conv2d(3, 12, 1), last=nn.Conv2d(12, 4, 1)
-    )
-    model.register_buffer("blur", torch.ones(12, 1, 3, 3) / 9)
-    return model, image()
-
-
-def repeated_by_tensor() -> Made:
-    return Net(
-        lambda m, x: m.last(torch.repeat_interleave(m.first(x), torch.tensor([1, 2] * 6), 1)),
-        first=nn.Conv2d(3, 12, 1),
-        last=nn.Conv2d(18, 4, 1),
-    ), image()
 
 
 def statistics_of_the_batch() -> Made:
@@ -455,57 +320,33 @@ NETS: dict[str, Callable[[], Made]] = {
         transposed,
         one_axis,
         three_axes,
-        flattened,
+        shapes.flattened,
         shared_module,
         recurrent_use,
         tied_weights,
         several_outputs,
-        chunks,
-        channel_shuffle,
-        pixel_shuffle,
+        shapes.chunks,
+        shapes.channel_shuffle,
+        shapes.pixel_shuffle,
         mlp_block,
         other_norms,
-        token_mixer,
+        shapes.token_mixer,
         paddings,
         upsampling,
         functional_weight,
         standardized_weight,
         layer_scale,
         spatial_gate,
-        slices,
+        shapes.slices,
         in_place,
         gated_pooling,
-        attention_of_torch,
+        shapes.attention_of_torch,
         several_inputs,
-        stacked_slices,
-        padded_shortcut,
-        stated_groups,
-        repeated_by_tensor,
+        shapes.stacked_slices,
+        shapes.padded_shortcut,
+        shapes.stated_groups,
+        shapes.repeated_by_tensor,
         statistics_of_the_batch,
         pools,
     )
 }
-
-
-def empty_channels(model: nn.Module, seed: int, share: float = 0.4) -> nn.Module:
-    """The model in eval mode, with random statistics, and with empty output and input channels in all of its weights."""
-    draw = torch.Generator().manual_seed(seed)
-
-    def uniform(*shape: int) -> Tensor:
-        return torch.rand(shape, generator=draw, dtype=torch.double)
-
-    with torch.no_grad():
-        for module in model.modules():
-            if isinstance(module, nn.modules.batchnorm._BatchNorm):
-                tensors = (module.running_mean, module.running_var, module.weight, module.bias)
-                for tensor, start in zip(tensors, (-0.5, 0.5, 0.5, -0.5), strict=True):
-                    if tensor is not None:
-                        tensor.copy_(uniform(module.num_features) + start)
-        for name, weight in model.named_parameters():
-            if weight.dim() == 1 and seed % 3 == 0:  # biases and scales
-                weight.mul_(uniform(len(weight)) < 0.5)
-            if weight.dim() > 1 and "place" not in name:
-                for axis, part in ((0, share), (1, share / 2)):
-                    if weight.shape[axis] > 1:
-                        weight.index_fill_(axis, (uniform(weight.shape[axis]) < part).nonzero().flatten(), 0)
-    return model.eval()

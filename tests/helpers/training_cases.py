@@ -93,3 +93,11 @@ def removed_elements(pruner: sp.Pruner) -> list[Tensor]:
         mask = pruner.mask[layer.start : layer.stop]
         out.append(layer.grid.expand(mask.float()) == 0)
     return out
+
+
+ALL_LAYERS = {"block": (4, 4), "sparsity": 0.7, "include": "*"}
+
+
+def three_layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(12, 20), nn.ReLU(), nn.Linear(20, 20), nn.ReLU(), nn.Linear(20, 4))
