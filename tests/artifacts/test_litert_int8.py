@@ -29,7 +29,7 @@ def test_zeros_stay_zero_and_other_weights_are_within_half_a_step() -> None:
     array = rng.normal(size=(6, 3, 3, 8)).astype(np.float32) * np.float32(10.0) ** rng.integers(-3, 3, (6, 1, 1, 1))
     array[rng.random(array.shape) < 0.5] = 0
     array[2] = 0
-    weight = quantized_weight(Value("w", array.shape, array=array), 0, np.zeros(6), 0.1)
+    weight = quantized_weight(Value("w", array.shape, array=array), 0, np.zeros(6), 0.1, 0.1)
     assert weight.quantized is not None
     scales = weight.quantized.scale.reshape(6, 1, 1, 1)
     assert (weight.array[array == 0] == 0).all()
@@ -40,7 +40,7 @@ def test_zeros_stay_zero_and_other_weights_are_within_half_a_step() -> None:
 def test_the_bias_of_an_empty_channel_fits() -> None:
     array = np.zeros((2, 4), np.float32)
     array[0] = 1e-3
-    weight = quantized_weight(Value("w", array.shape, array=array), 0, np.float32([1, 1e6]), 0.01)
+    weight = quantized_weight(Value("w", array.shape, array=array), 0, np.float32([1, 1e6]), 0.01, 0.1)
     assert weight.quantized is not None
     assert (np.abs(np.array([1, 1e6]) / (weight.quantized.scale * 0.01)) < 2**31).all()
 
@@ -53,6 +53,36 @@ def test_a_constant_channel_keeps_its_value(tmp_path: Path) -> None:
         model[0].weight[:4] = 0
         model[0].bias.copy_(torch.linspace(-1, 2, 8))
     x = torch.randn(2, 3, 8, 8)
+    sp.export_litert(model, tmp_path / "m.tflite", x, int8=True, calibration=[x])
+    assert relative_error(model, x, tmp_path / "m.tflite") < 0.02
+
+
+class Emptied(nn.Module):
+    """A layer without any weight, joined with small activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.empty, self.head = nn.Conv2d(3, 4, 1), nn.Conv2d(7, 3, 1)
+        nn.init.zeros_(self.empty.weight)
+        nn.init.constant_(self.empty.bias, 0.002)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.cat([self.empty(x), 0.003 * x], 1))
+
+
+def test_a_layer_that_lost_every_block_can_be_loaded(tmp_path: Path) -> None:
+    """LiteRT refuses layers whose products have steps that are far larger than those of the output."""
+    torch.manual_seed(0)
+    model, x = Emptied().eval(), torch.randn(2, 3, 8, 8)
+    sp.export_litert(model, tmp_path / "m.tflite", x, int8=True, calibration=[x])
+    assert relative_error(model, x, tmp_path / "m.tflite") < 0.02
+
+
+def test_a_layer_whose_outputs_are_almost_never_positive_can_be_loaded(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), nn.Conv2d(4, 3, 1)).eval(), torch.randn(2, 3, 8, 8)
+    with torch.no_grad():
+        model[0].bias -= model[0](x).amax((0, 2, 3)) - 1e-5
     sp.export_litert(model, tmp_path / "m.tflite", x, int8=True, calibration=[x])
     assert relative_error(model, x, tmp_path / "m.tflite") < 0.02
 

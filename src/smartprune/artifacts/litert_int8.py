@@ -39,6 +39,7 @@ FIXED = {  # the kernels of these demand one scale
 }
 SMALLEST = 2.0**-14  # of the scales of a weight, relative to the largest: kernels cannot represent any ratio
 LARGEST_BIAS = 2.0**29
+LARGEST_FACTOR = 128.0  # of a sum of products when it is rounded to the output: kernels demand less than 256
 
 
 def quantize(net: Net, ranges: Ranges) -> tuple[Net, tuple[str, ...]]:
@@ -99,6 +100,18 @@ class _Quantizer:
                 low, high = self.ranges.get(value.name, (0.0, 0.0))
                 before = self.low_high.get(self.find(value), (0.0, 0.0))
                 self.low_high[self.find(value)] = (min(low, before[0]), max(high, before[1]))
+        for operation in operations:
+            if operation.code in WEIGHTS:
+                self._widen(operation)
+
+    def _widen(self, operation: Operation) -> None:
+        """Gives a layer an output range whose steps are not much smaller than those of its products."""
+        weight, root = operation.inputs[WEIGHTS[operation.code][0]], self.find(operation.outputs[0])
+        if weight is None or weight.array is None or root in self.fixed:
+            return
+        step = float(self.scale_of(_data(operation)).scale[0]) * float(np.abs(weight.array).max()) / 127
+        low, high = self.low_high[root]
+        self.low_high[root] = (low, max(high, low + 255 * step / LARGEST_FACTOR))
 
     def scale_of(self, value: Value) -> Quantized:
         root = self.find(value)
@@ -148,7 +161,8 @@ class _Quantizer:
             if len(inputs) > (3 if operation.code == "TRANSPOSE_CONV" else 2)
             else None
         )
-        stored = quantized_weight(weight, axis, None if bias is None else bias.array, float(read.quantized.scale[0]))
+        scales = float(read.quantized.scale[0]), float(self.scale_of(operation.outputs[0]).scale[0])
+        stored = quantized_weight(weight, axis, None if bias is None else bias.array, *scales)
         inputs[place], inputs[DATA.get(operation.code, 0)] = stored, read
         if bias is not None:
             assert stored.quantized is not None
@@ -215,12 +229,12 @@ def _constant(value: Value, wanted: Quantized | None) -> Value:
     return Value(f"{value.name}:int8", value.shape, "int8", numbers.clip(-128, 127).astype(np.int8), quantized, value.weight)
 
 
-def quantized_weight(weight: Value, axis: int, bias: Any, input_scale: float) -> Value:
+def quantized_weight(weight: Value, axis: int, bias: Any, input_scale: float, output_scale: float) -> Value:
     """A weight in int8, symmetric and per output channel. A channel that is empty gets a scale in which its bias fits."""
     array = weight.array.astype(np.float64)
     axes = tuple(i for i in range(array.ndim) if i != axis)
     scales = np.abs(array).max(axis=axes) / 127
-    top = float(scales.max()) or 1.0
+    top = float(scales.max()) or output_scale / input_scale / LARGEST_FACTOR  # an empty layer: only its bias counts
     scales = np.where(scales == 0, top, np.maximum(scales, top * SMALLEST))
     if bias is not None:
         scales = np.maximum(scales, np.abs(bias) / (input_scale * LARGEST_BIAS))
