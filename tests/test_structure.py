@@ -156,6 +156,7 @@ TESTED_IN = {
     "artifacts/counts": "artifacts/test_receipt.py",  # the parts of a receipt
     "artifacts/tensors": "artifacts/test_source.py",  # the sources of these tensors
     "artifacts/torch_pickle": "artifacts/test_torch_file.py",  # the file around it
+    "artifacts/litert_composed": "artifacts/test_litert_ops.py",
     "artifacts/litert_file": "artifacts/test_litert_read.py",
     "artifacts/litert_graph": "artifacts/test_litert_layers.py",
     "artifacts/litert_run": "artifacts/test_litert.py",

@@ -93,6 +93,17 @@ FUNCTIONS: dict[str, Callable[[Tensor], Any]] = {
     "matmul": lambda x: x @ x.transpose(-1, -2),
     "matmul with a constant": lambda x: x @ torch.linspace(-1, 1, 21).view(7, 3),
     "attention": lambda x: F.scaled_dot_product_attention(x, x, x),
+    "replicate": lambda x: F.pad(x, (1, 2, 0, 1), mode="replicate"),
+    "circular": lambda x: F.pad(x, (1, 2, 2, 0), mode="circular"),
+    "prelu": lambda x: F.prelu(x, VECTOR - 1),
+    "prelu of vectors": lambda x: F.prelu(x.mean((2, 3)), VECTOR[:1]),
+    "softplus": lambda x: F.softplus(50 * x),
+    "softplus beta": lambda x: F.softplus(x, beta=3),
+    "mish": F.mish,
+    "pixel_shuffle": lambda x: F.pixel_shuffle(x[:, :4], 2),
+    "pixel_unshuffle": lambda x: F.pixel_unshuffle(F.interpolate(x, size=(4, 6)), 2),
+    "group_norm": lambda x: F.group_norm(x, 3, VECTOR, VECTOR - 1),
+    "instance_norm": lambda x: F.instance_norm(x, weight=VECTOR, bias=VECTOR),
     "dropout": lambda x: F.dropout(x, training=False),
 }
 
@@ -122,7 +133,7 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "masked attention": (lambda x: F.scaled_dot_product_attention(x, x, x, is_causal=True), "a mask"),
     "constant output": (lambda x: (x, torch.ones(3)), "does not depend on its inputs"),
     "integers": (lambda x: x.to(torch.int32), "compute in floating point"),
-    "padding": (lambda x: F.pad(x, (1, 1, 1, 1), mode="circular"), "cannot be exported"),
+    "negative padding": (lambda x: F.pad(x, (1, -1, 1, 1)), "padding by a negative number"),
 }
 
 

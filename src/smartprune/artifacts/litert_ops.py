@@ -308,12 +308,6 @@ def pad(net: Net, x: Handle, amounts: Sequence[int], value: float | None = 0.0) 
     return Handle(out, x.order)
 
 
-def pad_by_mode(net: Net, x: Handle, amounts: Sequence[int], mode: str = "constant", value: float | None = None) -> Handle:
-    if mode not in ("constant", "reflect"):
-        raise unsupported(net.node, f"padding of the kind {mode!r}", "the kinds are 'constant' and 'reflect'")
-    return pad(net, x, amounts, value) if mode == "constant" else reflect(net, x, amounts)
-
-
 def reflect(net: Net, x: Handle, amounts: Sequence[int]) -> Handle:
     table, shape = _amounts(x, amounts)
     return Handle(net.add("MIRROR_PAD", [x.value, net.constant(table)], shape, "MirrorPadOptions", mode="REFLECT"), x.order)
@@ -378,7 +372,7 @@ RULES: dict[str, Callable[..., Any]] = {
     "permute": permute, "transpose": transpose, "t": transpose_matrix, "view": view, "reshape": view, "_unsafe_view": view,
     "flatten": flatten, "unsqueeze": unsqueeze, "squeeze": squeeze, "expand": expand, "cat": concatenate, "stack": stack,
     "slice": cut, "select": select, "split": split, "split_with_sizes": split, "chunk": chunk,
-    "constant_pad_nd": pad, "pad": pad_by_mode, "reflection_pad2d": reflect,
+    "constant_pad_nd": pad, "reflection_pad2d": reflect,
     "upsample_nearest2d": partial(resize, "RESIZE_NEAREST_NEIGHBOR"), "upsample_bilinear2d": partial(resize, "RESIZE_BILINEAR"),
     "layer_norm": layer_norm, "scaled_dot_product_attention": attention,
 }  # fmt: skip

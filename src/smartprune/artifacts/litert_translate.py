@@ -12,11 +12,11 @@ from torch import Tensor, fx, nn
 
 from .. import text
 from ..errors import SmartpruneError
-from . import litert_layers, litert_ops
+from . import litert_composed, litert_layers, litert_ops
 from .litert_graph import NHWC, Handle, Net, Value, plain_order
 from .onnx_inputs import Arguments, Batch
 
-RULES = {**litert_layers.RULES, **litert_ops.RULES}
+RULES = {**litert_layers.RULES, **litert_ops.RULES, **litert_composed.RULES}
 
 
 def translate(model: nn.Module, arguments: Arguments, batch: Batch, channels_last: bool) -> Net:
