@@ -1,6 +1,6 @@
 """How much of a network can be removed with its empty channels, and how small and fast is it in each runtime?
 
-python bench/compact.py [--models resnet18 ...] [--blocks 16x8 ...] [--sparsity 0.7 0.9 0.95] [--forms] [--out FILE.json]
+python bench/compact.py [--models resnet18 ...] [--blocks 16x8 ...] [--sparsity 0.7 0.9 0.95] [--forms] [--out FILE.json [--append]]
 
 Masks are synthetic: random blocks are zero, and a layer of n blocks keeps a share proportional to n ** -0.5, so that small layers
 stay denser, as with learned masks. The parameters of batch normalizations are random, so that empty channels are constants
@@ -8,9 +8,12 @@ other than zero, as in trained networks. For every case the forms of one network
 sample. The time of a round is the least of its calls, in processor time, so that other programs matter less; the speed-up compares
 times of one round.
 
-Forms are the dense network in torch and the compacted one. --forms adds the ONNX file with sparse weights in onnxruntime, the CPU
-runtime, and LiteRT if it is installed. Their sizes are those of the weights (torch), of the exported files, and of the packed file
-(CPU runtime). A form that fails is left out, with its error in the record.
+Forms are the dense network in torch and the compacted one. --forms adds ONNX files with dense and with sparse weights in
+onnxruntime, LiteRT if it is installed, and the CPU runtime. Sizes are those of the weights (torch), of the exported files, and of
+the packed file (CPU runtime). A form that fails is left out, with its error in the record.
+
+--files FOLDER keeps the files of every case, and reads those that are there. With --prepare it stops before anything is timed, so
+that the times can be taken later, when nothing else runs.
 
 --run FOLDER ... measures finished runs instead, with their own learned masks.
 """
@@ -24,7 +27,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +36,7 @@ from torch import Tensor, nn
 
 import smartprune as sp
 from smartprune.models import MODELS
+from smartprune.runtime.latency_table import machine_name
 
 SIDES = {"resnet18": 32, "mobilenetv2": 32, "resnet50": 224, "yolov5m": 320, "bisenetv2": 512}
 BLOCKS = ("16x8", "16xNone", "1xNone")  # None: all input channels and the whole kernel
@@ -108,44 +112,67 @@ def weight_bytes(model: nn.Module) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())
 
 
-Form = tuple[Callable[[], Any], int]  # a call, and bytes
+Call = Callable[[], Any]
 
 
-def onnx_form(model: nn.Module, block: str, x: Tensor, folder: Path) -> Form:
+def onnx_call(path: Path, model: nn.Module, x: Tensor) -> Call:
     import onnxruntime
 
-    path = folder / "net.onnx"
-    sp.export_onnx(model, path, x, block=block_of(block), sparse=True)
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = options.inter_op_num_threads = 1
     session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     feed = {session.get_inputs()[0].name: x.numpy()}
-    return lambda: session.run(None, feed), path.stat().st_size
+    return lambda: session.run(None, feed)
 
 
-def runtime_form(model: nn.Module, block: str, x: Tensor, folder: Path) -> Form:
-    path = folder / "net.packed.safetensors"
-    sp.pack(model, path, block_of(block))
+def runtime_call(path: Path, model: nn.Module, x: Tensor) -> Call:
     fast = sp.accelerate(model, example=x, threads=1)
-    return lambda: fast(x), path.stat().st_size
+    return lambda: fast(x)
 
 
-def litert_form(model: nn.Module, block: str, x: Tensor, folder: Path) -> Form:
+def litert_call(path: Path, model: nn.Module, x: Tensor) -> Call:
     from ai_edge_litert.interpreter import Interpreter
 
-    path = folder / "net.tflite"
-    sp.export_litert(model, path, x)  # type: ignore[attr-defined]
     interpreter = Interpreter(str(path), num_threads=1)
     interpreter.allocate_tensors()
-    inputs = interpreter.get_input_details()[0]
-    array = x.numpy() if tuple(inputs["shape"]) == tuple(x.shape) else x.permute(0, 2, 3, 1).contiguous().numpy()
-    interpreter.set_tensor(inputs["index"], array)
-    return interpreter.invoke, path.stat().st_size
+    interpreter.set_tensor(interpreter.get_input_details()[0]["index"], x.numpy())
+    return interpreter.invoke  # type: ignore[no-any-return]
 
 
-FORMS: dict[str, Callable[[nn.Module, str, Tensor, Path], Form]] = {"ONNX, sparse": onnx_form, "CPU runtime": runtime_form}
-if "export_litert" in sp.__all__:
-    FORMS["LiteRT"] = litert_form
+def write_onnx(model: nn.Module, path: Path, x: Tensor, block: str) -> None:
+    sp.export_onnx(model, path, x, block=block_of(block), sparse="sparse" in path.name)
+
+
+FORMS: dict[str, tuple[str, Callable[[nn.Module, Path, Tensor, str], Any], Callable[[Path, nn.Module, Tensor], Call]]] = {
+    "ONNX, dense": ("dense.onnx", write_onnx, onnx_call),
+    "ONNX, sparse": ("sparse.onnx", write_onnx, onnx_call),
+    "LiteRT": ("net.tflite", lambda model, path, x, block: sp.export_litert(model, path, x), litert_call),
+    "CPU runtime": ("net.packed.safetensors", lambda model, path, x, block: sp.pack(model, path, block_of(block)), runtime_call),
+}  # name: the file, how to write it, how to run it
+
+
+def prepare(model: nn.Module, x: Tensor, block: str, folder: Path, others: Iterable[str]) -> dict[str, Any]:
+    """Writes the files of all forms, the compacted model, and what is known about them; reads them if they are there."""
+    path = folder / "case.json"
+    if path.exists():
+        known: dict[str, Any] = json.loads(path.read_text())
+        return known
+    folder.mkdir(parents=True, exist_ok=True)
+    small = sp.compact(model, x)
+    report = sp.compaction(small)
+    torch.save(small, folder / "small.pt")
+    sizes, failed = {"torch, dense": weight_bytes(model), "torch, compacted": weight_bytes(small)}, {}
+    for form in others:
+        name, write, call = FORMS[form]
+        try:
+            write(model, folder / name, x, block)
+            call(folder / name, model, x)()
+            sizes[form] = (folder / name).stat().st_size
+        except Exception as error:  # a package is missing, or cannot run this network
+            failed[form] = f"{type(error).__name__}: {error}"[:300]
+    known = {"parameters": report.parameters, "macs": report.macs, "sizes": sizes, "failed": failed}
+    path.write_text(json.dumps(known))
+    return known
 
 
 def row(data: str, sparsity: float, metric: str, method: str, values: Sequence[float]) -> dict[str, Any]:
@@ -166,37 +193,44 @@ def row(data: str, sparsity: float, metric: str, method: str, values: Sequence[f
 
 
 def measure(
-    name: str, data: str, block: str, sparsity: float, model: nn.Module, x: Tensor, rounds: int, others: Mapping[str, Any]
+    name: str, data: str, block: str, sparsity: float, model: nn.Module, x: Tensor, rounds: int, folder: Path, known: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    small = sp.compact(model, x)
-    report = sp.compaction(small)
-    assert report.macs is not None
-    forms: dict[str, Form] = {
-        "torch, dense": (lambda: model(x), weight_bytes(model)),
-        "torch, compacted": (lambda: small(x), weight_bytes(small)),
-    }
-    failed = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for form, make in others.items():
-            try:
-                forms[form] = make(model, block, x, Path(folder))
-            except Exception as error:  # a package is missing, or cannot run this network
-                failed[form] = f"{type(error).__name__}: {error}"[:300]
-        ms = times({form: run for form, (run, _) in forms.items()}, rounds)
+    small = torch.load(folder / "small.pt", weights_only=False)
+    sizes = known["sizes"]
+    calls: dict[str, Call] = {"torch, dense": lambda: model(x), "torch, compacted": lambda: small(x)}
+    calls |= {form: FORMS[form][2](folder / FORMS[form][0], model, x) for form in sizes if form in FORMS}
+    ms = times(calls, rounds)
     method = f"{name}, {block}"
-    shares = {"params left": report.parameters, "MACs left": report.macs}
+    shares = {"params left": known["parameters"], "MACs left": known["macs"]}
     rows = [row(data, sparsity, f"{metric}, %", method, [100 * after / before]) for metric, (before, after) in shares.items()]
-    for form, (_, size) in forms.items():
+    for form, size in sizes.items():
         label = f"{method}: {form}"
         rows.append(row(data, sparsity, "ms", label, ms[form]))
         rows.append(row(data, sparsity, "MB", label, [size / 1e6]))
         if form != "torch, dense":
             ratios = [a / b for a, b in zip(ms["torch, dense"], ms[form], strict=True)]
             rows.append(row(data, sparsity, "times faster", label, ratios))
-    rows[0]["failed"] = failed
+    rows[0]["failed"] = known["failed"]
     shown = ", ".join(f"{entry['method'].partition(': ')[2]} {entry['metric']} {entry['mean']:.2f}" for entry in rows)
-    print(f"{name} {block} {sparsity}: {shown} {failed or ''}", file=sys.stderr, flush=True)
+    print(f"{name} {block} {sparsity}: {shown} {known['failed'] or ''}", file=sys.stderr, flush=True)
     return rows
+
+
+Case = tuple[str, str, str, float, Callable[[], tuple[nn.Module, Tensor]]]  # name, data, block, sparsity, model and example
+
+
+def cases(args: argparse.Namespace) -> Iterator[Case]:
+    for folder in args.run:
+        model, x, block, sparsity, _ = load(folder)
+        yield type(model).__name__, f"learned, {folder.name}", block, sparsity, lambda model=model, x=x: (model, x)
+    for name in args.models if not args.run else ():
+        for block in args.blocks:
+            for sparsity in args.sparsity:
+
+                def make(name: str = name, block: str = block, sparsity: float = sparsity) -> tuple[nn.Module, Tensor]:
+                    return build(name, block, sparsity), torch.randn(1, 3, SIDES[name], SIDES[name])
+
+                yield name, "random masks", block, sparsity, make
 
 
 def main() -> None:
@@ -207,36 +241,28 @@ def main() -> None:
     parser.add_argument("--run", nargs="+", type=Path, default=[], help="finished runs to measure instead")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--forms", action="store_true", help="other runtimes as well")
+    parser.add_argument("--files", type=Path, help="folder that keeps the files of all cases")
+    parser.add_argument("--prepare", action="store_true", help="only write the files")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--append", action="store_true", help="keep the rows of FILE and add to them")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    rows: list[dict[str, Any]] = []
-    others = FORMS if args.forms else {}
-    for folder in args.run:
-        model, x, block, sparsity, _ = load(folder)
-        rows += measure(type(model).__name__, f"learned, {folder.name}", block, sparsity, model, x, args.rounds, others)
-    if not args.run:
-        for name in args.models:
-            x = torch.randn(1, 3, SIDES[name], SIDES[name])
-            for block in args.blocks:
-                for sparsity in args.sparsity:
-                    model = build(name, block, sparsity)
-                    rows += measure(name, "random masks", block, sparsity, model, x, args.rounds, others)
-                    write(args, rows)
-    write(args, rows)
+    rows: list[dict[str, Any]] = json.loads(args.out.read_text())["rows"] if args.append else []
+    with tempfile.TemporaryDirectory() as temporary:
+        for name, data, block, sparsity, make in cases(args):
+            folder = (args.files or Path(temporary)) / f"{name}-{data.rpartition(' ')[2]}-{block}-{sparsity:g}"
+            model, x = make()
+            known = prepare(model, x, block, folder, FORMS if args.forms else ())
+            if not args.prepare:
+                rows += measure(name, data, block, sparsity, model, x, args.rounds, folder, known)
+                write(args, rows)
 
 
 def write(args: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> None:
-    machine = {"device": processor(), "threads": 1, "torch": torch.__version__, "python": platform.python_version()}
-    settings = {**vars(args), "out": None, "run": [path.name for path in args.run]}
+    machine = {"device": machine_name(), "threads": 1, "torch": torch.__version__, "python": platform.python_version()}
+    settings = {"rounds": args.rounds, "calls": CALLS, "sides": SIDES, "profile": PROFILE}
     text = json.dumps({"settings": settings, **machine, "rows": rows}, indent=1)
     print(text) if args.out is None else args.out.write_text(text)
-
-
-def processor() -> str:
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text().splitlines() if path.exists() else []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 if __name__ == "__main__":

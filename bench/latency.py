@@ -24,7 +24,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -153,11 +153,11 @@ def measure(name: str, shares: Sequence[float], rounds: int) -> list[dict[str, A
     return rows
 
 
-def digits() -> tuple[nn.Module, Tensor, Tensor]:
+def digits(seed: int) -> tuple[nn.Module, Tensor, Tensor]:
     """A small network that is trained on the digits of scikit-learn, and 1,200 training and 597 test images with labels."""
     from sklearn.datasets import load_digits
 
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     data = load_digits()
     x, y = torch.tensor(data.images, dtype=torch.float32)[:, None] / 8 - 1, torch.tensor(data.target)
     order = torch.randperm(len(x))
@@ -175,9 +175,19 @@ def digits() -> tuple[nn.Module, Tensor, Tensor]:
     return model.eval(), x, y
 
 
-def accuracies(shares: Sequence[float]) -> list[dict[str, Any]]:
+def accuracies(shares: Sequence[float], seeds: Sequence[int]) -> list[dict[str, Any]]:
     """Accuracy after smartprune.prune with a budget in time, and with the budget in blocks that the table puts at the same time."""
-    model, x, y = digits()
+    values: dict[tuple[str, float, str], list[float]] = {}
+    for seed in seeds:
+        for method, share, metric, value in _accuracies(shares, seed):
+            values.setdefault((method, share, metric), []).append(value)
+            print(f"seed {seed}: {method} {share}: {metric} {value:.2f}", file=sys.stderr, flush=True)
+    return [row(f"six convolutions on digits: {method}", share, metric, v) for (method, share, metric), v in values.items()]
+
+
+def _accuracies(shares: Sequence[float], seed: int) -> Iterator[tuple[str, float, str, float]]:
+    """Method, share, metric and value, for one trained network."""
+    model, x, y = digits(seed)
 
     def prune(budget: sp.Budget) -> tuple[nn.Module, Tensor]:
         out = copy.deepcopy(model)
@@ -191,8 +201,7 @@ def accuracies(shares: Sequence[float]) -> list[dict[str, Any]]:
     measured = sp.latency(0, example=x[:1])
     sp.plan(model, BLOCK, budget=measured)
     (table,) = measured.measured.values()
-    name = "six convolutions on digits"
-    rows = [row(f"{name}: dense", 0.0, "accuracy, %", [accuracy(model)])]
+    yield "dense", 0.0, "accuracy, %", accuracy(model)
     for share in shares:
         budget = sp.latency(share, example=x[:1], table=table)
         exact = sp.plan(model, BLOCK, budget=budget).exact
@@ -206,14 +215,9 @@ def accuracies(shares: Sequence[float]) -> list[dict[str, Any]]:
             else:
                 low = middle
         assert by_blocks is not None
-        for method, (network_, mask) in (("latency", prune(budget)), ("blocks", by_blocks)):
-            label = f"{name}: {method} budget"
-            rows.append(row(label, share, "accuracy, %", [accuracy(network_)]))
-            rows.append(row(label, share, "blocks left, %", [100 * float(mask.double().mean())]))
-            print(
-                f"{label} {share}: {rows[-2]['mean']:.2f} with {rows[-1]['mean']:.1f} % of the blocks", file=sys.stderr, flush=True
-            )
-    return rows
+        for method, (network_, mask) in (("latency budget", prune(budget)), ("blocks budget", by_blocks)):
+            yield method, share, "accuracy, %", accuracy(network_)
+            yield method, share, "blocks left, %", 100 * float(mask.double().mean())
 
 
 def main() -> None:
@@ -221,6 +225,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", default=list(SIDES))
     parser.add_argument("--shares", nargs="+", type=float, default=[0.5, 0.75])
     parser.add_argument("--digits", nargs="*", type=float, default=[], help="shares of time for the trained network")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="of the trained networks")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--record", help="name of a folder of records/")
     parser.add_argument("--note", default="", help="what the record does not show")
@@ -228,7 +233,7 @@ def main() -> None:
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
     jobs = [*((lambda name=name: measure(name, args.shares, args.rounds)) for name in args.models)]
-    for job in [*jobs, *([lambda: accuracies(args.digits)] if args.digits else [])]:
+    for job in [*jobs, *([lambda: accuracies(args.digits, args.seeds)] if args.digits else [])]:
         rows += job()
     if args.record is None:
         print(json.dumps(rows, indent=1))
