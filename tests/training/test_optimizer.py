@@ -104,3 +104,22 @@ def test_momentum_is_nesterov_and_scores_have_no_weight_decay(tmp_path: Path) ->
     scores = {id(p) for p in pruner.parameters()}
     assert {decay[id(p)] for p in model.parameters() if id(p) not in scores} == {0.01}
     assert {decay[i] for i in scores} == {0.0}
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_scores_have_their_own_weight_decay(optimizer: str) -> None:
+    """A step without gradients of the loss moves scores and weights by their decay alone."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
+    config = replace(
+        configure({"optimizer": optimizer, "momentum": 0.0, "weight_decay": 0.2, "score_decay": 0.1}), search_lr=0.5, score_lr=0.25
+    )
+    pruner = sp.attach(model, sp.Smart.paper(), (2, 2), 0.5, steps=4, include="*")
+    made = make_optimizer(model, config, "search", pruner)
+    (scores,), weight = pruner.parameters(), model[0].bias
+    before, weight_before = scores.detach().clone(), weight.detach().clone()
+    for parameter in (scores, weight):
+        parameter.grad = torch.zeros_like(parameter)
+    made.step()
+    assert torch.allclose(scores, before * (1 - 0.25 * 0.1))
+    assert torch.allclose(weight, weight_before * (1 - 0.5 * 0.2))
+    assert configure({}).score_decay == 0

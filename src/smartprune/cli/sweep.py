@@ -7,11 +7,13 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import SmartpruneError
 from ..files import check_folder, check_name
+from ..text import shorten
 from ..training.config import BUDGET_SETTINGS
 from .common import NAME_OR_TRUST, Subparsers, add_command, add_trust, argument_errors
 from .settings import add_flags, parse_settings, requested_settings
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 GRID_SETTINGS = ("method", "sparsity", "seed")
+MAX_NAMES = 1000  # characters of the list of runs in an error message
 
 
 def add_sweep(subparsers: Subparsers) -> None:
@@ -53,7 +56,7 @@ def add_sweep(subparsers: Subparsers) -> None:
     parser.add_argument("--grid", metavar="FILE", help="read the grid from a JSON file instead")
     parser.add_argument("--recorded", action="append", metavar="DIR", help="skip runs in this record, or in the records in DIR")
     parser.add_argument("--list", action="store_true", help="train nothing; print which runs are done, recorded or missing")
-    parser.add_argument("--only", metavar="NAME", help="run this run of the grid only; --list prints the names")
+    parser.add_argument("--only", metavar="GLOB", help="run only these runs of the grid: a name, or a pattern such as 'digits-*'")
     parser.add_argument("--slurm", metavar="FILE", help="train nothing; write a script that runs the grid as Slurm arrays")
     parser.add_argument("--out", metavar="DIR", required=True, help="folder of the sweep, with one run folder per run")
     parser.add_argument("--jobs", type=int, metavar="N", help="runs at once (default: CPU cores, or 1 on a GPU)")
@@ -111,10 +114,11 @@ def run_sweep(args: argparse.Namespace) -> int:
     return _report(args, outcome, len(sweep.cells))
 
 
-def _chosen(cells: list[Cell], name: str | None) -> list[Cell]:
-    chosen = [cell for cell in cells if name in (None, cell.name)]
+def _chosen(cells: list[Cell], pattern: str | None) -> list[Cell]:
+    chosen = cells if pattern is None else [cell for cell in cells if fnmatchcase(cell.name, pattern)]
     if not chosen:
-        raise SmartpruneError(f"--only {name}: the grid has no such run; its runs are {', '.join(cell.name for cell in cells)}")
+        names = shorten(", ".join(cell.name for cell in cells), MAX_NAMES)
+        raise SmartpruneError(f"--only {pattern}: no run of the grid matches; its runs are {names}; --list prints all of them")
     return chosen
 
 

@@ -71,7 +71,8 @@ class Config:
     warmup_epochs: float = option("epochs of learning-rate warm-up at the start of every schedule; may be fractional")
     warmup_start: float = option("share of the learning rate at which the warm-up starts")
     momentum: float = option("Nesterov momentum of sgd")
-    weight_decay: float = option("weight decay of the weights; scores have none")
+    weight_decay: float = option("weight decay of the weights")
+    score_decay: float = option("weight decay of the scores", 0.0)
     clip_norm: float = option("maximum norm of all weight gradients together; 0: no clipping")
     ema: float = option("decay of a moving average of the weights, which is evaluated and saved instead of them; 0: none")
     distill: float = option("weight of the distance to the dense model's outputs in the loss of search and fine-tuning", 0.0)
@@ -271,10 +272,13 @@ POSITIVE = (
     "distill_temperature",
 )  # fmt: skip
 NOT_NEGATIVE = (
-    "dense_epochs", "score_lr", "momentum", "weight_decay", "seed", "threads", "checkpoint_seconds", "warmup_epochs", "clip_norm",
-    "distill", "augment",
+    "dense_epochs", "score_lr", "momentum", "weight_decay", "score_decay", "seed", "threads", "checkpoint_seconds", "warmup_epochs",
+    "clip_norm", "distill", "augment",
 )  # fmt: skip
-SMALL = ("lr", "search_lr", "finetune_lr", "score_lr", "momentum", "weight_decay", "clip_norm", "distill", "distill_temperature")
+SMALL = (
+    "lr", "search_lr", "finetune_lr", "score_lr", "momentum", "weight_decay", "score_decay", "clip_norm", "distill",
+    "distill_temperature",
+)  # fmt: skip
 MAX_FLOAT32 = 2.0**128 - 2.0**104
 MAX_THREADS = 4096
 MAX_BYTES = 1 << 20  # of a configuration
@@ -368,19 +372,9 @@ def flags() -> list[Field[Any]]:
 
 
 PLACES = {
-    "out",
-    "dense",
-    "device",
-    "threads",
-    "parallel",
-    "deterministic",
-    "checkpoint_seconds",
-    "tensorboard",
-    "track",
-    "onnx",
-    "graph",
-    "compile",
-}
+    "out", "dense", "device", "threads", "parallel", "deterministic", "checkpoint_seconds", "tensorboard", "track", "onnx",
+    "graph", "compile",
+}  # fmt: skip
 
 
 def training_settings(config: Config) -> dict[str, Any]:

@@ -22,7 +22,9 @@ SHAPES: dict[str, Callable[[float, float], float]] = {  # the factor of the lear
 
 def make_optimizer(model: nn.Module, config: Config, stage: str, pruner: Pruner | None) -> torch.optim.Optimizer:
     """An optimizer of the weights and, during the search, of the scores. Weights and scores have separate learning rates."""
-    score_group: dict[str, Any] = {"params": []} if pruner is None else pruner.param_group(lr=config.score_lr)
+    score_group: dict[str, Any] = {"params": []}
+    if pruner is not None:
+        score_group = pruner.param_group(lr=config.score_lr, weight_decay=config.score_decay)
     scores = {id(parameter) for parameter in score_group["params"]}
     lr = {"dense": config.lr, "search": config.search_lr, "finetune": config.finetune_lr}[stage]
     groups: list[dict[str, Any]] = [{"params": [p for p in model.parameters() if id(p) not in scores]}]

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
-from dataclasses import asdict
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +11,8 @@ import pytest
 from helpers.sweeps import CELL, OPTIONS, finish, small_grid
 from helpers.training_jobs import small_config
 from smartprune import SmartpruneError
-from smartprune.experiments.compare.identity import run_key
 from smartprune.experiments.sweep import Sweep
-from smartprune.experiments.sweep.grid import Cell, dense_config, dense_name, expand_grids, read_grids
-from smartprune.training.config import make_task
-from smartprune.training.run import attach_pruner
+from smartprune.experiments.sweep.grid import dense_config, dense_name, expand_grids, read_grids
 
 
 def test_cells_are_ordered_by_method_sparsity_and_seed() -> None:
@@ -134,52 +128,3 @@ def test_grid_files_are_read_and_checked(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(SmartpruneError, match=message):
             read_grids(path)
-
-
-RECORDS = Path(__file__).parents[3] / "records"
-
-
-@pytest.fixture(scope="module")
-def paper() -> list[Cell]:
-    return expand_grids(read_grids(RECORDS / "paper.json"))
-
-
-def test_grid_of_the_paper_has_all_its_runs(paper: list[Cell]) -> None:
-    count = Counter(
-        (c.config.task, c.config.model, c.config.block, c.config.search_epochs, c.config.finetune_epochs) for c in paper
-    )
-    assert count == {
-        ("cifar10", "resnet18", "16x8", 12, 48): 7 * 3 * 3 + 3 + 19 * 2,
-        ("cifar10", "resnet18", "16x8", 40, 160): 4,
-        ("cifar10", "resnet18", "8x8", 12, 48): 4,
-        ("cifar10", "resnet18", "16x16", 12, 48): 4,
-        ("cifar10", "resnet18", "16x8", 6, 54): 2 + 3 * 2,
-        ("cifar10", "resnet18", "16x8", 24, 36): 2,
-        ("cifar10", "densenet", "16x8", 12, 48): 4 * 2 * 2 + 2,
-        ("cifar10", "mobilenetv2", "16x8", 12, 48): 4 * 2 * 2,
-        ("cifar10", "googlenet", "16x8", 12, 48): 4,
-        ("voc07sub", "yolov5m", "16x8", 30, 100): 6,
-        ("bccd", "yolov5m", "16x8", 100, 200): 6,
-        ("camvid", "bisenetv2", "16x8", 15, 35): 6,
-        ("imagefolder", "resnet50", "16x8", 6, 18): 6,
-    }
-    methods = ("smart", "gradual", "acdc", "pdp", "awg", "pas", "magnitude")
-    assert [(c.config.method, c.config.sparsity, c.config.seed) for c in paper[:63]] == list(
-        product(methods, (0.97, 0.95, 0.93), (0, 1, 2))
-    )
-    assert len({cell.name for cell in paper}) == len({run_key(asdict(cell.config)) for cell in paper}) == len(paper)
-    assert len({cell.dense for cell in paper}) == 8  # one for each network on each task
-    dense = {(cell.config.model, cell.config.dense_epochs) for cell in paper if cell.config.task == "cifar10"}
-    assert dense == {("resnet18", 200), ("densenet", 60), ("googlenet", 60), ("mobilenetv2", 60)}
-
-
-def test_every_cell_of_the_paper_can_be_attached(paper: list[Cell]) -> None:
-    """Otherwise, invalid settings and budgets that cannot be met would be reported only after the dense stage."""
-    tried: set[str] = set()
-    for config in (cell.config for cell in paper if cell.config.task == "cifar10" and cell.config.seed == 0):
-        same = json.dumps([config.model, config.block, config.sparsity, config.method, config.settings])
-        if same not in tried:
-            task = make_task(config.task, config.task_settings)
-            assert attach_pruner(task.model(config.model), config, task, 390 * config.search_epochs).phase == "search"
-            tried.add(same)
-    assert len(tried) == 67

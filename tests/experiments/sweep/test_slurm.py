@@ -79,7 +79,15 @@ def test_only_chooses_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert CELL.format("smart", 0.5, 0) not in listed
     with pytest.raises(SystemExit):
         main(sweep_arguments(tmp_path, "--only", "nothing"))
-    assert f"the grid has no such run; its runs are {CELL.format('smart', 0.5, 0)}" in capsys.readouterr().err
+    assert f"no run of the grid matches; its runs are {CELL.format('smart', 0.5, 0)}" in capsys.readouterr().err
+
+
+def test_only_takes_a_pattern(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(sweep_arguments(tmp_path, "--only", "*-magnitude-*", "--list")) == 0
+    listed = capsys.readouterr().out
+    assert CELL.format("magnitude", 0.5, 0) in listed
+    assert "1 cells: 0 done, 0 recorded, 1 missing" in listed
+    assert CELL.format("smart", 0.5, 0) not in listed
 
 
 def test_flags_of_the_whole_sweep_are_not_given_to_tasks() -> None:

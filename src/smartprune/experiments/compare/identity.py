@@ -29,7 +29,7 @@ IGNORED = (
 # settings without effect at this value, and settings that have no effect if another one has none
 NEUTRAL = {
     "amp": "off", "schedule_over": "stage", "accumulate": 1, "warmup_epochs": 0, "clip_norm": 0, "ema": 0, "distill": 0,
-    "augment": 0, "deterministic": "off", "sync_bn": "off",
+    "augment": 0, "score_decay": 0, "deterministic": "off", "sync_bn": "off",
 }  # fmt: skip
 DEPENDS_ON = {"warmup_start": "warmup_epochs", "distill_temperature": "distill", "augment_over": "augment"}
 MAX_SEEDS, MAX_TEXT = 10_000, 10_000  # of a row

@@ -18,8 +18,8 @@ MAX_FILE_BYTES = 1 << 20
 # settings that do not change the dense stage; a setting that is not listed here may change it
 AFTER_DENSE = (
     "method", "settings", "block", *BUDGET_SETTINGS, "npu", "cost_table", "onnx", "floor", "include", "skip", "dense",
-    "search_epochs", "finetune_epochs", "search_lr", "finetune_lr", "score_lr", "search_schedule", "schedule_over", "distill",
-    "distill_temperature", "tensorboard", "track", "checkpoint_seconds", "out",
+    "search_epochs", "finetune_epochs", "search_lr", "finetune_lr", "score_lr", "score_decay", "search_schedule",
+    "schedule_over", "distill", "distill_temperature", "tensorboard", "track", "checkpoint_seconds", "out",
 )  # fmt: skip
 
 
