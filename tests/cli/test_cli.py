@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import pty
 import subprocess
 import sys
 from collections.abc import Callable
@@ -162,11 +163,12 @@ def test_unwritable_paths_are_wrong_arguments(work: Path, capsys: pytest.Capture
 FAILS = """
 import sys
 import smartprune.cli
+from smartprune.cli.common import add_command
 def add_fails(subparsers):
     def run(args):
         print("a result")
         raise OSError({error})
-    subparsers.add_parser("fails").set_defaults(run=run)
+    add_command(subparsers, "fails", "fail", "").set_defaults(run=run)
 smartprune.cli.COMMANDS = (add_fails,)
 sys.exit(smartprune.cli.main(["fails"]))
 """
@@ -194,6 +196,40 @@ def test_train_prints_a_line_before_it_loads_torch(tmp_path: Path) -> None:
     env = {**environment(), "PYTHONPATH": f"{tmp_path}{os.pathsep}{Path(smartprune.__file__).parents[1]}"}
     process = subprocess.run([sys.executable, "-m", "smartprune", "train"], env=env, capture_output=True, text=True, check=False)
     assert process.stderr.splitlines() == ["smartprune train: loading PyTorch", "torch was loaded"]
+
+
+def test_on_a_terminal_every_command_prints_a_line_before_it_loads_torch(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch was loaded')\n")
+    env = {**environment(), "PYTHONPATH": f"{tmp_path}{os.pathsep}{Path(smartprune.__file__).parents[1]}"}
+    terminal, other_end = pty.openpty()
+    words = [sys.executable, "-m", "smartprune", "plan", "resnet8"]
+    subprocess.run(words, env=env, stderr=other_end, stdout=subprocess.DEVNULL, check=False)
+    os.close(other_end)
+    assert os.read(terminal, 1000).decode().splitlines() == ["smartprune plan: loading PyTorch", "torch was loaded"]
+    os.close(terminal)
+    piped = subprocess.run(words, env=env, capture_output=True, text=True, check=False)
+    assert piped.stderr.splitlines() == ["torch was loaded"]
+
+
+WARNS = """
+import sys, warnings
+import smartprune.cli
+from smartprune.cli.common import add_command
+def add_warns(subparsers):
+    add_command(subparsers, "warns", "warn", "").set_defaults(run=lambda args: warnings.warn("one line") or 0)
+smartprune.cli.COMMANDS = (add_warns,)
+code = smartprune.cli.main(["warns"])
+warnings.warn("as usual")
+sys.exit(code)
+"""
+
+
+def test_warnings_of_commands_are_one_line() -> None:
+    process = subprocess.run([sys.executable, "-c", WARNS], env=environment(), capture_output=True, text=True, check=False)
+    assert process.returncode == 0
+    first, second = process.stderr.splitlines()[:2]
+    assert first == "smartprune: warning: one line"
+    assert second.endswith("UserWarning: as usual")
 
 
 def help_of(command_name: str, capsys: pytest.CaptureFixture[str]) -> str:

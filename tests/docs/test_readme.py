@@ -49,21 +49,30 @@ def test_the_program_prints_what_the_page_shows(tmp_path: Path) -> None:
     ]
     assert EXACT.search(shown)
     assert EXACT.search(result.stdout)
-    dense, pruned = (float(value) for value in re.findall(r"accuracy ([\d.]+)%", result.stdout))
-    assert dense > 90
-    assert pruned > 90
+    (pruned,) = (float(value) for value in re.findall(r"accuracy ([\d.]+)%", result.stdout))
+    (dense,) = re.findall(r"Without the pruner, the same loop reaches ([\d.]+) %", PAGE)
+    assert abs(pruned - float(dense)) < 2
     assert (tmp_path / "net.onnx").exists()
 
 
-def test_the_call_without_training_prunes_the_trained_network(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def accuracy(scope: dict[str, Any]) -> float:
+    (line,) = (line for line in PROGRAMS[0].splitlines() if line.startswith("correct ="))
+    exec(line, scope)
+    return 100 * float(scope["correct"].float().mean())
+
+
+def test_the_loop_without_the_pruner_reaches_what_the_page_says_and_can_be_pruned_without_training() -> None:
     pytest.importorskip("sklearn")
     scope: dict[str, Any] = {}
-    exec(PROGRAMS[0].partition("search_epochs, finetune_epochs =")[0], scope)
+    loop = re.sub(r"pruner = sp\.attach\([^=]*=[^=]*=[^=]*=.*\n|.*pruner\..*\n", "", PROGRAMS[0].partition("receipt = ")[0])
+    assert "pruner" not in loop
+    exec(loop, scope)
+    dense = accuracy(scope)
+    (written,) = re.findall(r"Without the pruner, the same loop reaches ([\d.]+) %", PAGE)
+    assert abs(dense - float(written)) < 1  # other machines add in another order
     exec(PROGRAMS[1], scope)
-    exec("right = (model.eval()(x[1400:]).argmax(1) == y[1400:]).float().mean().item()", scope)
-    (dense,) = (float(value) for value in re.findall(r"dense accuracy ([\d.]+)%", capsys.readouterr().out))
     assert (scope["receipt"].blocks.kept, scope["receipt"].blocks.total) == (432, 864)
-    assert 100 * scope["right"] > dense - 2
+    assert accuracy(scope) > dense - 2
 
 
 def test_every_command_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:

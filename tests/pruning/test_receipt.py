@@ -78,8 +78,8 @@ def test_layers_without_kept_blocks_are_named() -> None:
         model = copy.deepcopy(nn.Sequential(*layers))
         sp.attach(model, sp.Magnitude(), block=(4, 4), sparsity=0.7, steps=1, include="*", floor=floor).freeze()
         receipts.append(" ".join(str(sp.bake(model)).split()))
-    assert "4 of 6 layers keep no block and pass nothing on (floor=0.01 prevents this): 1, 2, 3 and 1 more" in receipts[0]
-    assert "keep no block" not in receipts[1]
+    assert "no block is kept in 4 of 6 layers, which pass nothing on (floor=0.01 prevents this): 1, 2, 3 and 1 more" in receipts[0]
+    assert "no block is kept" not in receipts[1]
 
 
 def test_removed_blocks_must_be_zero() -> None:

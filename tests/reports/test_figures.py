@@ -62,7 +62,7 @@ def test_figures_without_pillow_are_svg_only(
     monkeypatch.setitem(sys.modules, "PIL", None)
     assert main(["report", str(run), "--figures", str(tmp_path / "figures")]) == 0
     assert {path.suffix for path in (tmp_path / "figures").iterdir()} == {".svg"}
-    assert "pip install 'smartprune[plot]'" in capsys.readouterr().err
+    assert "pip install pillow matplotlib" in capsys.readouterr().err
 
 
 def test_area_of_a_block_map_is_the_share_of_kept_blocks() -> None:

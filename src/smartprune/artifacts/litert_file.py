@@ -37,8 +37,7 @@ def need(module: str) -> Any:
         return importlib.import_module(f"ai_edge_litert.{module}")
     except ImportError as error:
         raise SmartpruneError(
-            f"ai-edge-litert is needed for LiteRT and cannot be imported ({error}); install it with: "
-            "pip install 'smartprune[litert]'"
+            f"ai-edge-litert is needed for LiteRT and cannot be imported ({error}); install it with: pip install ai-edge-litert"
         ) from None
 
 

@@ -43,7 +43,7 @@ def need(package: str) -> Any:
         return importlib.import_module(package)
     except ImportError as error:
         raise SmartpruneError(
-            f"{package} is needed for ONNX and cannot be imported ({error}); install it with: pip install 'smartprune[onnx]'"
+            f"{package} is needed for ONNX and cannot be imported ({error}); run: pip install onnx onnxscript onnxruntime"
         ) from None
 
 

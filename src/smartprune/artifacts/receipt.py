@@ -260,7 +260,8 @@ class Receipt:
             names = text.some_names(empty)
             lines += _wrapped(
                 "note",
-                f"{len(empty)} of {len(self.layers)} layers keep no block and pass nothing on (floor=0.01 prevents this): {names}",
+                f"no block is kept in {len(empty)} of {len(self.layers)} layers, which pass nothing on "
+                f"(floor=0.01 prevents this): {names}",
             )
         reasons: dict[str, list[str]] = {}
         for name, reason in self.not_pruned:

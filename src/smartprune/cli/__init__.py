@@ -22,7 +22,7 @@ from .export import add_export
 from .inspect import add_plan, add_report, add_verify
 from .pack import add_pack, add_unpack
 from .prune import add_prune
-from .streams import discard_unwritten, prepare_streams, print_message
+from .streams import announce, discard_unwritten, prepare_streams, print_message, short_warnings
 from .sweep import add_sweep
 from .train import add_train
 from .watch import add_watch
@@ -73,7 +73,9 @@ def _run(argv: Sequence[str] | None) -> int:
         args.parser.refuse(unknown)
     args.words = sys.argv[1:] if argv is None else list(argv)
     try:
-        code: int = args.run(args)
+        announce(args.parser.prog, terminal_only=not args.announce_always)
+        with short_warnings():
+            code: int = args.run(args)
         sys.stdout.flush()
         return code
     except SmartpruneError as error:

@@ -14,7 +14,7 @@ from ..errors import SmartpruneError, explain_memory_errors
 from ..training.config import MAX_THREADS
 from .common import Subparsers, add_command, add_trust, argument_errors, check_outputs, files_of_run
 from .models import SAMPLES, find_model, load_run, load_stored_weights, parse_input, training_inputs
-from .streams import announce, print_message
+from .streams import print_message
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -30,7 +30,7 @@ def add_bench(subparsers: Subparsers) -> None:
         "  smartprune bench runs/mine\n"
         "  smartprune bench resnet18 --weights model.safetensors --input 3x32x32 --batch 1 8 --plot speed.svg\n\n"
         "Every engine runs in a separate process. Outputs are compared before timing.\n"
-        "onnxruntime and OpenVINO are timed if they are installed: smartprune[onnx], and openvino in addition.\n"
+        "onnxruntime and OpenVINO are timed if they are installed: pip install onnx onnxscript onnxruntime openvino\n"
         "Exit code 1: no engine could be timed.",
     )
     parser.add_argument("model", help="a run folder, a built-in network, or MODULE:FUNCTION that returns a torch.nn.Module")
@@ -51,11 +51,10 @@ def add_bench(subparsers: Subparsers) -> None:
     parser.add_argument("--out", metavar="FILE", help="write the results as JSON (default: bench.json in a run folder)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_trust(parser)
-    parser.set_defaults(run=run_bench)
+    parser.set_defaults(run=run_bench, announce_always=True)
 
 
 def run_bench(args: argparse.Namespace) -> int:
-    announce("bench")
     from ..core.block import Block
     from ..experiments.bench.engines import CPU, GPU
     from ..experiments.bench.run import bench

@@ -99,7 +99,7 @@ def add_command(subparsers: Subparsers, name: str, summary: str, example: str) -
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.set_defaults(parser=parser)
+    parser.set_defaults(parser=parser, announce_always=False)
     return parser
 
 

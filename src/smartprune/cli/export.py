@@ -25,7 +25,7 @@ def add_export(subparsers: Subparsers) -> None:
         "  smartprune export runs/mine --int8 --out small.tflite\n"
         "  smartprune export mypackage.net:build --weights model.safetensors --input 3x224x224 --block 16x8 --out model.onnx\n\n"
         "With an ONNX file comes one with the mask of the zero blocks (docs/format.md).\n"
-        "Needs: pip install 'smartprune[onnx]', or 'smartprune[litert]' for a .tflite file",
+        "Needs: pip install onnx onnxscript onnxruntime, or ai-edge-litert for a .tflite file",
     )
     parser.add_argument("model", help="a run folder, a built-in network, or MODULE:FUNCTION that returns a torch.nn.Module")
     parser.add_argument("--out", metavar="FILE", help="file to write: .onnx or .tflite (default: model.onnx in the run folder)")

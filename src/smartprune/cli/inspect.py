@@ -179,7 +179,7 @@ def _write_report(args: argparse.Namespace) -> int:
         written, png = save_figures(view, args.figures, args.map)
         print_message(f"{len(written)} figures written to {args.figures}")
         if not png:
-            print_message("to get .png files too, run: pip install 'smartprune[plot]'")
+            print_message("to get .png files too, run: pip install pillow matplotlib")
     if args.html:
         write_atomic(args.html, render(view).encode())
         print_message(f"written to {args.html}")

@@ -14,7 +14,7 @@ from .budget import add_budget_flags, find_budget
 from .common import Subparsers, add_command, add_trust, argument_errors, check_outputs
 from .models import find_model, load_stored_weights, read_inputs, training_inputs
 from .settings import parse_settings
-from .streams import announce, print_message
+from .streams import print_message
 
 if TYPE_CHECKING:
     from torch import nn
@@ -57,11 +57,10 @@ def add_prune(subparsers: Subparsers) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_trust(parser)
-    parser.set_defaults(run=run_prune)
+    parser.set_defaults(run=run_prune, announce_always=True)
 
 
 def run_prune(args: argparse.Namespace) -> int:
-    announce("prune")
     import torch
 
     from ..pruning.oneshot.batches import first_sample

@@ -45,7 +45,7 @@ def _default(field: Field[Any]) -> str:
     """What the help says about the default of a setting."""
     if field.default is MISSING or field.name == "sparsity":
         return " (default: by task)"
-    return "" if field.default is None else f" (default: {field.default})"
+    return "" if field.default in (None, "") else f" (default: {field.default})"
 
 
 def requested_settings(args: argparse.Namespace) -> dict[str, Any]:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import io
 import os
 import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TextIO
 
 
@@ -37,10 +40,23 @@ def print_message(text: str) -> None:
         discard_unwritten(sys.stderr)
 
 
-def announce(command: str) -> None:
+def announce(command: str, terminal_only: bool = False) -> None:
     """Prints a first line if the command is about to load PyTorch, which takes seconds. Once per run of torchrun."""
+    if terminal_only and not sys.stderr.isatty():
+        return
     if "torch" not in sys.modules and os.environ.get("RANK", "0") == "0":
-        print_message(f"smartprune {command}: loading PyTorch")
+        print_message(f"{command}: loading PyTorch")
+
+
+@contextmanager
+def short_warnings() -> Iterator[None]:
+    """A context in which warnings are one line that names the program, instead of a line of its code."""
+    usual = warnings.formatwarning
+    warnings.formatwarning = lambda message, *_, **__: f"smartprune: warning: {message}\n"
+    try:
+        yield
+    finally:
+        warnings.formatwarning = usual
 
 
 def discard_unwritten(stream: TextIO) -> None:

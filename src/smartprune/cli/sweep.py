@@ -18,7 +18,7 @@ from ..training.config import BUDGET_SETTINGS
 from .common import NAME_OR_TRUST, Subparsers, add_command, add_trust, argument_errors
 from .settings import add_flags, parse_settings, requested_settings
 from .signals import stop_signals
-from .streams import announce, print_message
+from .streams import print_message
 
 if TYPE_CHECKING:
     from ..experiments.sweep import Outcome
@@ -67,11 +67,10 @@ def add_sweep(subparsers: Subparsers) -> None:
     parser.add_argument("--data", metavar="DIR", help="folder of the task's data (default: $SMARTPRUNE_DATA)")
     add_trust(parser, "--config or --grid")
     add_flags(parser, without=GRID_SETTINGS)
-    parser.set_defaults(run=run_sweep)
+    parser.set_defaults(run=run_sweep, announce_always=True)
 
 
 def run_sweep(args: argparse.Namespace) -> int:
-    announce("sweep")
     from ..experiments.sweep import Sweep
     from ..experiments.sweep.grid import expand_grids
     from ..experiments.sweep.progress import SweepProgress

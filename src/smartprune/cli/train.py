@@ -18,7 +18,7 @@ from ..files import check_folder
 from .common import NAME_OR_TRUST, Subparsers, add_command, add_trust, argument_errors
 from .settings import add_flags, requested_settings
 from .signals import stop_signals
-from .streams import announce, print_message
+from .streams import print_message
 
 if TYPE_CHECKING:
     from ..training.config import Config
@@ -53,11 +53,10 @@ def add_train(subparsers: Subparsers) -> None:
     parser.add_argument("--json", action="store_true", help="print the result and the receipt as JSON")
     add_trust(parser, "--config or the run folder")
     add_flags(parser)
-    parser.set_defaults(run=run_train)
+    parser.set_defaults(run=run_train, announce_always=True)
 
 
 def run_train(args: argparse.Namespace) -> int:
-    announce("train")
     with argument_errors(args):
         settings = requested_settings(args)
     if args.resume or _restarted_by_torchrun(args):
@@ -204,7 +203,9 @@ def _print_result(args: argparse.Namespace, folder: Path, result: Result) -> int
     print(f"pruned   test {result.measure} {result.metrics_line('pruned')}")
     print(f"verified {'yes' if result.verified else 'NO'}")
     for name, description in result.files.items():
-        print(f"{name:<8} {description}")
+        if name != "page":
+            print(f"{name:<8} {description}")
     print(f"time     {result.seconds:.0f} s ({stages})")
     print(f"folder   {folder}")
+    print(f"page     {folder / run_files.PAGE}, open it in a browser")
     return 0

@@ -232,7 +232,8 @@ def _default_reasons(model: nn.Module, weights: Sequence[Sequence[Candidate]], f
     supported = [users[0] for users in weights if users[0].supported]
     stem = next((weight for weight in supported if isinstance(weight.module, CONVOLUTIONS)), None)
     if stem is not None and not stem.lazy and stem.weight.shape[1] <= IMAGE_CHANNELS:
-        reasons[id(stem.weight)] = Reason(f"stem: reads the image ({stem.weight.shape[1]} channels)")
+        channels = stem.weight.shape[1]
+        reasons[id(stem.weight)] = Reason(f"stem: reads the image ({channels} channel{'' if channels == 1 else 's'})")
     reasons |= _output_layers(model, weights, facts)
     for weight in supported:
         if weight.parts > 1 and is_convolution(weight.module) and not weight.lazy:

@@ -107,7 +107,7 @@ def require_pillow() -> tuple[Any, Any, Any]:
         if tuple(map(int, __version__.split(".")[:2])) < (10, 1):  # the first version whose default font has any size
             raise ImportError
     except ImportError:
-        raise SmartpruneError("a .png needs Pillow 10.1 or newer; run: pip install 'smartprune[plot]'") from None
+        raise SmartpruneError("a .png needs Pillow 10.1 or newer; run: pip install pillow") from None
     return Image, ImageDraw, ImageFont
 
 

@@ -35,7 +35,7 @@ def _budget_verdict(view: View) -> str:
         removed = f"{share(budget.total - budget.used, budget.total)} of the {budget.label} removed"
     if budget is None:
         return removed
-    return f"{removed}, {'as requested' if receipt.met else f'not {100 * float(budget.share):g} % as requested'}"
+    return removed if receipt.met else f"{removed}, not {100 * float(budget.share):g} % as requested"
 
 
 def _zeros_figure(view: View) -> tuple[str, str, str]:

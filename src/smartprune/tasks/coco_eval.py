@@ -10,7 +10,7 @@ from typing import Any
 from .detection_files import GroundTruth
 
 MEASURE, MEASURE_50 = "mAP", "mAP@.5"
-NEEDS = "faster-coco-eval or pycocotools, and neither is installed; run: pip install 'smartprune[detection]'"
+NEEDS = "faster-coco-eval or pycocotools, and neither is installed; run: pip install faster-coco-eval"
 
 Evaluator = Callable[[dict[str, Any], list[dict[str, Any]]], Any]  # (ground truth, detections in COCO's format) -> stats
 

@@ -120,7 +120,7 @@ def load(split: str) -> Batch:
         from sklearn.datasets import load_digits  # type: ignore[import-untyped,unused-ignore]
     except ImportError:
         raise SmartpruneError(
-            "digits: the data needs scikit-learn, which is not installed; run: pip install 'smartprune[digits]'"
+            "digits: the data needs scikit-learn, which is not installed; run: pip install scikit-learn"
         ) from None
     bunch = load_digits()
     labels = torch.from_numpy(bunch.target).long()

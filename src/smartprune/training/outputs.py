@@ -28,7 +28,7 @@ def check_packages(config: Config) -> None:
     """Raises before the run if a package that it needs at its end is missing."""
     if config.onnx == "on" and missing_packages():
         raise SmartpruneError(
-            f"onnx='on' needs {', '.join(missing_packages())}; install it with: pip install 'smartprune[onnx]', "
+            f"onnx='on' needs {', '.join(missing_packages())}; run: pip install {' '.join(missing_packages())}, "
             "or use --onnx auto or off"
         )
 

@@ -76,7 +76,7 @@ def import_library(name: str) -> Any:
         return importlib.import_module(LIBRARIES[name])
     except ImportError as error:
         raise SmartpruneError(
-            f"track={name!r}, but {name} cannot be imported ({error}); run: pip install 'smartprune[{name}]', or leave out --track"
+            f"track={name!r}, but {name} cannot be imported ({error}); run: pip install {name}, or leave out --track"
         ) from None
 
 
@@ -95,7 +95,7 @@ def import_writer() -> Any:
         from torch.utils.tensorboard import SummaryWriter  # type: ignore[attr-defined, unused-ignore]
     except ImportError:
         raise SmartpruneError(
-            "tensorboard='on', but TensorBoard is not installed; run: pip install 'smartprune[track]', or use --tensorboard off"
+            "tensorboard='on', but TensorBoard is not installed; run: pip install tensorboard, or use --tensorboard off"
         ) from None
     return SummaryWriter
 

@@ -33,7 +33,7 @@ def available_engines() -> tuple[list[str], dict[str, str]]:
     missing = [package for package in ("onnx", "onnxscript", "onnxruntime") if importlib.util.find_spec(package) is None]
     if missing:
         readers = [name for names in ONNX_FILES.values() for name in names]
-        left_out = dict.fromkeys(readers, f"{', '.join(missing)} not installed (smartprune[onnx])")
+        left_out = dict.fromkeys(readers, f"{', '.join(missing)} not installed")
     if importlib.util.find_spec("openvino") is None:
         left_out |= dict.fromkeys(("openvino", "openvino int8"), "not installed")
     if not torch.cuda.is_available():

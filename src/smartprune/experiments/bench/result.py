@@ -47,6 +47,11 @@ class LayerTiming:
     ours: float
     engine: str
 
+    @property
+    def faster(self) -> float | None:
+        """How many times faster the runtime of smartprune is; None for times that are too short to compare."""
+        return self.dense / self.ours if min(self.dense, self.ours) >= LEAST_MICROSECONDS else None
+
 
 @dataclass(frozen=True)
 class Bench:
@@ -84,13 +89,15 @@ class Bench:
         return data
 
     def __str__(self) -> str:
-        lines = [f"{self.model}: {self._zeros(2)}; {self.threads} CPU threads"]
+        lines = [f"{self.model}: {self._zeros(2)}; {self.threads} CPU thread{'' if self.threads == 1 else 's'}"]
         for batch in self.batches:
             for names in KINDS:
                 lines += self._engine_table(batch, names)
         if self.layers:
             lines += ["", f"layers, float32, batch {self.layers[0].batch}, without the overhead of a call", *self._layer_table()]
         lines += ["", "vs: how many times faster than the fastest dense engine of the same kind"]
+        if any(layer.faster is None for layer in self.layers):
+            lines.append("-: too short to compare")
         if self.left_out:
             reasons = f"left out: {list_reasons(self.left_out)}"
             lines += textwrap.wrap(reasons, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
@@ -125,7 +132,7 @@ class Bench:
                 f"{layer.kept:,}/{layer.blocks:,}",
                 f"{layer.dense:.1f}",
                 f"{layer.ours:.1f}",
-                f"{layer.dense / layer.ours:.1f}" if min(layer.dense, layer.ours) >= LEAST_MICROSECONDS else "-",
+                "-" if layer.faster is None else f"{layer.faster:.1f}",
             )
             for layer in self.layers
         ]

@@ -176,7 +176,7 @@ def _save_png(charts: Sequence[Chart], path: Path) -> None:
         from matplotlib.figure import Figure  # type: ignore[import-not-found,unused-ignore]
     except ImportError:
         raise SmartpruneError(
-            f"{path}: a .png needs matplotlib, which is not installed; run: pip install 'smartprune[plot]', or write an .svg"
+            f"{path}: a .png needs matplotlib, which is not installed; run: pip install matplotlib, or write an .svg"
         ) from None
     figure = Figure(figsize=(7.6, HEIGHT * len(charts) / 100), layout="constrained")
     FigureCanvasAgg(figure)

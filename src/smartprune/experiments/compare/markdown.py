@@ -98,7 +98,18 @@ def _dense_cells(rows: Sequence[Row]) -> dict[str, str]:
     if not one_model and any(len(cells) > 1 for cells in means.values()):
         return {}
     ordered = {method: sorted(cells, key=lambda cell: cells[cell]) for method, cells in means.items()}
-    return {method: " to ".join(dict.fromkeys((cells[0], cells[-1]))) for method, cells in ordered.items()}
+    return {method: _range(cells[0], cells[-1]) for method, cells in ordered.items()}
+
+
+def _range(least: str, most: str) -> str:
+    """
+    >>> _range("95.05", "95.05 ± 0.00"), _range("94.98", "95.05"), _range("95.05 ± 0.10", "95.05 ± 0.10")
+    ('95.05', '94.98 to 95.05', '95.05 ± 0.10')
+    """
+    if least == most:
+        return least
+    means = dict.fromkeys(cell.partition(" ")[0] for cell in (least, most))
+    return f"{least} to {most}" if len(means) > 1 else next(iter(means))
 
 
 def _column_title(names: Sequence[str], values: Sequence[Any]) -> str:
