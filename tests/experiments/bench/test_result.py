@@ -56,7 +56,7 @@ def test_speedups_are_over_the_fastest_dense_engine_of_the_same_kind() -> None:
 def test_the_first_line_says_what_the_share_is_of() -> None:
     timing = Timing("torch", 1, 2.0, (2.0,), 0.0)
     without = Bench("m", "16x8", 1, 0.5, (timing,), (), {}, {})
-    assert str(without).startswith("m: 50.00 % of the 16x8 blocks of all layers are zero; 1 CPU threads")
+    assert str(without).startswith("m: 50.00 % of the 16x8 blocks of all layers are zero; 1 CPU thread")
     with_receipt = Bench("m", "16x8", 1, 0.5, (timing,), (), {}, {}, "pruned layers")
-    assert str(with_receipt).startswith("m: sparsity 50.00 % (of the 16x8 blocks of the pruned layers); 1 CPU threads")
+    assert str(with_receipt).startswith("m: sparsity 50.00 % (of the 16x8 blocks of the pruned layers); 1 CPU thread")
     assert "50.00 %" in with_receipt.drawing().svg()
