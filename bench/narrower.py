@@ -110,7 +110,7 @@ def main() -> None:
             "method": method,
             "block": "x".join(map(str, BLOCK)),
             "macs": removed,
-            "sparsity": removed,
+            "sparsity": None,
             "protocol": f"{DENSE + SEARCH + TUNING} epochs in total",
             "metric": "accuracy",
             "unit": "share",
