@@ -13,48 +13,20 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import statistics
 from pathlib import Path
-from typing import Any
 
 import torch
+from saliency_start import BATCH, accuracy, run, summary
 from torch import nn
 
 import smartprune as sp
 from smartprune.core.usage import measure
 from smartprune.tasks.digits import Digits
 
-WIDTH, BLOCK, BATCH = 12, (8, 4), 64
+WIDTH, BLOCK = 12, (8, 4)
 DENSE, SEARCH, TUNING = 30, 40, 30  # epochs
 RATE, LATER_RATE = 0.1, 0.05
 METHODS = ("smart", "gradual")
-
-
-def train(task: Digits, model: nn.Module, epochs: int, rate: float, seed: int, pruner: sp.Pruner | None = None) -> None:
-    """Trains with a cosine schedule. A pruner searches for its steps and fine-tunes afterwards."""
-    data = task.data("train", torch.device("cpu"))
-    optimizer = torch.optim.SGD(model.parameters(), rate, momentum=0.9, weight_decay=5e-4)
-    if pruner is not None and pruner.parameters():
-        scores = {id(p) for p in pruner.parameters()}
-        group = optimizer.param_groups[0]
-        group["params"] = [p for p in group["params"] if id(p) not in scores]
-        optimizer.add_param_group(pruner.param_group(lr=rate))
-    per_epoch = sum(1 for _ in data.batches(BATCH, seed, 0))
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * per_epoch)
-    for epoch in range(epochs):
-        for batch in data.batches(BATCH, seed, epoch):
-            task.loss(model.train(), batch).backward()
-            optimizer.step()
-            if pruner is not None:
-                pruner.step()
-            optimizer.zero_grad()
-            schedule.step()
-
-
-@torch.no_grad()
-def accuracy(task: Digits, model: nn.Module) -> float:
-    batches = list(task.data("test", torch.device("cpu")).batches(500, 0, 0))
-    return sum(int((model.eval()(x).argmax(1) == y).sum()) for x, y in batches) / sum(len(y) for _, y in batches)
 
 
 def pruned(task: Digits, dense: nn.Module, method: str, macs: int, seed: int) -> tuple[float, int]:
@@ -67,7 +39,7 @@ def pruned(task: Digits, dense: nn.Module, method: str, macs: int, seed: int) ->
     prunable = sum(layer.params * usage.uses(layer)[0] for layer in sp.plan(model, BLOCK, 0.5).layers)
     share = (usage.macs - macs) / prunable
     pruner = sp.attach(model, method, BLOCK, budget=sp.macs(share, example=example), steps=SEARCH * len(batches), example=example)
-    train(task, model, SEARCH + TUNING, LATER_RATE, seed, pruner)
+    run(task, model, SEARCH + TUNING, LATER_RATE, seed, pruner)
     receipt = sp.bake(model)
     assert receipt.model_macs is not None
     return accuracy(task, model), receipt.model_macs.kept
@@ -88,7 +60,7 @@ def main() -> None:
     for seed in range(args.seeds):
         torch.manual_seed(seed)
         wide = wide_task.model("resnet8")
-        train(wide_task, wide, DENSE, RATE, seed)
+        run(wide_task, wide, DENSE, RATE, seed)
         dense.append(accuracy(wide_task, wide))
         for width in args.widths:
             task = Digits(width=width)
@@ -96,7 +68,7 @@ def main() -> None:
             narrow = task.model("resnet8")
             macs = measure(narrow, example).macs
             removed = round(1 - macs / total, 4)
-            train(task, narrow, DENSE + SEARCH + TUNING, RATE, seed)
+            run(task, narrow, DENSE + SEARCH + TUNING, RATE, seed)
             values.setdefault((f"dense, {width} channels wide", removed), []).append(accuracy(task, narrow))
             for method in METHODS:
                 reached, left = pruned(wide_task, wide, method, macs, seed)
@@ -122,11 +94,6 @@ def main() -> None:
     settings = {"seeds": args.seeds, "widths": args.widths, "threads": 1, "torch": torch.__version__}
     if args.out:
         args.out.write_text(json.dumps({"rows": rows, **settings}, indent=1) + "\n")
-
-
-def summary(values: list[float]) -> dict[str, Any]:
-    std = statistics.stdev(values) if len(values) > 1 else None
-    return {"values": values, "mean": statistics.fmean(values), "std": std, "n": len(values)}
 
 
 if __name__ == "__main__":
