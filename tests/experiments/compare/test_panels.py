@@ -34,4 +34,6 @@ def test_several_shares_have_a_panel_of_their_own(runs: Path) -> None:
     assert [[point.x for point in series.points] for series in chart.series] == [[0.5, 0.9]] * 3
     for folder in runs.iterdir():
         write_macs_left(folder, 1000, 200)
-    assert [chart.x for chart in comparison_charts(compare([runs]))] == ["MACs of the pruned layers left, %", chart.x]
+    both = comparison_charts(compare([runs]))
+    assert [chart.x for chart in both] == ["MACs of the pruned layers left, %", chart.x]
+    assert [chart.title.rpartition(": ")[2] for chart in both] == ["accuracy by MACs left", "accuracy by sparsity"]

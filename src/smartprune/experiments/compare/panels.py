@@ -22,14 +22,16 @@ def comparison_charts(comparison: Comparison) -> list[Chart]:
     for group, rows in comparison.groups().items():
         known = all(row.macs_left for row in rows)
         if known:
-            charts.append(_chart(titles[group], "MACs of the pruned layers left, %", group, rows, _macs_left, True))
+            title = f"{titles[group]}: {group[-1]} by MACs left"
+            charts.append(_chart(title, "MACs of the pruned layers left, %", group, rows, _macs_left, True))
         for kind in dict.fromkeys([*budget_names(), *(row.share[0] for row in rows)]):
             panel = [row for row in rows if row.share[0] == kind]
             if not panel or (known and len({row.share for row in panel}) == 1):
                 continue
             share_of = f"share of {budget_label(kind)} removed"
             x = f"sparsity ({share_of})" if kind == SPARSITY else share_of
-            charts.append(_chart(titles[group], x, group, panel, lambda row: row.share[1]))
+            title = f"{titles[group]}: {group[-1]} by {SPARSITY if kind == SPARSITY else share_of}"
+            charts.append(_chart(title, x, group, panel, lambda row: row.share[1]))
     return charts
 
 
