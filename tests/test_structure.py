@@ -197,7 +197,10 @@ TESTED_IN = {
     "reports/shell": "reports/test_page.py",
     "reports/summary": "reports/test_page.py",
     "runtime/__init__": "runtime/test_module.py",
+    "runtime/c_source/check": "runtime/c_source/test_export.py",  # the comparison at the end of an export
+    "runtime/c_source/graph": "runtime/c_source/test_export.py",
     "runtime/cpu/arena": "runtime/cpu/test_program.py",  # the parts of a program
+    "runtime/cpu/compiled": "runtime/cpu/test_program.py",
     "runtime/cpu/emit": "runtime/cpu/test_program.py",
     "runtime/cpu/pool": "runtime/cpu/test_program.py",
     "runtime/gpu/kernel": "runtime/gpu/test_layers.py",

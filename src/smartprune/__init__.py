@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .pruning.recalibrate import recalibrate
     from .reports import report
     from .runtime import accelerate
+    from .runtime.c_source.export import export_c
     from .runtime.latency import latency
     from .topk import hard_topk, soft_topk
 
@@ -60,6 +61,7 @@ __all__ = [
     "compaction",
     "costs",
     "cycles",
+    "export_c",
     "export_litert",
     "export_onnx",
     "find_pruner",
@@ -108,6 +110,7 @@ _MODULES = {
     "pruning.recalibrate": ["recalibrate"],
     "reports": ["report"],
     "runtime": ["accelerate"],
+    "runtime.c_source.export": ["export_c"],
     "runtime.latency": ["latency"],
     "topk": ["hard_topk", "soft_topk"],
 }

@@ -91,7 +91,7 @@ def test_export_command_does_not_overwrite_its_inputs(tmp_path: Path, capsys: py
     for arguments, message in (
         (["--out", str(tmp_path / "m.onnx"), "--receipt", str(receipt)], "the mask file of --out .* is the receipt itself"),
         (["--out", str(tmp_path / "no" / "m.onnx")], "--out .*the folder .* does not exist"),
-        (["--out", str(tmp_path / "m.bin")], r"--out .* must end in one of: \.onnx, \.tflite"),
+        (["--out", str(tmp_path / "m.bin")], r"--out .* must end in one of: \.onnx, \.tflite, \.c"),
     ):
         with pytest.raises(SystemExit) as stop:
             main([*common, *arguments])
@@ -127,3 +127,26 @@ def test_a_litert_file_by_its_suffix(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert run_cli(*command, "n.tflite", "--int8", "--calibration", "x.npy") == 0
     assert "int8     outputs differ from float by" in capsys.readouterr().out
     assert run_cli("verify", "m.tflite", "--receipt", "receipt.json") == 0
+
+
+def test_a_c_file_by_its_suffix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(0)
+    model, receipt = model_and_receipt("plain_cnn")
+    torch.save(model.state_dict(), tmp_path / "w.pt")
+    receipt.save(tmp_path / "receipt.json")
+    (tmp_path / "c_net.py").write_text("from helpers import zoo\n\n\ndef build():\n    return zoo.plain_cnn()[0]\n")
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1]))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    command = ("export", "c_net:build", "--weights", "w.pt", "--input", "3x8x8", "--out")
+    assert run_cli(*command, "m.onnx", "--block", "4x4", "--target", "neon") == 2
+    assert "--target is for C files" in capsys.readouterr().err
+    assert run_cli(*command, "m.c", "--sparse") == 2
+    assert "--sparse is for ONNX files" in capsys.readouterr().err
+    assert run_cli(*command, "m.c", "--target", "z80") == 1
+    assert "target='z80' is not one of portable" in capsys.readouterr().err
+    assert run_cli(*command, "m.c", "--receipt", "receipt.json", "--json") == 0
+    data = json.loads(capsys.readouterr().out)
+    assert (tmp_path / "m.c").stat().st_size == data["size"]
+    assert receipt.mask_hash in (tmp_path / "m.c").read_text()
+    assert "int m_run(const float *input, float *output);" in (tmp_path / "m.h").read_text()

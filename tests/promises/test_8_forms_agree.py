@@ -58,6 +58,18 @@ def test_accelerated_agrees_to_float_rounding(case: Case) -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("name", ["plain_cnn", "resnet18"])
+def test_exported_c_agrees_to_rounding(name: str, tmp_path: Path) -> None:
+    case = Case(name)
+    _, receipt = trained(case)
+    exported = sp.export_c(case.model.eval(), tmp_path / "net.c", case.x, receipt=receipt)
+    assert exported.difference <= 1e-5 * exported.scale
+    int8 = sp.export_c(case.model, tmp_path / "net8.c", case.x, int8=True, calibration=[case.x, torch.randn_like(case.x)])
+    assert int8.int8_error is not None
+    assert int8.int8_error <= 0.1
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ["plain_cnn", "resnet18"])
 def test_accelerated_int8_agrees_to_int8_rounding(name: str) -> None:
     case = Case(name)
     masked, _ = trained(case)

@@ -1,4 +1,4 @@
-"""``smartprune export``: writes a pruned model as ONNX or LiteRT and checks it."""
+"""``smartprune export``: writes a pruned model as ONNX, LiteRT or C and checks it."""
 
 from __future__ import annotations
 
@@ -12,23 +12,26 @@ from ..errors import SmartpruneError, explain_memory_errors
 from .common import Subparsers, add_command, add_trust, argument_errors, check_outputs, files_of_run, print_result
 from .models import SAMPLES, find_model, load_run, load_stored_weights, parse_input, read_inputs, training_inputs
 
-LITERT, MASK_SUFFIX = ".tflite", ".mask.json"
+ONNX, LITERT, C = ".onnx", ".tflite", ".c"
+MASK_SUFFIX, HEADER_SUFFIX = ".mask.json", ".h"
+KINDS = {ONNX: "ONNX", LITERT: "LiteRT", C: "C"}
 
 
 def add_export(subparsers: Subparsers) -> None:
     parser = add_command(
         subparsers,
         "export",
-        "write a model as ONNX or LiteRT, compare its outputs and count its zero blocks",
+        "write a model as ONNX, LiteRT or C and compare its outputs",
         "  smartprune export runs/mine\n"
         "  smartprune export runs/mine --int8 --out small.onnx\n"
         "  smartprune export runs/mine --int8 --out small.tflite\n"
+        "  smartprune export runs/mine --out net.c --target neon\n"
         "  smartprune export mypackage.net:build --weights model.safetensors --input 3x224x224 --block 16x8 --out model.onnx\n\n"
-        "With an ONNX file comes one with the mask of the zero blocks (docs/format.md).\n"
-        "Needs: pip install onnx onnxscript onnxruntime, or ai-edge-litert for a .tflite file",
+        "With an ONNX file comes one with the mask of the zero blocks (docs/format.md), and with a C file its header.\n"
+        "Needs: pip install onnx onnxscript onnxruntime, ai-edge-litert for a .tflite file, and nothing for a .c file",
     )
     parser.add_argument("model", help="a run folder, a built-in network, or MODULE:FUNCTION that returns a torch.nn.Module")
-    parser.add_argument("--out", metavar="FILE", help="file to write: .onnx or .tflite (default: model.onnx in the run folder)")
+    parser.add_argument("--out", metavar="FILE", help="file to write: .onnx, .tflite or .c (default: model.onnx in the run folder)")
     parser.add_argument("--weights", metavar="FILE", help="weights to load into the model: any file that verify can read")
     parser.add_argument("--input", metavar="SHAPE", help="shape of one sample, such as 3x32x32 (default: the task's)")
     parser.add_argument("--block", metavar="SIZE", help="block size to check, output x input channels (default: the receipt's)")
@@ -42,6 +45,7 @@ def add_export(subparsers: Subparsers) -> None:
     )
     parser.add_argument("--no-fold", action="store_true", help="do not fold batch normalization")
     parser.add_argument("--channels-last", action="store_true", help="images as (height, width, channels) in a .tflite file")
+    parser.add_argument("--target", metavar="NAME", help="instruction set of a .c file, such as avx2 or neon (default: portable)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_trust(parser)
     parser.set_defaults(run=run_export)
@@ -59,14 +63,22 @@ def run_export(args: argparse.Namespace) -> int:
             raise SmartpruneError("--out is missing; give the file to write, such as --out model.onnx")
         if out.suffix not in WRITERS:
             raise SmartpruneError(f"--out {out} must end in one of: {', '.join(WRITERS)}")
-        litert = out.suffix == LITERT
-        for flag, given in (("--sparse", args.sparse), ("--no-fold", args.no_fold)):
-            if given and litert:
-                raise SmartpruneError(f"{flag} is for ONNX files, and --out {out} is a LiteRT file; leave it out")
-        if args.channels_last and not litert:
-            raise SmartpruneError(f"--channels-last is for LiteRT files; leave it out, or give --out FILE{LITERT}")
+        for flag, given, suffix in (
+            ("--sparse", args.sparse, ONNX),
+            ("--no-fold", args.no_fold, ONNX),
+            ("--channels-last", args.channels_last, LITERT),
+            ("--target", args.target, C),
+        ):
+            if given and out.suffix != suffix:
+                raise SmartpruneError(
+                    f"{flag} is for {KINDS[suffix]} files, and --out is {out}; leave it out, or give --out FILE{suffix}"
+                )
         inputs = {"the receipt": args.receipt, "the file of --weights": args.weights, "the file of --calibration": args.calibration}
-        outputs = {"--out": out} if litert else {"--out": out, "the mask file of --out": out.with_suffix(MASK_SUFFIX)}
+        outputs = {"--out": out}
+        if out.suffix == ONNX:
+            outputs["the mask file of --out"] = out.with_suffix(MASK_SUFFIX)
+        if out.suffix == C:
+            outputs["the header of --out"] = out.with_suffix(HEADER_SUFFIX)
         check_outputs(outputs, {**inputs, **files_of_run(folder)})
         if args.calibration and not args.int8:
             raise SmartpruneError("--calibration is only used with --int8; add --int8 or remove it")
@@ -79,7 +91,7 @@ def run_export(args: argparse.Namespace) -> int:
             example = parse_input(args.input)
         if example is None:
             raise SmartpruneError("the shape of one sample is unknown; add --input, such as --input 3x32x32")
-        if block is None and args.receipt is None and receipt is None and not litert:
+        if block is None and args.receipt is None and receipt is None and out.suffix == ONNX:
             raise SmartpruneError("no receipt gives the block size; add --block, such as --block 16x8")
         if args.int8 and args.calibration is None and task is None:
             raise SmartpruneError("--int8 needs inputs to measure the range of activations; add --calibration FILE.npy")
@@ -110,4 +122,10 @@ def _write_litert(args: argparse.Namespace, *what: Any, **settings: Any) -> Any:
     return export_litert(*what, channels_last=args.channels_last, **settings)
 
 
-WRITERS: dict[str, Callable[..., Any]] = {".onnx": _write_onnx, LITERT: _write_litert}
+def _write_c(args: argparse.Namespace, model: Any, out: Path, example: Any, block: Any, **settings: Any) -> Any:
+    from ..runtime.c_source.export import export_c
+
+    return export_c(model, out, example, target=args.target or "portable", **settings)
+
+
+WRITERS: dict[str, Callable[..., Any]] = {ONNX: _write_onnx, LITERT: _write_litert, C: _write_c}

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import smartprune as sp
+from helpers.operations import Branches, Joined, Pointwise, Pools
 from helpers.pruned_models import assert_equal_to_rounding, randomly_pruned
 from helpers.zoo import conv1d_net, mobilenet_block, plain_cnn, transformer_block, unet
 from smartprune.models import MODELS
@@ -92,86 +93,6 @@ def test_inputs_with_arbitrary_strides() -> None:
     ):
         fast = sp.accelerate(model, threads=1)
         assert_equal_to_rounding(fast(x), model(x.float()))
-
-
-class Branches(nn.Module):
-    """Additions before and after an activation: of a value that is used twice, of itself, and of one value per channel."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.a = nn.Conv2d(channels, channels, 3, padding=1)
-        self.b = nn.Conv2d(channels, channels, 1)
-        self.c = nn.Conv2d(channels, channels, 3, padding=2, dilation=2)
-        self.norm = nn.BatchNorm2d(channels)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = F.relu(self.a(x) + self.b(x))
-        y = y + F.relu(self.b(y))
-        y = self.c(y) + y
-        z = F.silu(self.a(y)) + x
-        z = z + self.c(z).mean((2, 3), keepdim=True)
-        w = self.b(z)
-        w = w + w
-        return self.norm(w) * torch.sigmoid(self.a(w)) + 2.0 * z + 1.0
-
-
-class Joined(nn.Module):
-    """Concatenations at the borders of blocks and elsewhere, of values that are used elsewhere too."""
-
-    def __init__(self, first: int, second: int) -> None:
-        super().__init__()
-        self.a, self.b = nn.Conv2d(6, first, 3, padding=1), nn.Conv2d(6, second, 1)
-        self.c = nn.Conv2d(first + second + 6, 12, 3, padding=1)
-        self.d = nn.Conv2d(12 + first + first, 5, 5, padding=2)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        a, b = F.relu(self.a(x)), self.b(x)
-        c = self.c(torch.cat([a, b, x], 1))
-        return self.d(torch.cat([c, a, a], dim=1)), F.max_pool2d(a, 3, 1, 1)
-
-
-class Pools(nn.Module):
-    def forward(self, x: Tensor) -> list[Tensor]:
-        return [
-            F.max_pool2d(x, 3, 2, padding=1),
-            F.max_pool2d(x, 2, ceil_mode=True),
-            F.max_pool2d(x, (3, 2), (1, 2), dilation=(2, 1)),
-            F.avg_pool2d(x, 3, 2, padding=1),
-            F.avg_pool2d(x, 3, 2, padding=1, count_include_pad=False),
-            F.avg_pool2d(x, 3, 2, padding=1, ceil_mode=True),
-            F.avg_pool2d(x, 2, divisor_override=3),
-            F.adaptive_avg_pool2d(x, 1),
-            F.adaptive_avg_pool2d(x, (3, 4)),
-            x.mean((2, 3)),
-            F.interpolate(x, scale_factor=2),
-            F.interpolate(x, scale_factor=(3, 1)),
-            F.interpolate(x, scale_factor=2, mode="bilinear", align_corners=False),
-            F.interpolate(x, size=(7, 31), mode="bilinear", align_corners=True),
-            F.interpolate(x, size=(20, 5), mode="bilinear"),
-            F.interpolate(x, scale_factor=1.7, mode="bilinear"),
-        ]
-
-
-class Pointwise(nn.Module):
-    def forward(self, x: Tensor) -> list[Tensor]:
-        large = x * 40.0
-        return [
-            F.relu(x),
-            F.relu6(large),
-            F.hardtanh(large, -3.0, 2.0),
-            x.clamp(min=-0.5),
-            torch.clamp(x, max=0.25),
-            F.silu(large),
-            torch.sigmoid(large),
-            F.hardswish(large),
-            F.hardsigmoid(large),
-            F.leaky_relu(x, 0.2),
-            F.gelu(x),
-            x + large,
-            x * large,
-            x + 1,
-            F.dropout(x, 0.5, training=False) * x,
-        ]
 
 
 @pytest.mark.parametrize("channels", [16, 20, 3])

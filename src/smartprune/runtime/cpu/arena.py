@@ -13,6 +13,7 @@ from ...errors import SmartpruneError
 from ..lower.steps import Shape, Step
 from . import abi
 from .entries import LANES
+from .instruction_sets import InstructionSet
 
 ALIGN = 64
 MOST_ELEMENTS = 2**31 - 1  # offsets are 32-bit numbers
@@ -84,9 +85,9 @@ class Arena:
     """The memory of all activations of a program."""
 
     def __init__(
-        self, values: Mapping[fx.Node, Value], steps: Sequence[Step], outputs: Sequence[fx.Node], quantum_bytes: int
+        self, values: Mapping[fx.Node, Value], steps: Sequence[Step], outputs: Sequence[fx.Node], isa: InstructionSet
     ) -> None:
-        self._quantum_bytes = quantum_bytes
+        self._isa = isa
         _set_lifetimes(values, steps, outputs)
         _set_margins(values, steps)
         _nest_concatenations(values, steps)
@@ -94,14 +95,13 @@ class Arena:
         self.size = self._assign_addresses(values, steps, roots)
         self.memory = np.zeros(self.size + 2 * ALIGN, np.uint8)
         self.base = -(-self.memory.ctypes.data // ALIGN) * ALIGN
-        for value in roots:
-            if value.zero:  # zero has this value in the margin too
-                start = value.address + self.base - self.memory.ctypes.data
-                bytes_of_value = self.memory[start : start + value.elements * self.element_bytes(value)]
-                bytes_of_value.view(np.uint8 if self.element_bytes(value) == 1 else np.uint16)[:] = value.zero
+        self.margins = sorted({(v.address, v.elements, v.zero) for v in roots if v.zero})  # zero has this value in the margin too
+        for address, elements, zero in self.margins:
+            start = address + self.base - self.memory.ctypes.data
+            self.memory[start : start + elements * isa.quantum_bytes].view(isa.quantum)[:] = zero
 
     def element_bytes(self, value: Value) -> int:
-        return 4 if value.type == abi.FLOAT32 else self._quantum_bytes
+        return 4 if value.type == abi.FLOAT32 else self._isa.quantum_bytes
 
     def tensor(self, value: Value) -> abi.Tensor:
         """The value as the kernels see it."""

@@ -12,8 +12,8 @@ from torch import fx
 from ..lower.steps import Step
 from . import abi, quantize
 from .arena import ALIGN, Arena, Value
-from .build import Library
 from .entries import LANES, Entries, cut
+from .instruction_sets import InstructionSet
 from .tiles import parts_of_groups, tile
 
 LIGHT = 20_000  # vector operations below which an operation runs in one thread
@@ -24,8 +24,8 @@ Packed = dict[Any, Any]  # kept weights by step and dtype: plans for other input
 class Emitter:
     """Collects the operations of a program, and the arrays that they point to."""
 
-    def __init__(self, values: Mapping[fx.Node, Value], arena: Arena, library: Library, threads: int, packed: Packed) -> None:
-        self.values, self.arena, self.library = values, arena, library
+    def __init__(self, values: Mapping[fx.Node, Value], arena: Arena, isa: InstructionSet, threads: int, packed: Packed) -> None:
+        self.values, self.arena, self.isa = values, arena, isa
         self.threads, self.packed = threads, packed
         self.operations: list[abi.Op] = []
         self.light: list[bool] = []
@@ -57,19 +57,19 @@ class Emitter:
         assert step.bias is not None
         per_word = 1
         if x.type == abi.QUANTUM:
-            quantized = quantize.pack(step, x, y, z, self.library, self.packed)
+            quantized = quantize.pack(step, x, y, z, self.isa, self.packed)
             entries, words, bias = quantized.entries, quantized.words, quantized.bias
-            per_word = 4 // self.library.isa.quantum_bytes
+            per_word = self.isa.quanta_per_word
             channels = entries.groups * entries.lanes
             fields |= {"low": quantized.low, "high": quantized.high, "scale": self._address(padded(quantized.scale, channels))}
             fields["initial_sum"] = self._address(padded(quantized.initial_sum, channels))
         else:
             key = (step.node, "float32")
             if key not in self.packed:
-                self.packed[key] = cut(step.weight, self.library.isa.lanes)
+                self.packed[key] = cut(step.weight, self.isa.lanes)
             entries, bias = self.packed[key], step.bias
             words = entries.values
-        tiling = tile(step, x, y, z, self.arena.element_bytes(x), self.library.isa.pixels, self.threads)
+        tiling = tile(step, x, y, z, self.arena.element_bytes(x), self.isa.pixels, self.threads)
         groups_per_item = -(-entries.groups // parts_of_groups(tiling.chunks, entries, self.threads))
         work = int(entries.cost * y.images * y.height * y.width) + y.images * y.blocks * y.height * y.width
         fields |= {

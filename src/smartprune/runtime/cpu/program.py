@@ -15,10 +15,10 @@ from torch import Tensor, fx
 
 from ...core.memory import NoMemoryError, address_of
 from ..lower.steps import Shape, Step
-from . import abi, quantize
-from .arena import Arena, Value, dimensions
+from . import abi
 from .build import Library
-from .emit import Emitter, Packed
+from .compiled import Compiled, as_map
+from .emit import Packed
 
 CPU = torch.device("cpu")
 WHERE = "accelerated model"  # in errors
@@ -43,27 +43,10 @@ class Program:
         ranges: Mapping[fx.Node, tuple[float, float]] | None = None,
     ) -> None:
         self.inputs, self.outputs = list(inputs), list(outputs)
-        rows = {node for step in steps if step.rows for node in (step.node, *step.inputs)}
-        values: dict[fx.Node, Value] = {}
-        for node in (*inputs, *(step.node for step in steps)):
-            values[node] = Value(*dimensions(shapes[node], node in rows), rows=node in rows)
-        if ranges is not None:
-            quantize.assign_types(values, steps, ranges)
-        arena = Arena(values, steps, outputs, library.isa.quantum_bytes)
-        emitter = Emitter(values, arena, library, threads, packed)
-        self.layers: dict[int, str] = {}  # number of an operation -> the module of the network whose weight it has
-        for number, node in enumerate(inputs):
-            emitter.emit_import(node, number)
-        for step in steps:
-            emitted = len(emitter.operations)
-            emitter.emit(step)
-            if step.weight is not None and step.layer:
-                self.layers |= dict.fromkeys(range(emitted, len(emitter.operations)), step.layer)
-        for number, node in enumerate(outputs, len(inputs)):
-            emitter.emit_export(node, number)
-        self._arena, self._arrays = arena, emitter.arrays  # the operations point to them
-        self._operations = (abi.Op * len(emitter.operations))(*emitter.operations)
-        self._light = np.asarray(emitter.light, np.uint8)
+        compiled = Compiled(steps, inputs, outputs, shapes, library.isa, threads, packed, ranges)
+        self._compiled, self.layers = compiled, compiled.layers
+        self._operations = (abi.Op * len(compiled.operations))(*compiled.operations)
+        self._light = np.asarray(compiled.light, np.uint8)
         self._external = (abi.External * (len(inputs) + len(outputs)))()
         self._function: Callable[[int, int, int, int, int], None] = library.code.sp_run
         self._arguments = (
@@ -72,8 +55,8 @@ class Program:
             self._light.ctypes.data,
             ctypes.addressof(self._external),
         )
-        self._sources = [(i, torch.Size(shapes[node]), values[node].rows) for i, node in enumerate(inputs)]
-        self._targets = [(i, shapes[node], values[node].rows) for i, node in enumerate(outputs, len(inputs))]
+        self._sources = [(i, torch.Size(shapes[node]), compiled.values[node].rows) for i, node in enumerate(inputs)]
+        self._targets = [(i, shapes[node], compiled.values[node].rows) for i, node in enumerate(outputs, len(inputs))]
 
     def run(self, pool: int, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Computes the outputs from float32 tensors on the CPU with arbitrary strides.
@@ -119,7 +102,7 @@ class Program:
                 tensor = tensor.resolve_neg()
                 views.append(tensor)
             if rows:
-                tensor = _as_map(tensor)
+                tensor = as_map(tensor)
                 views.append(tensor)
             _set_external(external[number], tensor, address_of(tensor, WHERE))
         outputs = []
@@ -129,7 +112,7 @@ class Program:
             if type(tensor) is not Tensor or not tensor.data_ptr():  # a mode of torch replaces new tensors
                 raise InputMismatch
             if rows:
-                tensor = _as_map(tensor)
+                tensor = as_map(tensor)
             _set_external(external[number], tensor, tensor.data_ptr())
         return views, outputs
 
@@ -143,11 +126,6 @@ def _matches(tensor: Any, shape: Shape) -> bool:
         and tensor.is_cpu
         and tensor.layout is torch.strided
     )
-
-
-def _as_map(tensor: Tensor) -> Tensor:
-    """A tensor whose last axis holds the channels, as one image with one row."""
-    return tensor.reshape(1, -1, tensor.shape[-1]).transpose(1, 2).unsqueeze(2)
 
 
 def _set_external(external: abi.External, tensor: Tensor, address: int) -> None:

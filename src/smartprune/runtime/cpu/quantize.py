@@ -1,6 +1,7 @@
 """int8: one scale per activation, measured on example inputs, and one scale per output channel of a weight.
 
-An activation is stored as an integer q from 0 to 255 and means ``scale * (q - zero)``. A weight is an integer from -127 to 127
+An activation is stored as an integer q with one of 256 values and means ``scale * (q - zero)``. They go from 0 to 255, or from
+-128 where the instruction set multiplies signed bytes. A weight is an integer from -127 to 127
 times the scale of its channel. Sums are exact in 32 bits. Each result is rounded once, to nearest with ties to even.
 """
 
@@ -17,8 +18,8 @@ from ...errors import SmartpruneError
 from ..lower.steps import Step
 from .abi import QUANTUM
 from .arena import Value
-from .build import Library
 from .entries import Entries, cut
+from .instruction_sets import InstructionSet
 
 LEVELS, WEIGHT_LEVELS = 255, 127
 MOST_INPUTS = (2**31 - 1) // (LEVELS * WEIGHT_LEVELS)  # products that a 32-bit sum holds
@@ -27,7 +28,9 @@ SAME_SCALE = ("max_pool", "upsample", "cat", "alias")  # steps that copy numbers
 Range = tuple[float, float]
 
 
-def assign_types(values: Mapping[fx.Node, Value], steps: Sequence[Step], ranges: Mapping[fx.Node, Range]) -> None:
+def assign_types(
+    values: Mapping[fx.Node, Value], steps: Sequence[Step], ranges: Mapping[fx.Node, Range], isa: InstructionSet
+) -> None:
     """Makes every activation int8 that a convolution reads, and sets its scale and zero point. The others stay float32."""
     leader: dict[fx.Node, fx.Node] = {node: node for node in values}  # of the nodes that share a scale
 
@@ -57,7 +60,7 @@ def assign_types(values: Mapping[fx.Node, Value], steps: Sequence[Step], ranges:
             )
         value.type = QUANTUM
         value.scale = float(np.float32((high - low) / LEVELS)) or 1.0
-        value.zero = int(np.clip(np.rint(-low / value.scale), 0, LEVELS))
+        value.zero = isa.lowest_quantum + int(np.clip(np.rint(-low / value.scale), 0, LEVELS))
 
 
 def weight_scales(weight: Any) -> Any:
@@ -86,10 +89,10 @@ class QuantizedConvolution:
     high: float
 
 
-def pack(step: Step, x: Value, y: Value, z: Value | None, library: Library, packed: dict[Any, Any]) -> QuantizedConvolution:
+def pack(step: Step, x: Value, y: Value, z: Value | None, isa: InstructionSet, packed: dict[Any, Any]) -> QuantizedConvolution:
     """A convolution as the int8 kernels read it."""
     assert step.bias is not None
-    entries, words, weight_scale, sums = _pack_weight(step, library, packed)
+    entries, words, weight_scale, sums = _pack_weight(step, isa, packed)
     is_clamp = step.activation.name == "clamp"
     unit = y.scale if is_clamp else 1.0  # other activations are computed in real numbers
     scale = x.scale * weight_scale
@@ -99,12 +102,13 @@ def pack(step: Step, x: Value, y: Value, z: Value | None, library: Library, pack
         assert z is not None
         bias = bias - z.zero * (z.scale / unit)
     if is_clamp and step.addition != "after" and y.type == QUANTUM:  # the kernel then only rounds
-        bias, low, high = bias + y.zero, max(low + y.zero, 0.0), min(high + y.zero, float(LEVELS))
+        lowest = float(isa.lowest_quantum)
+        bias, low, high = bias + y.zero, max(low + y.zero, lowest), min(high + y.zero, lowest + LEVELS)
     initial_sum = -(sums * x.zero).astype(np.int32)
     return QuantizedConvolution(entries, words, initial_sum, bias.astype(np.float32), (scale / unit).astype(np.float32), low, high)
 
 
-def _pack_weight(step: Step, library: Library, packed: dict[Any, Any]) -> Any:
+def _pack_weight(step: Step, isa: InstructionSet, packed: dict[Any, Any]) -> Any:
     """Entries, words, scales, and the sum of the integers of every output channel; computed once per model."""
     assert step.weight is not None
     key = (step.node, "int8")
@@ -114,11 +118,11 @@ def _pack_weight(step: Step, library: Library, packed: dict[Any, Any]) -> Any:
                 f"accelerate: {step.node} adds {step.weight[0].size:,} products, and an int8 sum holds at most {MOST_INPUTS:,}; "
                 "use float32"
             )
-        per_word = 4 // library.isa.quantum_bytes
+        per_word = isa.quanta_per_word
         integers, scales = quantize_weight(step.weight)
-        entries = cut(integers, library.isa.lanes, multiple=per_word)
+        entries = cut(integers, isa.lanes, multiple=per_word)
         words = entries.values.reshape(entries.count, entries.inner // per_word, per_word, entries.lanes)
-        words = np.ascontiguousarray(words.transpose(0, 1, 3, 2)).astype(np.int8 if per_word == 4 else np.int16)
+        words = np.ascontiguousarray(words.transpose(0, 1, 3, 2)).astype(np.int16 if isa.quantum_bytes == 2 else np.int8)
         sums = integers.reshape(len(integers), -1).sum(axis=1, dtype=np.int64)
         packed[key] = entries, words, scales.astype(np.float64), sums
     return packed[key]

@@ -13,6 +13,16 @@
 #ifndef QUANT
 #define QUANT 0 /* whether inputs and weights are quantized */
 #endif
+#include <stdint.h>
+
+#if !QUANT
+typedef float word;
+#elif WORD_BYTES == 8
+typedef int64_t word __attribute__((may_alias, aligned(1)));
+#else
+typedef int32_t word __attribute__((may_alias, aligned(1)));
+#endif
+
 #include "vectors.h"
 
 #include <string.h>
@@ -25,24 +35,27 @@
 #define KERNEL_OF JOIN(sp_kernel_f32_, WIDTH)
 #endif
 #define UNROLL _Pragma("GCC unroll 16")
+#ifdef __clang__
+#define SEPARATE __attribute__((noinline))
+#else
+#define SEPARATE __attribute__((noinline, noclone))
+#endif
 #define AHEAD 48 /* distance of the prefetch, in vectors of weights */
 
 #if QUANT
 typedef quantum element;
 typedef vint accumulator;
-typedef int32_t word __attribute__((may_alias, aligned(1)));
-#define PIXEL ((int)(LANES * sizeof(quantum) / 4)) /* words from one pixel to the next */
-#define USUAL (8 * (int)sizeof(quantum) / 4)       /* words of an entry of 8 input channels */
+#define PIXEL ((int)(LANES * sizeof(quantum) / WORD_BYTES)) /* words from one pixel to the next */
+#define USUAL (8 * (int)sizeof(quantum) / WORD_BYTES)       /* words of an entry of 8 input channels */
 #else
 typedef float element;
 typedef vfloat accumulator;
-typedef float word;
 #define PIXEL LANES
 #define USUAL 8
 #endif
 
 #if QUANT
-#ifndef HAVE_DOT
+#if !defined(HAVE_DOT) && !defined(HAVE_PRODUCTS)
 INLINE vint dot(vint sum, vint weight, int32_t x) {
 #if QUANTUM_BYTES == 1
 #error "an instruction set whose quantized numbers take one byte needs its own dot"
@@ -60,6 +73,7 @@ INLINE void store_quanta(quantum *q, vint bits) { *(vquantum_u *)q = __builtin_c
 #endif
 #endif
 
+#ifndef HAVE_PRODUCTS
 /* Adds a vector of weights times a broadcast word to the sum. */
 INLINE accumulator multiply_add(accumulator sum, accumulator weight, word x) {
 #if QUANT
@@ -68,16 +82,17 @@ INLINE accumulator multiply_add(accumulator sum, accumulator weight, word x) {
   return sum + weight * x;
 #endif
 }
+#endif
 
 #if QUANT
 INLINE vfloat load_quanta(const char *data, int64_t at) { return from_quanta((const quantum *)data + at); }
 
-/* Rounds numbers from 0 to 255 to nearest, ties to even: adding 1.5 * 2^23 leaves the integer in the low bits. */
+/* Rounds numbers to nearest, ties to even: adding 1.5 * 2^23 leaves the integer in the low bits. */
 INLINE void save_quanta(char *data, int64_t at, vfloat v) { store_quanta((quantum *)data + at, (vint)(v + 12582912.0f)); }
 
 /* Stores the results of a tile in quanta of y. If the activation is a clamp and nothing is added after it, the bias contains
-   the zero points of y and z, and the bounds of the clamp lie within 0 and 255 (see quantize.py). */
-static __attribute__((noinline, noclone)) void finish_quanta(int TH, int TW, const vint *sum, const Op *op, int group, int segment) {
+   the zero points of y and z, and the bounds of the clamp lie within those of a quantum (see quantize.py). */
+static SEPARATE void finish_quanta(int TH, int TW, const vint *sum, const Op *op, int group, int segment) {
   const Tensor y = op->y, z = op->z; /* local copies: the compiler assumes that byte stores may change *op */
   const int64_t channel = (int64_t)group * WIDTH;
   const int64_t y_group = channel / LANES * y.plane + channel % LANES;
@@ -108,7 +123,7 @@ static __attribute__((noinline, noclone)) void finish_quanta(int TH, int TW, con
           v = at_most(high, at_least(low, v));
           if (op->addition == ADD_AFTER) v += (load_quanta(z.data, z_at) - z.zero) * ratio;
         }
-        if (y.type == QUANTUM) SAVE(at_most(all(255.0f), at_least(all(0.0f), v + y.zero)));
+        if (y.type == QUANTUM) SAVE(at_most(all(HIGHEST_QUANTUM), at_least(all(LOWEST_QUANTUM), v + y.zero)));
         else *(vfloat_u *)((float *)y.data + y_at) = v;
       }
   }
@@ -146,25 +161,14 @@ INLINE void finish(const int TH, const int TW, accumulator *v, const Op *op, int
 }
 #endif
 
-/* Computes `count` tiles of TH segments of TW pixels. STRIDE: words from one pixel of a segment to the next in the input. */
-INLINE void tiles(const int TH, const int TW, const int STRIDE, const Op *op, int group, int segment, int count) {
+/* The sums of a tile: `initial` plus the products of all entries of a group. Pixel p of row r of the tile starts at
+   row[r] + p * STRIDE, and an entry reads it from the entry's offset on. `once`: no other tile reads these weights. */
+#ifndef HAVE_PRODUCTS
+INLINE void products(const int TH, const int TW, const int STRIDE, accumulator *sum, const accumulator initial, const word *const *row,
+                     const int32_t *offsets, int entries, int inner, const accumulator *weight, int once) {
   const int P = TH * TW;
   const int SPLIT = P <= 2 ? 4 : P <= 4 ? 2 : 1; /* with few pixels, several sums hide the latency of additions */
-  const int first = op->group_start[group], entries = op->group_start[group + 1] - first;
-  const int inner = op->inner, once = count == 1; /* weights that are used once are prefetched: they are not in the cache */
-  const int32_t *const offsets = op->entry_offset + first;
-  const accumulator *const weights = (const accumulator *)op->weight + (int64_t)first * inner;
-  for (int t = 0; t < count; t++, segment += TH) {
-    accumulator sum[16]; /* a fixed size: the compiler keeps arrays of variable size in memory */
-#if QUANT
-    const accumulator initial = *(const vint_u *)(op->initial_sum + (int64_t)group * WIDTH);
-#else
-    const accumulator initial = *(const vfloat_u *)(op->bias + (int64_t)group * WIDTH);
-#endif
-    UNROLL for (int i = 0; i < SPLIT * P; i++) sum[i] = i < P ? initial : (accumulator){0};
-    const word *row[8];
-    UNROLL for (int r = 0; r < TH; r++) row[r] = (const word *)((const element *)op->x.data + op->x_start[segment + r]);
-    const accumulator *weight = weights;
+  UNROLL for (int i = 0; i < SPLIT * P; i++) sum[i] = i < P ? initial : (accumulator){0};
 #define STEP(N)                                                                                               \
   UNROLL for (int i = 0; i < N; i++) {                                                                        \
     const accumulator w = weight[i];                                                                          \
@@ -172,66 +176,86 @@ INLINE void tiles(const int TH, const int TW, const int STRIDE, const Op *op, in
         multiply_add(sum[i % SPLIT * P + r * TW + p], w, row[r][at + i + p * STRIDE]);                        \
   }                                                                                                           \
   weight += N, at += N;
-    if (inner == USUAL)
-      for (int e = 0; e < entries; e++) {
-        int64_t at = offsets[e];
-        if (once) UNROLL for (int i = 0; i < USUAL; i++) __builtin_prefetch(weight + AHEAD + i);
-        STEP(USUAL)
+  if (inner == USUAL)
+    for (int e = 0; e < entries; e++) {
+      int64_t at = offsets[e];
+      if (once) UNROLL for (int i = 0; i < USUAL; i++) __builtin_prefetch(weight + AHEAD + i);
+      STEP(USUAL)
+    }
+  else if (inner % 3 == 0) /* images of three channels */
+    for (int e = 0; e < entries; e++) {
+      int64_t at = offsets[e];
+      for (int left = inner; left; left -= 3) {
+        STEP(3)
       }
-    else if (inner % 3 == 0) /* images of three channels */
-      for (int e = 0; e < entries; e++) {
-        int64_t at = offsets[e];
-        for (int left = inner; left; left -= 3) {
-          STEP(3)
-        }
+    }
+  else
+    for (int e = 0; e < entries; e++) {
+      int64_t at = offsets[e];
+      for (int left = inner; left; left--) {
+        STEP(1)
       }
-    else
-      for (int e = 0; e < entries; e++) {
-        int64_t at = offsets[e];
-        for (int left = inner; left; left--) {
-          STEP(1)
-        }
-      }
-    UNROLL for (int s = 1; s < SPLIT; s++) UNROLL for (int i = 0; i < P; i++) sum[i] += sum[s * P + i];
+    }
+  UNROLL for (int s = 1; s < SPLIT; s++) UNROLL for (int i = 0; i < P; i++) sum[i] += sum[s * P + i];
+}
+#endif
+
+/* Computes `count` tiles of TH segments of TW pixels. STRIDE: words from one pixel of a segment to the next in the input. */
+INLINE void tiles(const int TH, const int TW, const int STRIDE, const Op *op, int group, int segment, int count) {
+  const int first = op->group_start[group], entries = op->group_start[group + 1] - first;
+  const int inner = op->inner, once = count == 1; /* weights that are used once are prefetched: they are not in the cache */
+  const int32_t *const offsets = op->entry_offset + first;
+  const accumulator *const weights = (const accumulator *)(op->weight + (int64_t)first * inner * ((int)sizeof(word) * WIDTH));
+  for (int t = 0; t < count; t++, segment += TH) {
+    accumulator sum[16]; /* a fixed size: the compiler keeps arrays of variable size in memory */
+#if QUANT
+    const accumulator initial = *(const vint_u *)(op->initial_sum + (int64_t)group * WIDTH);
+#else
+    const accumulator initial = *(const vfloat_u *)(op->bias + (int64_t)group * WIDTH);
+#endif
+    const word *row[8];
+    UNROLL for (int r = 0; r < TH; r++) row[r] = (const word *)((const element *)op->x.data + op->x_start[segment + r]);
+    products(TH, TW, STRIDE, sum, initial, row, offsets, entries, inner, weights, once);
     finish(TH, TW, sum, op, group, segment);
   }
 }
 
 /* The tiles that fit in the registers: (TH, TW, step in pixels), with the index ((step - 1) * 4 + log2(TH)) * 32 + TW. */
-#define TILES(F)                                                                                              \
+#define TILES_6(F)                                                                                            \
   F(1, 1, 1) F(1, 2, 1) F(1, 3, 1) F(1, 4, 1) F(1, 5, 1) F(1, 6, 1) F(2, 1, 1) F(2, 2, 1) F(2, 3, 1) F(4, 1, 1) \
   F(1, 1, 2) F(1, 2, 2) F(1, 3, 2) F(1, 4, 2) F(1, 5, 2) F(1, 6, 2) F(2, 1, 2) F(2, 2, 2) F(2, 3, 2) F(4, 1, 2)
+#define TILES_8(F)                                                                                            \
+  F(1, 7, 1) F(1, 8, 1) F(2, 4, 1) F(4, 2, 1) F(8, 1, 1) F(1, 7, 2) F(1, 8, 2) F(2, 4, 2) F(4, 2, 2) F(8, 1, 2)
 #define TILES_12(F)                                                                                           \
-  F(1, 7, 1) F(1, 8, 1) F(1, 9, 1) F(1, 10, 1) F(1, 11, 1) F(1, 12, 1) F(2, 4, 1) F(2, 5, 1) F(2, 6, 1)       \
-  F(4, 2, 1) F(4, 3, 1) F(8, 1, 1) F(1, 7, 2) F(1, 8, 2) F(2, 4, 2) F(2, 5, 2) F(2, 6, 2) F(4, 2, 2) F(4, 3, 2) F(8, 1, 2)
+  F(1, 9, 1) F(1, 10, 1) F(1, 11, 1) F(1, 12, 1) F(2, 5, 1) F(2, 6, 1) F(4, 3, 1) F(2, 5, 2) F(2, 6, 2) F(4, 3, 2)
 #define TILES_16(F)                                                                                           \
   F(1, 13, 1) F(1, 14, 1) F(1, 15, 1) F(1, 16, 1) F(2, 7, 1) F(2, 8, 1) F(4, 4, 1) F(8, 2, 1) F(2, 7, 2) F(2, 8, 2) \
   F(4, 4, 2) F(8, 2, 2)
+#ifndef TILES
+#if MOST_PIXELS >= 16
+#define TILES(F) TILES_6(F) TILES_8(F) TILES_12(F) TILES_16(F)
+#elif MOST_PIXELS >= 12
+#define TILES(F) TILES_6(F) TILES_8(F) TILES_12(F)
+#elif MOST_PIXELS >= 8
+#define TILES(F) TILES_6(F) TILES_8(F)
+#else
+#define TILES(F) TILES_6(F)
+#endif
+#endif
 
+#define NAME(TH, TW, SW) JOIN(KERNEL_OF, _##TH##_##TW##_##SW)
 #define DEFINE(TH, TW, SW)                                                                                    \
-  static void tile_##TH##_##TW##_##SW(const Op *op, int group, int segment, int count) {                      \
+  static void NAME(TH, TW, SW)(const Op *op, int group, int segment, int count) {                             \
     tiles(TH, TW, (SW)*PIXEL, op, group, segment, count);                                                     \
   }
 #define CASE(TH, TW, SW)                                                                                      \
-  case (((SW)-1) * 4 + ((TH) == 8 ? 3 : (TH) / 2)) * 32 + (TW): return tile_##TH##_##TW##_##SW;
+  case (((SW)-1) * 4 + ((TH) == 8 ? 3 : (TH) / 2)) * 32 + (TW): return NAME(TH, TW, SW);
 
 TILES(DEFINE)
-#if MOST_PIXELS >= 12
-TILES_12(DEFINE)
-#endif
-#if MOST_PIXELS >= 16
-TILES_16(DEFINE)
-#endif
 
-Kernel KERNEL_OF(int index) {
+LOCAL Kernel KERNEL_OF(int index) {
   switch (index) {
     TILES(CASE)
-#if MOST_PIXELS >= 12
-    TILES_12(CASE)
-#endif
-#if MOST_PIXELS >= 16
-    TILES_16(CASE)
-#endif
   }
   return 0;
 }

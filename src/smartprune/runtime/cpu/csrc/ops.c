@@ -1,7 +1,7 @@
 /* All operations except the kernels of convolutions. A vector holds the 16 channels of a block. */
 #include "windows.h"
 
-void sp_finish(const Op *op, float *values, int pixels, int lanes, int64_t z_at) {
+LOCAL void sp_finish(const Op *op, float *values, int pixels, int lanes, int64_t z_at) {
   float v[LANES] = {0}, z[LANES] = {0};
   const float unit = op->y.type == QUANTUM ? 1.0f / op->y.scale : 1.0f; /* the kernel stores quanta */
   for (int p = 0; p < pixels; p++) {
@@ -89,6 +89,17 @@ static void export(const Op *op, int item, const External *e) {
 }
 
 typedef Kernel (*Chooser)(int index);
+
+LOCAL Kernel sp_kernel_f32_8(int index);
+#if HAS_WIDTH_16
+LOCAL Kernel sp_kernel_f32_16(int index);
+#endif
+#if WITH_INT8
+LOCAL Kernel sp_kernel_i8_8(int index);
+#endif
+#if WITH_INT8 && HAS_WIDTH_16
+LOCAL Kernel sp_kernel_i8_16(int index);
+#endif
 
 INLINE Chooser choose_kernel(const Op *op) {
   (void)op;
@@ -221,22 +232,26 @@ static void shift(const Op *op, int item) {
     }
 }
 
-void sp_work(const Op *op, int item, const External *external) {
+LOCAL void sp_work(const Op *op, int item, const External *external) {
+#define RUN(kind, call) \
+  case kind:            \
+    if (USES(kind)) call; \
+    return;
   switch (op->kind) {
-    case IMPORT: import(op, item, external + op->argument); return;
-    case EXPORT: export(op, item, external + op->argument); return;
-    case CONV: conv(op, item); return;
-    case DEPTHWISE: depthwise(op, item); return;
-    case MAX_POOL:
-    case AVERAGE_POOL: pool(op, item); return;
-    case MEAN: mean(op, item); return;
-    case UNARY:
-    case AFFINE:
-    case ADD:
-    case MULTIPLY:
-    case COPY: pointwise(op, item); return;
-    case SHIFT: shift(op, item); return;
-    case UPSAMPLE: upsample(op, item); return;
-    case BILINEAR: bilinear(op, item); return;
+    RUN(IMPORT, import(op, item, external + op->argument))
+    RUN(EXPORT, export(op, item, external + op->argument))
+    RUN(CONV, conv(op, item))
+    RUN(DEPTHWISE, depthwise(op, item))
+    RUN(MAX_POOL, pool(op, item))
+    RUN(AVERAGE_POOL, pool(op, item))
+    RUN(MEAN, mean(op, item))
+    RUN(UNARY, pointwise(op, item))
+    RUN(AFFINE, pointwise(op, item))
+    RUN(ADD, pointwise(op, item))
+    RUN(MULTIPLY, pointwise(op, item))
+    RUN(COPY, pointwise(op, item))
+    RUN(SHIFT, shift(op, item))
+    RUN(UPSAMPLE, upsample(op, item))
+    RUN(BILINEAR, bilinear(op, item))
   }
 }

@@ -17,6 +17,8 @@
 
 #if defined(__x86_64__) || defined(__i386__)
 #define PAUSE() __builtin_ia32_pause()
+#elif defined(__aarch64__)
+#define PAUSE() __asm__ __volatile__("yield")
 #else
 #define PAUSE() sched_yield()
 #endif

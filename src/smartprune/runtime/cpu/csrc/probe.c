@@ -1,8 +1,23 @@
 /* Whether this machine has an instruction set: one function for each, from the table in instruction_sets.py.
 
    The build defines PROBES as PROBE(name, condition) PROBE(name, condition) ... */
-#if defined(__linux__)
-#include <sys/auxv.h> /* getauxval, for conditions on ARM */
+#if defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#define HAS_DOTPROD (getauxval(AT_HWCAP) >> 20 & 1)
+#define HAS_I8MM (getauxval(AT_HWCAP2) >> 13 & 1)
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <stddef.h>
+#include <sys/sysctl.h>
+static int feature(const char *name) {
+  int value = 0;
+  size_t size = sizeof value;
+  return sysctlbyname(name, &value, &size, NULL, 0) == 0 && value;
+}
+#define HAS_DOTPROD feature("hw.optional.arm.FEAT_DotProd")
+#define HAS_I8MM feature("hw.optional.arm.FEAT_I8MM")
+#else
+#define HAS_DOTPROD 0
+#define HAS_I8MM 0
 #endif
 
 static void initialize(void) {

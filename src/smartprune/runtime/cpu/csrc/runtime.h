@@ -8,20 +8,37 @@
    ISA_HEADER     header with its primitives; undefined for portable code
    MOST_PIXELS    most pixels of a tile
    QUANTUM_BYTES  bytes of a quantized activation, 1 or 2
-   HAS_WIDTH_16   whether conv.c is compiled for 16 output channels too, not only for 8 */
+   LOWEST_QUANTUM the smallest quantized activation, 0 or -128
+   WORD_BYTES     bytes of quantized activations that one instruction multiplies with a channel's weights
+   HAS_WIDTH_16   whether conv.c is compiled for 16 output channels too, not only for 8
+
+   A network that is exported as C contains these sources in one file (see c_source/kernels.py). It also defines:
+   LOCAL          static, so that no name leaves the file
+   USES           which operations there are: USES(operation)
+   TILES          the tiles of conv.c that there are */
 #ifndef SMARTPRUNE_RUNTIME_H
 #define SMARTPRUNE_RUNTIME_H
 #include <stdint.h>
 
 #define LANES 16 /* channels of a block */
 
-/* int8 arithmetic multiplies 32-bit words of quantized activations. A quantized activation has one of 256 values. It takes
-   one byte where one instruction multiplies four of them, else two bytes. */
-#if QUANTUM_BYTES == 1
-typedef uint8_t quantum;
-#else
-typedef uint16_t quantum;
+#ifndef LOCAL
+#define LOCAL
 #endif
+#ifndef USES
+#define USES(operation) 1
+#endif
+
+/* int8 arithmetic multiplies words of quantized activations. A quantized activation has one of 256 values. It takes
+   one byte where one instruction multiplies four of them, else two bytes. */
+#if QUANTUM_BYTES == 2
+typedef uint16_t quantum;
+#elif LOWEST_QUANTUM < 0
+typedef int8_t quantum;
+#else
+typedef uint8_t quantum;
+#endif
+#define HIGHEST_QUANTUM (LOWEST_QUANTUM + 255)
 
 /* Python refers to these by name. pool.c exports the names, and Python compares them with its own when it loads the library. */
 #define OPERATIONS(X)                                                                                                  \
@@ -70,17 +87,12 @@ typedef struct {
   int64_t image, channel, row, column;
 } External; /* a float32 tensor of the caller with arbitrary strides */
 
-typedef void (*Kernel)(const Op *op, int group, int segment, int tiles);
-
-Kernel sp_kernel_f32_16(int index);
-Kernel sp_kernel_f32_8(int index);
-Kernel sp_kernel_i8_16(int index);
-Kernel sp_kernel_i8_8(int index);
+typedef void (*Kernel)(const Op *op, int group, int segment, int tiles); /* by its index from sp_kernel_... of conv.c */
 
 /* Computes one item of an operation. For all operations but convolutions and shifts, an item is one block of 16 channels of
    one image. */
-void sp_work(const Op *op, int item, const External *external);
+LOCAL void sp_work(const Op *op, int item, const External *external);
 
 /* Applies the activation and the addition to results in memory, for activations that the kernels do not compute in registers. */
-void sp_finish(const Op *op, float *values, int pixels, int lanes, int64_t z_at);
+LOCAL void sp_finish(const Op *op, float *values, int pixels, int lanes, int64_t z_at);
 #endif

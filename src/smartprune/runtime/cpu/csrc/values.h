@@ -94,7 +94,7 @@ INLINE void save_as(int type, const Tensor *t, int64_t at, vfloat v) {
     *(vfloat_u *)((float *)t->data + at) = v;
     return;
   }
-  v = clamp(v * (1.0f / t->scale) + t->zero, 0.0f, 255.0f);
+  v = clamp(v * (1.0f / t->scale) + t->zero, LOWEST_QUANTUM, HIGHEST_QUANTUM);
   store_quanta((quantum *)t->data + at, (vint)(v + MAGIC));
 }
 

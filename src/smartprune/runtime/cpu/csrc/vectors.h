@@ -3,6 +3,7 @@
    ISA_HEADER may define any of these functions, for any WIDTH; for each it also defines a macro HAVE_ followed by the name
    in capitals. conv.c and values.h contain portable code for the others.
 
+   void products(...)                               the sums of a tile, see conv.c
    vint dot(vint sum, vint weight, int32_t x)       sum plus the products of the quantized numbers in x with those in weight
    vfloat at_least(vfloat bound, vfloat v)          the larger of the two; NaN in v stays NaN, as in torch
    vfloat at_most(vfloat bound, vfloat v)           the smaller of the two; likewise

@@ -95,7 +95,7 @@ static void max_pool_quanta(const Op *op, int item) {
   const Tensor X = op->x, Y = op->y, *x = &X, *y = &Y; /* local copies, see depthwise_tile */
   for (int h = 0; h < y->height; h++)
     for (int w = 0; w < y->width; w++) {
-      vquantum sum = {0};
+      vquantum sum = (vquantum){0} + LOWEST_QUANTUM;
       for (int i = 0; i < op->kh; i++)
         for (int j = 0; j < op->kw; j++) {
           const int r = h * op->sh - op->ph + i * op->dh, c = w * op->sw - op->pw + j * op->dw;

@@ -1,0 +1,1 @@
+"""A network as C source: one file with its weights, its operations and the kernels that they need."""

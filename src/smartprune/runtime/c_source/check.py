@@ -1,0 +1,47 @@
+"""Compiles an exported network on this machine and runs it, to compare its outputs with the model."""
+
+from __future__ import annotations
+
+import ctypes
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..cpu import build
+from ..cpu.instruction_sets import InstructionSet
+
+FLAGS = (
+    "-O2",
+    "-ffp-contract=fast",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-Wno-psabi",
+)  # those that the first comment of the file names
+
+Run = Callable[[Sequence[Tensor]], list[Tensor]]
+
+
+def compile_and_load(source: str, header: str, name: str, isa: InstructionSet, outputs: Sequence[Sequence[int]]) -> Run:
+    """The function of an exported network, for float32 tensors. ``outputs`` are the shapes of its results."""
+    with tempfile.TemporaryDirectory(prefix="smartprune-c-") as temporary:
+        folder = Path(temporary)
+        (folder / f"{name}.c").write_text(source)
+        (folder / f"{name}.h").write_text(header)
+        library = folder / f"{name}.so"
+        command = [*build.compiler(), *FLAGS, *isa.flags, "-fPIC", "-shared", "-o", str(library), str(folder / f"{name}.c"), "-lm"]
+        build.run_commands(folder, [command])
+        code = ctypes.CDLL(str(library))  # the file may be removed while it is loaded
+    function = getattr(code, f"{name}_run")
+    function.restype = ctypes.c_int
+
+    def run(inputs: Sequence[Tensor]) -> list[Tensor]:
+        given = [x.contiguous() for x in inputs]
+        results = [torch.empty(tuple(shape)) for shape in outputs]
+        status = function(*(ctypes.c_void_p(x.data_ptr()) for x in (*given, *results)))
+        assert status == 0
+        return results
+
+    return run

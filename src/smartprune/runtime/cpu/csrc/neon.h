@@ -1,0 +1,177 @@
+/* Primitives of ARM NEON: products of a tile, in vectors of 4 numbers. A group of 8 output channels is a pair of vectors.
+
+   The kernels load a few words of weights and then go through the pixels, so that one load of a pixel serves all of these words:
+   `fmla`, `sdot` and `smlal` take one number of a vector as a factor. A tile of 8 pixels holds its sums in 16 of the 32
+   registers, and float32 holds 8 vectors of weights. The products of `smmla` are described below. */
+#include <arm_neon.h>
+#include <string.h>
+
+#if defined(QUANT) && WIDTH == 8
+#define HAVE_AT_LEAST
+INLINE vfloat at_least(vfloat bound, vfloat v) {
+  float32x4_t a[2], b[2];
+  memcpy(a, &bound, sizeof a), memcpy(b, &v, sizeof b);
+  for (int i = 0; i < 2; i++) a[i] = vmaxq_f32(a[i], b[i]);
+  memcpy(&v, a, sizeof a);
+  return v;
+}
+#define HAVE_AT_MOST
+INLINE vfloat at_most(vfloat bound, vfloat v) {
+  float32x4_t a[2], b[2];
+  memcpy(a, &bound, sizeof a), memcpy(b, &v, sizeof b);
+  for (int i = 0; i < 2; i++) a[i] = vminq_f32(a[i], b[i]);
+  memcpy(&v, a, sizeof a);
+  return v;
+}
+#endif
+
+#ifdef QUANT
+#define HAVE_PRODUCTS
+#define EACH_PIXEL _Pragma("GCC unroll 8") for (int r = 0; r < TH; r++) _Pragma("GCC unroll 8") for (int p = 0; p < TW; p++)
+#define EVERY(i, count) _Pragma("GCC unroll 16") for (int i = 0; i < (count); i++)
+#define AHEAD_BYTES 1536 /* distance of the prefetch */
+
+#if !QUANT
+/* Adds the products of 4 input channels to the sums. */
+INLINE void four(const int TH, const int TW, const int STRIDE, const int SPLIT, float32x4_t *sum, const float *const *row, int64_t at,
+                 const float *weight) {
+  float32x4_t x[8];
+  EACH_PIXEL x[r * TW + p] = vld1q_f32(row[r] + at + p * STRIDE);
+#define CHANNEL(i)                                                                                            \
+  {                                                                                                           \
+    const float32x4_t w0 = vld1q_f32(weight + 8 * i), w1 = vld1q_f32(weight + 8 * i + 4);                     \
+    float32x4_t *const s = sum + (SPLIT > 1 ? i % 2 * 2 * TH * TW : 0);                                       \
+    EACH_PIXEL s[2 * (r * TW + p)] = vfmaq_laneq_f32(s[2 * (r * TW + p)], w0, x[r * TW + p], i);              \
+    EACH_PIXEL s[2 * (r * TW + p) + 1] = vfmaq_laneq_f32(s[2 * (r * TW + p) + 1], w1, x[r * TW + p], i);      \
+  }
+  CHANNEL(0) CHANNEL(1) CHANNEL(2) CHANNEL(3)
+}
+
+INLINE void products(const int TH, const int TW, const int STRIDE, vfloat *out, const vfloat initial, const float *const *row,
+                     const int32_t *offsets, int entries, int inner, const vfloat *weights, int once) {
+  const int P = TH * TW, SPLIT = P <= 4 ? 2 : 1; /* with few pixels, two sums hide the latency of additions */
+  const float *weight = (const float *)weights;
+  float32x4_t sum[16], start[2];
+  memcpy(start, &initial, sizeof start);
+  EVERY(i, 2 * SPLIT * P) sum[i] = i < 2 * P ? start[i % 2] : vdupq_n_f32(0.0f);
+  if (inner % 4 == 0)
+    for (int e = 0; e < entries; e++) {
+      int64_t at = offsets[e];
+      for (int left = inner; left; left -= 4, at += 4, weight += 32) {
+        if (once) __builtin_prefetch((const char *)weight + AHEAD_BYTES), __builtin_prefetch((const char *)weight + AHEAD_BYTES + 64);
+        four(TH, TW, STRIDE, SPLIT, sum, row, at, weight);
+      }
+    }
+  else
+    for (int e = 0; e < entries; e++) {
+      int64_t at = offsets[e];
+      for (int left = inner; left; left--, at++, weight += 8) {
+        const float32x4_t w0 = vld1q_f32(weight), w1 = vld1q_f32(weight + 4);
+        EACH_PIXEL {
+          const float32x4_t x = vld1q_dup_f32(row[r] + at + p * STRIDE);
+          float32x4_t *const s = sum + 2 * (r * TW + p);
+          s[0] = vfmaq_f32(s[0], w0, x), s[1] = vfmaq_f32(s[1], w1, x);
+        }
+      }
+    }
+  if (SPLIT > 1) EVERY(i, 2 * P) sum[i] = vaddq_f32(sum[i], sum[2 * P + i]);
+  memcpy(out, sum, sizeof(vfloat) * P);
+}
+
+#elif WORD_BYTES == 8
+/* `smmla` multiplies 8 input channels of two pixels with those of two output channels, and adds to four sums. So a word is 8
+   bytes, and the sums of a pair of pixels lie in 4 registers, one for two output channels, until the end. The last pixel of an
+   odd number of pixels is its own partner. */
+INLINE void products(const int TH, const int TW, const int STRIDE, vint *out, const vint initial, const word *const *row,
+                     const int32_t *offsets, int entries, int inner, const vint *weights, int once) {
+  const int P = TH * TW, PAIRS = (P + 1) / 2;
+  const int8_t *weight = (const int8_t *)weights;
+  int32x4_t sum[16], start[2];
+  memcpy(start, &initial, sizeof start);
+  EVERY(i, PAIRS) EVERY(c, 2) {
+    sum[4 * i + 2 * c] = vcombine_s32(vget_low_s32(start[c]), vget_low_s32(start[c]));
+    sum[4 * i + 2 * c + 1] = vcombine_s32(vget_high_s32(start[c]), vget_high_s32(start[c]));
+  }
+  for (int e = 0; e < entries; e++)
+    for (int64_t at = offsets[e], end = at + inner; at < end; at++, weight += 64) {
+      int8x16_t w[4];
+      if (once) __builtin_prefetch((const char *)weight + AHEAD_BYTES);
+      EVERY(c, 4) w[c] = vld1q_s8(weight + 16 * c);
+      EVERY(pair, PAIRS) {
+        const int a = 2 * pair, b = 2 * pair + 1 < P ? 2 * pair + 1 : 2 * pair;
+        const int8x8_t first = vld1_s8((const int8_t *)(row[a / TW] + at + a % TW * STRIDE));
+        const int8x8_t second = vld1_s8((const int8_t *)(row[b / TW] + at + b % TW * STRIDE));
+        const int8x16_t x = vcombine_s8(first, second);
+        EVERY(c, 4) sum[4 * pair + c] = vmmlaq_s32(sum[4 * pair + c], x, w[c]);
+      }
+    }
+  int32x4_t stored[16];
+  EVERY(i, PAIRS) EVERY(c, 2) {
+    stored[4 * i + c] = vcombine_s32(vget_low_s32(sum[4 * i + 2 * c]), vget_low_s32(sum[4 * i + 2 * c + 1]));
+    stored[4 * i + 2 + c] = vcombine_s32(vget_high_s32(sum[4 * i + 2 * c]), vget_high_s32(sum[4 * i + 2 * c + 1]));
+  }
+  memcpy(out, stored, sizeof(vint) * P);
+}
+
+#else
+#if QUANTUM_BYTES == 1
+/* Adds the products of WORDS words, which are 4 input channels each. */
+INLINE void words(const int WORDS, const int TH, const int TW, const int STRIDE, const int SPLIT, int32x4_t *sum,
+                  const word *const *row, int64_t at, const int8_t *weight) {
+  int8x16_t w[4];
+  EVERY(i, 2 * WORDS) w[i] = vld1q_s8(weight + 16 * i);
+  EACH_PIXEL {
+    int8x8_t x;
+    if (WORDS == 2) x = vld1_s8((const int8_t *)(row[r] + at + p * STRIDE));
+    else x = vreinterpret_s8_s32(vld1_dup_s32((const int32_t *)(row[r] + at + p * STRIDE)));
+    int32x4_t *const s = sum + 2 * (r * TW + p), *const t = s + (SPLIT > 1 ? 2 * TH * TW : 0);
+    s[0] = vdotq_lane_s32(s[0], w[0], x, 0), s[1] = vdotq_lane_s32(s[1], w[1], x, 0);
+    if (WORDS == 2) t[0] = vdotq_lane_s32(t[0], w[2], x, 1), t[1] = vdotq_lane_s32(t[1], w[3], x, 1);
+  }
+}
+#else
+/* Without `sdot`: 16-bit weights of neighbouring input channels are separated, and multiplied by one 16-bit number each. */
+INLINE void words(const int WORDS, const int TH, const int TW, const int STRIDE, const int SPLIT, int32x4_t *sum,
+                  const word *const *row, int64_t at, const int8_t *weight) {
+  int16x8x2_t w[2];
+  EVERY(i, WORDS) w[i] = vld2q_s16((const int16_t *)weight + 16 * i);
+  EACH_PIXEL {
+    int16x4_t x;
+    if (WORDS == 2) x = vld1_s16((const int16_t *)(row[r] + at + p * STRIDE));
+    else x = vreinterpret_s16_s32(vld1_dup_s32((const int32_t *)(row[r] + at + p * STRIDE)));
+    int32x4_t *const s = sum + 2 * (r * TW + p), *const t = s + (SPLIT > 1 ? 2 * TH * TW : 0);
+    s[0] = vmlal_lane_s16(s[0], vget_low_s16(w[0].val[0]), x, 0), s[1] = vmlal_high_lane_s16(s[1], w[0].val[0], x, 0);
+    t[0] = vmlal_lane_s16(t[0], vget_low_s16(w[0].val[1]), x, 1), t[1] = vmlal_high_lane_s16(t[1], w[0].val[1], x, 1);
+    if (WORDS == 2) {
+      s[0] = vmlal_lane_s16(s[0], vget_low_s16(w[1].val[0]), x, 2), s[1] = vmlal_high_lane_s16(s[1], w[1].val[0], x, 2);
+      t[0] = vmlal_lane_s16(t[0], vget_low_s16(w[1].val[1]), x, 3), t[1] = vmlal_high_lane_s16(t[1], w[1].val[1], x, 3);
+    }
+  }
+}
+#endif
+
+INLINE void products(const int TH, const int TW, const int STRIDE, vint *out, const vint initial, const word *const *row,
+                     const int32_t *offsets, int entries, int inner, const vint *weights, int once) {
+  const int P = TH * TW, SPLIT = P <= 4 ? 2 : 1;
+  const int8_t *weight = (const int8_t *)weights;
+  int32x4_t sum[16], start[2];
+  memcpy(start, &initial, sizeof start);
+  EVERY(i, 2 * SPLIT * P) sum[i] = i < 2 * P ? start[i % 2] : vdupq_n_s32(0);
+  if (inner % 2 == 0)
+    for (int e = 0; e < entries; e++) {
+      int64_t at = offsets[e];
+      for (int left = inner; left; left -= 2, at += 2, weight += 64) {
+        if (once) __builtin_prefetch((const char *)weight + AHEAD_BYTES);
+        words(2, TH, TW, STRIDE, SPLIT, sum, row, at, weight);
+      }
+    }
+  else
+    for (int e = 0; e < entries; e++) {
+      int64_t at = offsets[e];
+      for (int left = inner; left; left--, at++, weight += 32) words(1, TH, TW, STRIDE, SPLIT, sum, row, at, weight);
+    }
+  if (SPLIT > 1) EVERY(i, 2 * P) sum[i] = vaddq_s32(sum[i], sum[2 * P + i]);
+  memcpy(out, sum, sizeof(vint) * P);
+}
+#endif
+#endif
