@@ -2,8 +2,10 @@
 # make test     sets everything up and runs the tests
 # make check    formatter, linter, type checker and tests: what a change must pass
 # make wheel    builds an sdist and a wheel, installs the wheel in an empty environment, and runs the demo there
+# make wheels   builds wheels with compiled kernels for Linux and macOS, and runs the one for this machine without a compiler
 # make lowest   runs the tests with the oldest versions of all packages that pyproject.toml allows
 # make hosts    sets up an environment with timm, transformers, Lightning and others, prunes their models, and runs their trainers
+# make arm      installs a cross-compiler and an emulator for ARM if it can, and runs the ARM kernels in it
 # make executorch  runs the example for ExecuTorch in an environment of its own
 # make docs     builds the documentation site into build/site; python3 -m http.server -d build/site shows it, with search
 # make coverage  line and branch coverage of every package (about twice as long as the tests)
@@ -19,7 +21,7 @@ JOBS   ?= 2
 BIN    := $(VENV)/bin
 RUN    := OMP_NUM_THREADS=1 $(BIN)/python -m
 
-.PHONY: demo test check lint lowest hosts executorch docs coverage wheel clean
+.PHONY: demo test check lint lowest hosts arm executorch docs coverage wheel wheels clean
 
 demo: $(VENV)/.demo
 	$(BIN)/smartprune train
@@ -36,6 +38,10 @@ lint: $(VENV)/.dev
 
 hosts: $(HOSTS)/.ready
 	OMP_NUM_THREADS=1 $(HOSTS)/bin/python -m pytest tests/hosts tests/integrations -n $(JOBS)
+
+arm: $(VENV)/.ready
+	.ci/arm_tools
+	$(RUN) pytest tests/runtime/cpu/test_arm.py -rs
 
 executorch: $(EXECUTORCH)/.ready
 	OMP_NUM_THREADS=1 $(EXECUTORCH)/bin/python examples/to_executorch.py
@@ -56,6 +62,16 @@ wheel: $(VENV)/.dev
 	$(PYTHON) -m venv $(VENV)/wheel
 	$(VENV)/wheel/bin/python -m pip install --disable-pip-version-check $(if $(TORCH),'$(TORCH)') "$$(ls dist/*.whl)[demo]"
 	cd $(VENV)/wheel && bin/smartprune train --out demo
+
+wheels: $(VENV)/.dev
+	rm -rf dist $(VENV)/wheel
+	.ci/arm_tools
+	$(BIN)/python -m pip install --disable-pip-version-check ziglang==0.17.0
+	$(BIN)/python -m build
+	$(BIN)/python .ci/wheels.py dist/*-none-any.whl
+	$(PYTHON) -m venv $(VENV)/wheel
+	$(VENV)/wheel/bin/python -m pip install --disable-pip-version-check $(if $(TORCH),'$(TORCH)') --find-links dist --only-binary smartprune "$$(ls dist/*linux*_$$(uname -m).whl)"
+	env -i HOME="$(abspath $(VENV)/wheel)" PATH="$(abspath $(VENV)/wheel/bin)" $(VENV)/wheel/bin/python .ci/without_compiler.py
 
 $(VENV)/.demo: pyproject.toml
 	$(PYTHON) -m venv $(if $(TORCH),,--system-site-packages) $(VENV)

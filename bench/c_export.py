@@ -37,8 +37,9 @@ TARGETS = {
 }
 NOTE = (
     "Code, weights with tables, and activations are bytes in the object file of gcc 12 with the flags that the file names; source "
-    "is the size of the C file. Masks are random, so accuracy means nothing here. Times are of one shared x86 machine, the least "
-    "of the calls of a round: differences below 10 % are noise. Times on ARM were not measured."
+    "is the size of the C file. Masks are random, so accuracy means nothing here. Times are processor time of one thread on an x86 "
+    "machine that about ten other programs used, the least of the calls of a round: differences below 20 % are noise. Times on ARM "
+    "were not measured."
 )
 
 
@@ -73,9 +74,9 @@ def sizes(path: Path, exported: Any, folder: Path) -> dict[str, float]:
 def milliseconds(call: Callable[[], object], repeats: int) -> float:
     times = []
     for _ in range(repeats):
-        start = time.perf_counter()
+        start = time.thread_time()
         call()
-        times.append(time.perf_counter() - start)
+        times.append(time.thread_time() - start)
     return 1e3 * min(times)
 
 

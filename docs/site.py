@@ -27,8 +27,8 @@ KINDS = {  # heading of the reference -> public names
     "Budgets and blocks": ["Block", "Budget", "blocks", "params", "macs", "cycles", "costs", "latency", "NPU"],
     "Methods": ["Method", "METHODS", "Smart", "Magnitude", "Gradual", "Pdp", "Pas", "Awg", "Acdc"],
     "Using the zeros": [
-        "report", "verify", "pack", "unpack", "compact", "compaction", "accelerate", "export_onnx", "export_litert", "export_c", "save_mask",
-        "load_mask", "bsr",
+        "report", "verify", "pack", "unpack", "compact", "compaction", "accelerate", "export_onnx", "export_litert", "export_c",
+        "save_mask", "load_mask", "bsr",
     ],
     "Operators": ["soft_topk", "hard_topk"],
     "Errors": ["SmartpruneError"],

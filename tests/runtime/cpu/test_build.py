@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -73,9 +74,9 @@ def test_headers_belong_to_the_key_of_a_unit(tmp_path: Path, monkeypatch: pytest
     sources.mkdir()
     (sources / "probe.c").write_text("PROBES")
     monkeypatch.setattr(build, "SOURCES", sources)
-    before = PROBE[0].key
+    before = PROBE[0].key()
     (sources / "new.h").write_text("")
-    assert PROBE[0].key != before
+    assert PROBE[0].key() != before
 
 
 def test_a_warm_cache_needs_no_compiler(empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,3 +149,42 @@ def test_failing_compiler_is_an_error_with_its_message(empty_cache: Path, tmp_pa
     with pytest.raises(sp.SmartpruneError, match=r"out of ideas.*set CC"):
         sp.accelerate(nn.Conv2d(3, 3, 1))
     assert not list(empty_cache.glob("*"))
+
+
+def test_the_libraries_of_a_wheel_need_no_compiler(empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are used if they were compiled from the same sources, and nothing is compiled."""
+    rows = build.of_this_architecture()
+    portable = build.units_of(rows[0], False)
+    prebuilt = tmp_path / "prebuilt"
+    prebuilt.mkdir()
+    for name, units in (("probe", [build.probe_of(rows)]), ("portable", portable)):
+        code = build.open_library(name, units)
+        shutil.copy(code._name, prebuilt / f"{build.stem_of(name, units)}.so")
+    monkeypatch.setattr(build, "PREBUILT", prebuilt)
+    monkeypatch.setenv("SMARTPRUNE_CACHE", str(tmp_path / "unused"))
+    monkeypatch.setenv("SMARTPRUNE_ISA", "portable")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    for function in (store.cache_folder, build.supported_sets, build._load):
+        function.cache_clear()
+    model, x = nn.Conv2d(3, 3, 1), torch.randn(1, 3, 4, 4)
+    assert_equal_to_rounding(sp.accelerate(model, backend="native")(x), model(x))
+    assert not (tmp_path / "unused").exists()
+    monkeypatch.setenv("CC", "no-such-compiler")  # a compiler that the user chose comes first
+    with pytest.raises(sp.SmartpruneError, match="a C compiler is needed once"):
+        build.open_library("portable", portable)
+    monkeypatch.delenv("CC")
+    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-DCHANGED"))
+    with pytest.raises(sp.SmartpruneError, match="a C compiler is needed once"):
+        build.open_library("portable", portable)
+    build._load.cache_clear()
+
+
+def test_a_library_of_a_wheel_that_does_not_load_is_compiled(
+    empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "PREBUILT", tmp_path)
+    monkeypatch.delenv("CC", raising=False)
+    (tmp_path / f"{build.stem_of('probe', PROBE)}.so").write_bytes(b"for another system")
+    assert build.open_library("probe", PROBE).sp_has_portable() == 1
+    assert list(empty_cache.glob("*.so"))

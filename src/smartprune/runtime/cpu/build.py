@@ -1,4 +1,5 @@
-"""Building the kernels: compiled once per machine with the system's C compiler, kept in a cache, and loaded with ctypes."""
+"""Loading the kernels with ctypes: those of the wheel, or else compiled once per machine with the system's C compiler and kept in
+a cache."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -22,6 +24,7 @@ from . import abi, store
 from .instruction_sets import INSTRUCTION_SETS, InstructionSet, of_this_architecture
 
 SOURCES = Path(__file__).parent / "csrc"
+PREBUILT = Path(__file__).parent / "prebuilt"  # the libraries of a wheel, named after the hash of what they were compiled from
 FLAGS = (
     "-O3",
     "-std=gnu11",
@@ -72,22 +75,35 @@ def load(int8: bool = False, isa: str | None = None) -> Library:
 def supported_sets() -> dict[str, InstructionSet]:
     """The instruction sets of this machine by name, the best one last."""
     rows = of_this_architecture()
-    probes = " ".join(f"PROBE({row.name}, {row.probe})" for row in rows)
-    probe = open_library("probe", [Unit("probe.c", (f"-DPROBES={probes}",))])
-    return {row.name: row for row in rows if getattr(probe, f"sp_has_{row.name}")()}
+    code = open_library("probe", [probe_of(rows)])
+    return {row.name: row for row in rows if getattr(code, f"sp_has_{row.name}")()}
 
 
 @cache
 def _load(isa: InstructionSet, int8: bool) -> Library:
+    code = open_library(library_name(isa, int8), units_of(isa, int8))
+    abi.check(code, code._name)
+    abi.declare(code)
+    return Library(isa, code)
+
+
+def library_name(isa: InstructionSet, int8: bool) -> str:
+    return f"{isa.name}{'-int8' if int8 else ''}"
+
+
+def units_of(isa: InstructionSet, int8: bool) -> list[Unit]:
+    """What the library of an instruction set consists of."""
     flags = (*isa.flags, *isa.definitions)
     units = [
         Unit("conv.c", (*flags, f"-DWIDTH={width}", f"-DQUANT={quantized}")) for quantized in range(1 + int8) for width in isa.lanes
     ]
-    units += [Unit("ops.c", (*flags, f"-DWITH_INT8={int(int8)}")), Unit("pool.c", flags)]
-    code = open_library(f"{isa.name}{'-int8' if int8 else ''}", units)
-    abi.check(code, code._name)
-    abi.declare(code)
-    return Library(isa, code)
+    return [*units, Unit("ops.c", (*flags, f"-DWITH_INT8={int(int8)}")), Unit("pool.c", flags)]
+
+
+def probe_of(rows: Sequence[InstructionSet]) -> Unit:
+    """The source that tells which of these instruction sets a machine has."""
+    probes = " ".join(f"PROBE({row.name}, {row.probe})" for row in rows)
+    return Unit("probe.c", (f"-DPROBES={probes}",))
 
 
 class _UnwritableError(OSError):
@@ -130,11 +146,16 @@ class Unit:
     source: str
     flags: tuple[str, ...]
 
-    @property
-    def key(self) -> str:
+    def key(self, system: str = sys.platform, machine: str | None = None) -> str:
         """A hash of the source, the headers, the flags and the kind of machine."""
         files = [SOURCES / self.source, *sorted(SOURCES.glob("*.h"))]
-        return _hash([sys.platform, platform.machine(), repr((FLAGS, self.flags)), *(file.read_text() for file in files)])
+        flags = repr((FLAGS, self.flags))
+        return _hash([system, machine or platform.machine(), flags, *(file.read_text() for file in files)])
+
+
+def stem_of(name: str, units: Sequence[Unit], system: str = sys.platform, machine: str | None = None) -> str:
+    """The name of a library for a kind of machine. It contains a hash of everything that the library is compiled from."""
+    return f"runtime-{name}-{_hash([unit.key(system, machine) for unit in units])}"
 
 
 def _hash(parts: Sequence[str]) -> str:
@@ -142,11 +163,16 @@ def _hash(parts: Sequence[str]) -> str:
 
 
 def open_library(name: str, units: Sequence[Unit]) -> ctypes.CDLL:
-    """Loads the library that consists of these units, from the cache if it is there. Otherwise it is built.
+    """Loads the library that consists of these units: that of the wheel, or that in the cache. Otherwise it is built.
 
-    A library in the cache does not need a compiler. If there is one, only libraries that it built are used.
+    Neither needs a compiler. If $CC names one, that of the wheel is not used. If there is one, only libraries in the cache that it
+    built are used.
     """
-    stem = f"runtime-{name}-{_hash([unit.key for unit in units])}"
+    stem = stem_of(name, units)
+    prebuilt = PREBUILT / f"{stem}.so"
+    if prebuilt.exists() and not os.environ.get("CC"):
+        with suppress(OSError):  # it does not load on this system
+            return ctypes.CDLL(str(prebuilt))
     try:
         command = compiler()
     except SmartpruneError:
@@ -184,7 +210,7 @@ def _load_kept(stem: str) -> ctypes.CDLL | None:
 
 def _build(folder: Path, stem: str, units: Sequence[Unit], command: Sequence[str], built_by: str) -> Path:
     """Compiles the units that the folder lacks, and links all of them to a library. Raises OSError if the disk is full."""
-    names = [f"{unit.source}-{unit.key}-{built_by}" for unit in units]
+    names = [f"{unit.source}-{unit.key()}-{built_by}" for unit in units]
     kept = {name: files[0] for name in names if (files := store.find(folder, name, ".o"))}
     with store.workspace(folder) as work:
         missing = {name: unit for name, unit in zip(names, units, strict=True) if name not in kept}
