@@ -61,7 +61,8 @@ def count(lines: list[str], names: Any) -> int:
     return sum(line.split("\t")[0] in names for line in lines)
 
 
-def rows() -> list[dict[str, Any]]:
+def loops() -> dict[str, dict[str, int]]:
+    """The counts of every loop."""
     counts = {}
     for isa in INSTRUCTION_SETS:
         for quantized in (False, True) if isa.architecture == "aarch64" else ():
@@ -80,7 +81,10 @@ def rows() -> list[dict[str, Any]]:
                 "macs": macs,
             }
             counts[f"{isa.name}, {'int8' if quantized else 'float32'}"] = numbers
-    counts["XNNPACK 6x8, float32"] = XNNPACK
+    return {**counts, "XNNPACK 6x8, float32": XNNPACK}
+
+
+def rows(counts: dict[str, dict[str, int]]) -> list[dict[str, Any]]:
     out = []
     for name, numbers in counts.items():
         for metric, value in (
@@ -96,7 +100,6 @@ def rows() -> list[dict[str, Any]]:
                 "mean": value,
                 "std": None,
                 "n": 1,
-                **numbers,
             }
             out.append(row)
             print(f"{name:24s} {metric:38s} {value:.3f}")
@@ -108,10 +111,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="folder of the record")
     args = parser.parse_args()
     version = subprocess.run([COMPILER, "--version"], capture_output=True, text=True, check=True).stdout.splitlines()[0]
-    found = rows()
+    counts = loops()
+    found = rows(counts)
     if args.out is not None:
         command = f"python bench/arm.py --out {args.out}"
-        settings = {"flags": list(FLAGS), "tile": TILE, "xnnpack": XNNPACK_SOURCE}
+        settings = {"flags": list(FLAGS), "tile": TILE, "xnnpack": XNNPACK_SOURCE, "counts": counts}
         save_record(args.out, {"rows": found}, settings, NOTE, [command], [version])
 
 
