@@ -147,7 +147,7 @@ def check_text(text: str, figures: Figures, primary: bool = True, stored_zeros: 
 
 
 PAGE_LABELS: list[tuple[str, str | None]] = [
-    (r"[\d.]+ % of the blocks removed, as requested", "sparsity"),
+    (r"[\d.]+ % of the blocks removed", "sparsity"),
     (r"Sparsity [\d.]+ % [\d,]+ of [\d,]+ blocks of the pruned layers removed", "sparsity"),
     (r"requested: [\d.]+ % of the blocks, keep exactly .*", "requested"),
     (r"MACs of the model left .* per sample.*", "MACs of the model left"),
