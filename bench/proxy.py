@@ -208,7 +208,7 @@ def main() -> None:
     board = Board(json.loads(args.plan.read_text()), args.out, began + args.seconds)
     service: Any = nullcontext()
     if args.mps:
-        from together import MultiProcessService
+        from smartprune.experiments.sweep.mps import MultiProcessService
 
         service = MultiProcessService()
     with service:

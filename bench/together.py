@@ -13,21 +13,18 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-import os
-import shutil
-import subprocess
 import sys
-import tempfile
 import time
 from contextlib import nullcontext
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
 
+from smartprune.experiments.sweep.mps import MultiProcessService
+
 WARMUP = 30  # steps that select kernels and capture the graph
 SYNC_INTERVAL = 20  # steps between synchronizations, so that no process queues too much work
 START_TIMEOUT = 600  # seconds until all processes are ready
-DEFAULT_CONTROL = Path("/usr/local/nvidia/bin/nvidia-cuda-mps-control")
 
 
 def count(model: str, compiled: bool, seconds: float, ready: Barrier, results: Any) -> None:
@@ -76,24 +73,6 @@ def run_processes(processes: int, args: argparse.Namespace) -> list[float]:
     if any(process.exitcode for process in running):
         sys.exit(f"{sum(bool(p.exitcode) for p in running)} of {processes} processes failed; see their errors above")
     return [results.get() for _ in running]
-
-
-class MultiProcessService:
-    """Runs NVIDIA's Multi-Process Service for processes that are started inside of the context."""
-
-    def __enter__(self) -> None:
-        control = shutil.which("nvidia-cuda-mps-control") or (str(DEFAULT_CONTROL) if DEFAULT_CONTROL.exists() else None)
-        if control is None:
-            sys.exit("--mps needs nvidia-cuda-mps-control, which was not found; it is part of NVIDIA's driver")
-        self.control, self.folder = control, tempfile.mkdtemp()
-        os.environ["CUDA_MPS_PIPE_DIRECTORY"] = os.environ["CUDA_MPS_LOG_DIRECTORY"] = self.folder
-        subprocess.run([self.control, "-d"], check=True)
-
-    def __exit__(self, *_: object) -> None:
-        subprocess.run([self.control], input="quit\n", text=True, check=False)
-        for name in ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"):
-            del os.environ[name]
-        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def main() -> None:

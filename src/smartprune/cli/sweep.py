@@ -6,6 +6,7 @@ import argparse
 import shlex
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import asdict
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -59,8 +60,10 @@ def add_sweep(subparsers: Subparsers) -> None:
     parser.add_argument("--only", metavar="GLOB", help="run only these runs of the grid: a name, or a pattern such as 'digits-*'")
     parser.add_argument("--slurm", metavar="FILE", help="train nothing; write a script that runs the grid as Slurm arrays")
     parser.add_argument("--out", metavar="DIR", required=True, help="folder of the sweep, with one run folder per run")
-    parser.add_argument("--jobs", type=int, metavar="N", help="runs at once (default: CPU cores, or 1 on a GPU)")
-    parser.add_argument("--minutes", type=float, metavar="M", help="stop with checkpoints after this time")
+    parser.add_argument("--jobs", type=int, metavar="N", help="runs at once (default: CPU cores; on a GPU, as many as pay off)")
+    parser.add_argument("--mps", action="store_true", help="share a GPU under NVIDIA's Multi-Process Service, which it starts")
+    parser.add_argument("--minutes", type=float, metavar="M", help="stop with checkpoints within this time")
+    parser.add_argument("--dense-parts", metavar="DIR", help="keep dense models here too, in fp16 files of less than 16 MiB")
     parser.add_argument("--config", metavar="FILE", help="settings from a config.json; other flags take precedence")
     parser.add_argument("--set", action="append", metavar="METHOD.NAME=VALUE", help="a setting of one method")
     parser.add_argument("--task-set", action="append", metavar="NAME=VALUE", help="a setting of the task")
@@ -73,6 +76,7 @@ def add_sweep(subparsers: Subparsers) -> None:
 def run_sweep(args: argparse.Namespace) -> int:
     from ..experiments.sweep import Sweep
     from ..experiments.sweep.grid import expand_grids
+    from ..experiments.sweep.mps import MultiProcessService
     from ..experiments.sweep.progress import SweepProgress
     from ..experiments.sweep.records import list_cells, recorded_cells
     from ..experiments.sweep.slurm import without_flags, write_script
@@ -89,7 +93,8 @@ def run_sweep(args: argparse.Namespace) -> int:
         for model in sorted({cell.config.model for cell in cells}):
             check_trusted(model, args.grid or args.config or "sweep", args.model, args.trust, NAME_OR_TRUST, print_message)
         known = recorded_cells([Path(folder) for folder in args.recorded or ()], cells)
-        sweep = Sweep(Path(args.out), [cell for cell in cells if cell.name not in known], args.jobs, args.minutes)
+        parts = None if args.dense_parts is None else Path(args.dense_parts)
+        sweep = Sweep(Path(args.out), [cell for cell in cells if cell.name not in known], args.jobs, args.minutes, parts)
         if not args.list:
             sweep.check()
     if args.list:
@@ -107,7 +112,8 @@ def run_sweep(args: argparse.Namespace) -> int:
         return 0
     with stop_signals(progress.message) as stop:
         try:
-            outcome = sweep.run(progress, stop, shlex.join(["smartprune", *without_flags(args.words, ["--only"])]))
+            with MultiProcessService() if args.mps else nullcontext():
+                outcome = sweep.run(progress, stop, shlex.join(["smartprune", *without_flags(args.words, ["--only"])]))
         finally:
             progress.close()
     return _report(args, outcome, len(sweep.cells))

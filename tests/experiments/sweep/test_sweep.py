@@ -11,7 +11,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -87,7 +87,11 @@ def test_left_over_dense_runs_of_a_killed_sweep_are_ended(going: bool, tmp_path:
     sweep = Sweep(tmp_path, cells)
     assert not sweep.run(SweepProgress(io.StringIO()), lambda: False).missing
     assert left.wait(10) == (-signal.SIGTERM if going else 0)
-    assert (sweep.dense_models.path(name).read_bytes(), work.exists(), sweep.durations["dense"]) == (b"whole", False, [])
+    assert (sweep.dense_models.path(name).read_bytes(), work.exists(), any(kind == "dense" for kind, _ in sweep.durations)) == (
+        b"whole",
+        False,
+        False,
+    )
 
 
 def test_a_run_that_would_not_finish_in_time_is_not_started(tmp_path: Path) -> None:
@@ -96,13 +100,42 @@ def test_a_run_that_would_not_finish_in_time_is_not_started(tmp_path: Path) -> N
     finish(tmp_path, first)
     (tmp_path / "dense").mkdir()
     (tmp_path / "dense" / f"{first.dense}.safetensors").touch()
-    sweep = Sweep(tmp_path, [first, second], minutes=1)
+    sweep = Sweep(tmp_path, [first, second], minutes=1.7)  # 100 s do not fit into it with its time for checkpoints
     outcome = sweep.run(SweepProgress(io.StringIO()), lambda: False)
     assert (outcome.done, outcome.missing, outcome.reason) == ([first], [second], "time")
     assert not (tmp_path / "logs" / f"{second.name}.log").exists()
     second.folder(tmp_path).mkdir()
     (second.folder(tmp_path) / "metrics.jsonl").write_text('{"seconds": 90}\n')
     assert sweep.seconds_spent("run", second) == 90
+
+
+def test_shorter_runs_start_where_the_next_one_would_not_finish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs that are longer than the whole limit start too, because they have to be resumed in any case."""
+    long, short = {**OPTIONS, "search_epochs": 60}, {**OPTIONS, "search_epochs": 2}
+    grids = [small_grid(methods=(method,), options=options) for options in (long, short) for method in ("smart", "magnitude")]
+    cells = expand_grids([replace(grid, label="abcd"[number]) for number, grid in enumerate(grids)])
+    finish(tmp_path, cells[0])
+    finish(tmp_path, cells[2])
+    (tmp_path / cells[2].name / "result.json").write_text(
+        (tmp_path / cells[2].name / "result.json").read_text().replace('"seconds": 100.0', '"seconds": 1.0')
+    )
+    started: list[str] = []
+
+    class StartedError(Exception):
+        pass
+
+    def start(name: str, *arguments: object) -> None:
+        started.append(name)
+        raise StartedError
+
+    monkeypatch.setattr("smartprune.experiments.sweep.sweep.Job", start)
+    for minutes, expected in ((1.7, cells[3].name), (1.5, cells[1].name)):
+        (tmp_path / "dense").mkdir(exist_ok=True)
+        (tmp_path / "dense" / f"{cells[0].dense}.safetensors").touch()
+        sweep = Sweep(tmp_path, cells, 1, minutes)
+        with pytest.raises(StartedError):
+            sweep.run(SweepProgress(io.StringIO()), lambda: False)
+        assert started.pop() == expected
 
 
 def test_cells_that_differ_in_their_seeds_are_checked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,8 +238,11 @@ def test_a_healthy_sweep_ends_every_run_normally(tmp_path: Path, capsys: pytest.
     """The process of the dense model ends by itself, and no line of its log says that it was stopped."""
     out = tmp_path / "out"
     (cell, *_) = expand_grids([small_grid()])
-    assert main(sweep_arguments(out, "--jobs", "1")) == 0
+    assert main(sweep_arguments(out, "--jobs", "1", "--dense-parts", str(tmp_path / "parts"))) == 0
     captured = capsys.readouterr()
+    (part,) = (tmp_path / "parts").iterdir()
+    assert part.name.startswith(f"{cell.dense}.")
+    assert part.read_bytes() == (out / "dense" / f"{cell.dense}.safetensors").read_bytes()
     log = (out / "logs" / f"{cell.dense}.log").read_text()
     assert "--dense-only" in log
     assert "the dense model is in" in log

@@ -13,8 +13,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-GRACE_SECONDS = 60.0  # between SIGTERM and SIGKILL; a run can be resumed after both
+GRACE_SECONDS = 60.0  # after which a process that was asked to end gets a second SIGTERM, which ends it without a checkpoint
+POLL_SECONDS = 0.1
 TAIL_LINES, TAIL_BYTES = 8, 8192
+KERNELS = "kernels"  # a folder beside the logs
+KERNEL_CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton", "CUDA_CACHE_PATH": "cuda"}
 OWNER = "# process and its sweep:"
 
 
@@ -39,7 +42,7 @@ class Job:
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,
-                env=job_environment(jobs),
+                env=job_environment(jobs, log.parent.parent / KERNELS),
                 start_new_session=True,
             )
             file.write(f"{OWNER} {self.process.pid} {os.getpid()}\n".encode())
@@ -61,7 +64,8 @@ class Job:
         """The exit code once the process has ended; 0 for an adopted process, whose exit code is unknown."""
         if self.process is not None:
             if self._stop_time is not None and time.monotonic() - self._stop_time > GRACE_SECONDS:
-                self.process.kill()
+                self.process.terminate()  # not SIGKILL, which would end all processes that share a GPU under MPS
+                self._stop_time = time.monotonic()
             return self.process.poll()
         with self.log.open("ab") as file:
             return 0 if self._abandoned or try_lock(file) else None
@@ -91,10 +95,11 @@ class Job:
             return None
         return None if is_running(sweep) else process
 
-    def kill(self) -> None:
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait()
+    def end(self) -> None:
+        """Stops the process and waits until it has ended."""
+        self.stop()
+        while self.process is not None and self.poll() is None:
+            time.sleep(POLL_SECONDS)
 
     def last_lines(self) -> list[str]:
         """The end of the log."""
@@ -132,12 +137,16 @@ def try_lock(file: IO[bytes]) -> bool:
     return True
 
 
-def job_environment(jobs: int) -> dict[str, str]:
-    """The environment of a job: the path of this package, and its share of the CPU cores."""
+def job_environment(jobs: int, kernels: Path) -> dict[str, str]:
+    """The environment of a job: the path of this package, its share of the CPU cores, and where compiled kernels are kept.
+
+    Jobs of a sweep share their kernels, so that only the first job of a kind compiles them. Variables of the user come first.
+    """
     source = str(Path(__file__).parents[3])
     paths = [source, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     threads = os.environ.get("OMP_NUM_THREADS", str(max(1, cpu_cores() // jobs)))
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), "OMP_NUM_THREADS": threads}
+    caches = {name: os.environ.get(name, str(kernels.absolute() / folder)) for name, folder in KERNEL_CACHES.items()}
+    return {**os.environ, **caches, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), "OMP_NUM_THREADS": threads}
 
 
 def cpu_cores() -> int:
@@ -145,9 +154,9 @@ def cpu_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def default_jobs(devices: Iterable[str]) -> int:
-    """How many jobs run at once: one per CPU core, or one on a GPU."""
+def uses_gpu(devices: Iterable[str]) -> bool:
+    """Whether jobs with these settings run on a GPU."""
     import torch
 
     names = set(devices)
-    return 1 if "cuda" in names or ("auto" in names and torch.cuda.is_available()) else cpu_cores()
+    return "cuda" in names or ("auto" in names and torch.cuda.is_available())

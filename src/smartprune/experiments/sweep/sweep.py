@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -23,10 +23,15 @@ from ...training.result import Result
 from .dense import DenseModels
 from .grid import Cell
 from .history import add_to_history
-from .job import Job, default_jobs, try_lock
+from .job import POLL_SECONDS, Job, cpu_cores, try_lock, uses_gpu
 from .progress import RunStatus, SweepProgress, SweepStatus
+from .slots import Pace, Slots, gpu_memory, read_pace
 
-POLL_SECONDS = 0.1
+STOP_SECONDS, STOP_SHARE = (
+    15.0,
+    0.1,
+)  # of the time limit, kept for the checkpoints of the jobs that are stopped; the smaller of the two
+OBSERVE_SECONDS = 1.0
 LOGS, MODELS = "logs", "dense"  # folders in the folder of the sweep
 # settings that may differ between the run in a folder and the requested run, because they do not change the result
 IGNORED = ("out", "dense", "device", "amp", "threads", "compile", "graph", "checkpoint_seconds")
@@ -54,12 +59,23 @@ class Outcome:
 class Sweep:
     """Runs cells in their order. All state that survives a restart is in the folder ``out``."""
 
-    def __init__(self, out: Path, cells: Sequence[Cell], jobs: int | None = None, minutes: float | None = None) -> None:
+    def __init__(
+        self,
+        out: Path,
+        cells: Sequence[Cell],
+        jobs: int | None = None,
+        minutes: float | None = None,
+        parts: Path | None = None,
+        slots: Slots | None = None,
+    ) -> None:
         self.out, self.cells, self.minutes = out, list(cells), minutes
-        self.jobs = jobs or default_jobs(cell.config.device for cell in cells)
-        self.dense_models = DenseModels(out / MODELS)
-        self.durations: dict[Kind, list[float]] = {"run": [], "dense": []}  # seconds of finished jobs
+        self.slots = slots or make_slots(jobs, cells)
+        self.dense_models = DenseModels(out / MODELS, parts)
+        self.durations: dict[tuple[Kind, str], list[float]] = {}  # seconds of finished jobs, by kind and length
         self.running: dict[str, Job] = {}
+        self._kinds: dict[str, str] = {}  # of the jobs that were started
+        self._lengths: dict[str, str] = {}
+        self._next_look = 0.0
         self.failed: dict[str, Failure] = {}
         for cell in cells:
             self._require_same_settings(cell)
@@ -81,7 +97,10 @@ class Sweep:
     def run(self, progress: SweepProgress, stop: Callable[[], bool], command: str = "") -> Outcome:
         """Runs the cells until all are done, the time is up, or ``stop()`` is true."""
         self._prepare(command)
-        end = None if self.minutes is None else time.monotonic() + 60 * self.minutes
+        end = None
+        if self.minutes is not None:
+            seconds = 60 * self.minutes
+            end = time.monotonic() + seconds - min(STOP_SECONDS, STOP_SHARE * seconds)
         self._read_durations(progress)
         reason, out_of_time = "", False
         try:
@@ -94,15 +113,18 @@ class Sweep:
                 if reason:
                     for job in self.running.values():
                         job.stop()
-                elif not out_of_time:
+                else:
+                    self._observe(progress)
                     out_of_time = not self._start_jobs(end)
-                if not self.running and (reason or out_of_time or self._next_job() is None):
+                if not self.running and (reason or out_of_time or next(self._waiting(), None) is None):
                     break
                 progress.show(self._status())
                 time.sleep(POLL_SECONDS)
         except BaseException:
             for job in self.running.values():
-                job.kill()
+                job.stop()
+            for job in self.running.values():
+                job.end()
             raise
         return self._outcome(reason or ("time" if out_of_time else ""))
 
@@ -136,10 +158,11 @@ class Sweep:
     def _read_durations(self, progress: SweepProgress) -> None:
         for cell in filter(self.done, self.cells):
             try:
-                self.durations["run"].append(Result.load(cell.folder(self.out)).seconds)
+                seconds = Result.load(cell.folder(self.out)).seconds
+                self.durations.setdefault(("run", length_of("run", cell)), []).append(seconds)
             except SmartpruneError as error:
                 self._fail_unreadable(cell.name, cell.folder(self.out), error)
-        if skipped := len(self.durations["run"]):
+        if skipped := sum(map(len, self.durations.values())):
             progress.message(f"{skipped} of {len(self.cells)} runs are done already")
 
     def _require_same_settings(self, cell: Cell) -> None:
@@ -166,30 +189,49 @@ class Sweep:
 
     # starting jobs
 
-    def _next_job(self) -> tuple[Kind, Cell] | None:
-        """The first missing cell that can be run, or that needs a dense model to be trained first."""
+    def _waiting(self) -> Iterator[tuple[Kind, Cell]]:
+        """The missing cells that can be run, or that need a dense model to be trained first, in their order."""
+        dense = set(self.running)
         for cell in self.cells:
             if self.done(cell) or cell.name in self.running or cell.name in self.failed:
                 continue
             if cell.dense is None or self.dense_models.path(cell.dense).exists():
-                return "run", cell
-            if cell.dense not in self.running and cell.dense not in self.failed:
-                return "dense", cell
-        return None
+                yield "run", cell
+            elif cell.dense not in dense and cell.dense not in self.failed:
+                dense.add(cell.dense)
+                yield "dense", cell
 
     def _start_jobs(self, end: float | None) -> bool:
-        """Starts jobs until all slots are in use. False if the next job would not finish in time."""
-        while len(self.running) < self.jobs:
-            job = self._next_job()
+        """Starts jobs until all slots are in use. False if there are jobs left, and none would finish in time."""
+        while True:
+            waiting = list(self._waiting())
+            job = next((job for job in waiting if self._ends_before(end, *job)), None)
             if job is None:
-                return True
+                return not waiting
             kind, cell = job
-            if end is not None and self.durations[kind]:
-                remaining = statistics.median(self.durations[kind]) - self.seconds_spent(kind, cell)
-                if time.monotonic() + remaining > end:
-                    return False
+            if not self.slots.may_start(network_of(kind, cell), self._paces()):
+                return True
+            self.slots.started(network_of(kind, cell))
             self._start(kind, cell)
-        return True
+
+    def _ends_before(self, end: float | None, kind: Kind, cell: Cell) -> bool:
+        """Whether a job would end in time. A job that is longer than the whole limit has to be resumed in any case."""
+        known = self.durations.get((kind, length_of(kind, cell)))
+        if end is None or not known:
+            return True
+        whole = statistics.median(known)
+        is_longer = self.minutes is not None and whole > 60 * self.minutes
+        return is_longer or time.monotonic() + whole - self.seconds_spent(kind, cell) <= end
+
+    def _paces(self) -> dict[str, Pace]:
+        return {name: read_pace(self._kinds[name], job.folder) for name, job in self.running.items()}
+
+    def _observe(self, progress: SweepProgress) -> None:
+        if time.monotonic() >= self._next_look:
+            change = self.slots.observe(self._paces())
+            if change:
+                progress.message(change)
+            self._next_look = time.monotonic() + OBSERVE_SECONDS
 
     def _start(self, kind: Kind, cell: Cell) -> None:
         name = cell.dense if kind == "dense" and cell.dense is not None else cell.name
@@ -206,7 +248,9 @@ class Sweep:
             arguments = ["train", "--config", str(path), "--out", str(folder)]
         arguments += ["--model", cell.config.model]  # the run imports no other function, even if its folder names one
         arguments += ["--dense-only"] * (kind == "dense")
-        self.running[name] = Job(name, kind, folder, self.out / LOGS / f"{name}.log", arguments, self.jobs)
+        self.running[name] = Job(name, kind, folder, self.out / LOGS / f"{name}.log", arguments, self.slots.most)
+        self._kinds[name] = network_of(kind, cell)
+        self._lengths[name] = length_of(kind, cell)
 
     def _end_dense_run(self, name: str, cell: Cell) -> None:
         """Cleans up after a killed sweep whose dense model is already trained: removes its run folder, or ends its process."""
@@ -236,7 +280,7 @@ class Sweep:
         if not self.dense_models.collect(job.name):
             return False
         if not job.adopted:
-            self.durations["dense"].append(job.seconds)
+            self._add_duration("dense", job.name, job.seconds)
         self.dense_models.remove_run_folder(job.name)
         self._report(progress, job, "trained")
         return True
@@ -251,9 +295,12 @@ class Sweep:
             self._report(progress, job, f"FAILED: its {RESULT} cannot be read")
             return True
         if not job.adopted:
-            self.durations["run"].append(max(job.seconds, result.seconds))
+            self._add_duration("run", job.name, max(job.seconds, result.seconds))
         self._report(progress, job, f"test {result.measure} {result.metrics_line('pruned')}")
         return True
+
+    def _add_duration(self, kind: Kind, name: str, seconds: float) -> None:
+        self.durations.setdefault((kind, self._lengths[name]), []).append(seconds)
 
     def _fail(self, progress: SweepProgress, job: Job, code: int) -> None:
         """Records a failure. If a dense model fails, so do the cells that need it."""
@@ -276,7 +323,26 @@ class Sweep:
         done = sum(map(self.done, self.cells))
         failed = sum(cell.name in self.failed for cell in self.cells)
         remaining = len(self.cells) - done - failed
-        durations = self.durations["run"]
-        seconds_left = statistics.median(durations) * remaining / self.jobs if durations else None
+        durations = [seconds for (kind, _), all_seconds in self.durations.items() if kind == "run" for seconds in all_seconds]
+        seconds_left = statistics.median(durations) * remaining / self.slots.limit if durations else None
         running = [RunStatus(job.name, job.last_line(), job.seconds) for job in self.running.values()]
         return SweepStatus(done, len(self.cells), failed, seconds_left, running)
+
+
+def make_slots(jobs: int | None, cells: Sequence[Cell]) -> Slots:
+    """The given number of jobs, or one per CPU core. On a GPU, the number is found unless it is given."""
+    if jobs is None and uses_gpu(cell.config.device for cell in cells):
+        return Slots(cpu_cores(), fixed=False, read_memory=gpu_memory)
+    return Slots(jobs or cpu_cores())
+
+
+def network_of(kind: Kind, cell: Cell) -> str:
+    """What the memory and the speed of a job depend on most."""
+    return f"{kind} {cell.config.task} {cell.config.model}"
+
+
+def length_of(kind: Kind, cell: Cell) -> str:
+    """What the duration of a job depends on most. Dense models that are given or shared take no time in a run."""
+    config = cell.config
+    epochs = config.dense_epochs if kind == "dense" else config.search_epochs + config.finetune_epochs
+    return f"{config.task} {config.model} {epochs} epochs of batch {config.batch}"
