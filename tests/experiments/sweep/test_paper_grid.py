@@ -32,6 +32,11 @@ def paper() -> list[Cell]:
     return expand_grids(read_grids(RECORDS / "paper.json"))
 
 
+@pytest.fixture(scope="module")
+def queue() -> list[Cell]:
+    return expand_grids(read_grids(RECORDS / "gpu.json"))
+
+
 def cells_of(paper: list[Cell], label: str) -> list[Config]:
     return [cell.config for cell in paper if f"-{label}-" in cell.name]
 
@@ -130,10 +135,31 @@ def test_table_5_changes_one_setting_at_a_time(paper: list[Cell]) -> None:
     assert len([c for c in paper if "-table5" in c.name]) == 1 + 23  # the default, and the rows of the table
 
 
-def test_every_cell_on_cifar10_can_be_attached(paper: list[Cell]) -> None:
+def test_the_queue_for_a_gpu_starts_with_the_forms_of_smart(paper: list[Cell], queue: list[Cell]) -> None:
+    """Then come the paper's own SMART, the settings of its rivals and cells of Table 2. All networks have one dense model."""
+    names = [cell.name for cell in queue]
+    assert len({run_key(asdict(cell.config)) for cell in queue}) == len(queue)
+    labels = [next(label for label in ("forms", "appendix", "rivals", "short") if f"-{label}" in name) for name in names]
+    assert list(dict.fromkeys(labels)) == ["forms", "appendix", "rivals", "short"]
+    assert labels == sorted(labels, key=["forms", "appendix", "rivals", "short"].index)
+    forms = [cell.config for cell, label in zip(queue, labels, strict=True) if label == "forms"]
+    groups = list(dict.fromkeys((c.model, c.sparsity, c.search_epochs) for c in forms))
+    resnet = [("resnet18", sparsity, search) for search in (12, 24) for sparsity in (0.97, 0.95)]
+    assert groups == [*resnet, ("densenet", 0.97, 12), ("mobilenetv2", 0.97, 12)]
+    assert Counter((c.model, c.sparsity, c.search_epochs, c.seed) for c in forms) == {
+        (*group, seed): 4 for group, seed in product(groups, (10, 11, 12))
+    }
+    held_out = {cell.dense for cell, label in zip(queue, labels, strict=True) if label == "rivals"}
+    dense = {cell.config.model: cell.dense for cell, label in zip(queue, labels, strict=True) if label != "rivals"}
+    assert len(held_out) == 1
+    assert {cell.dense for cell in queue} == {*dense.values(), *held_out}
+    assert {cell for cell, label in zip(names, labels, strict=True) if label in ("appendix", "short")} <= {c.name for c in paper}
+
+
+def test_every_cell_on_cifar10_can_be_attached(paper: list[Cell], queue: list[Cell]) -> None:
     """Otherwise, invalid settings and budgets that cannot be met would be reported only after the dense stage."""
     hardest: dict[str, Config] = {}
-    for config in (cell.config for cell in paper if cell.config.task == "cifar10"):
+    for config in (cell.config for cell in [*paper, *queue] if cell.config.task == "cifar10"):
         settings = {name: value for name, value in config.settings.items() if name not in ("start", "end", "strength")}
         key = json.dumps([config.model, config.block, config.method, settings])
         if key not in hardest or (config.sparsity or 0) > (hardest[key].sparsity or 0):
