@@ -68,7 +68,33 @@ def test_every_weight_gets_a_gradient(name: str) -> None:
     out = model(torch.randn(4, 2, 32, 32))
     assert out.shape == (4, 7)
     out.square().sum().backward()
-    assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in model.parameters())
+    assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in model.parameters() if p.requires_grad)
+    fixed = [key for key, p in model.named_parameters() if not p.requires_grad]
+    assert len(fixed) == (sum(isinstance(m, nn.BatchNorm2d) for m in model.modules()) if name == "googlenet" else 0)
+
+
+def test_biases_before_a_batch_norm_do_not_need_to_train() -> None:
+    """GoogLeNet computes the same, to rounding, whether or not they train."""
+
+    def trained(biases: bool) -> tuple[list[Tensor], Tensor]:
+        torch.manual_seed(0)
+        model = MODELS["googlenet"](num_classes=4).double()
+        for p in model.parameters():
+            p.requires_grad_(p.requires_grad or biases)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        losses = []
+        for _ in range(3):
+            losses.append(nn.functional.cross_entropy(model(x), y))
+            losses[-1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses, model.eval()(x)
+
+    x, y = torch.randn(4, 3, 16, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1)), torch.arange(4)
+    (losses, outputs), (expected_losses, expected_outputs) = trained(False), trained(True)
+    torch.testing.assert_close(losses, expected_losses, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(outputs, expected_outputs, rtol=1e-6, atol=1e-6)
+    assert losses[2] < losses[0]
 
 
 def test_densenet_puts_new_features_first() -> None:

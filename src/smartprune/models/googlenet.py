@@ -25,7 +25,15 @@ STEM = 192
 
 def conv_bn_relu(inputs: int, outputs: int, size: int) -> list[nn.Module]:
     """Convolution with a bias, batch norm and ReLU. The resolution does not change."""
-    return [nn.Conv2d(inputs, outputs, size, padding=size // 2), nn.BatchNorm2d(outputs), nn.ReLU()]
+    return [conv_before_norm(inputs, outputs, size), nn.BatchNorm2d(outputs), nn.ReLU()]
+
+
+def conv_before_norm(inputs: int, outputs: int, size: int) -> nn.Conv2d:
+    """A convolution whose bias does not train. The batch norm after it subtracts any bias, so the gradient would be zero."""
+    conv = nn.Conv2d(inputs, outputs, size, padding=size // 2)
+    assert conv.bias is not None
+    conv.bias.requires_grad_(False)
+    return conv
 
 
 class Inception(nn.Module):
@@ -47,7 +55,7 @@ class GoogLeNet(nn.Module):
 
     def __init__(self, num_classes: int, in_channels: int) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(in_channels, STEM, 3, padding=1)
+        self.conv1 = conv_before_norm(in_channels, STEM, 3)
         self.bn1 = nn.BatchNorm2d(STEM)
         stages: list[nn.Module] = []
         inputs = STEM
