@@ -29,7 +29,7 @@ class Gradual:
         ramp: The share of the search in which sparsity rises.
         updates: How many times the mask is chosen, at most once per step.
         norm: The size of a block: ``"mean"`` of |w|, ``"l2"``, ``"share"`` (of its layer) or ``"balanced"`` (between magnitude
-            and share).
+            and share). Use ``"balanced"`` in a short search or on a small network, where ``"mean"`` nearly empties some layers.
         through: Whether removed weights train too, with the gradient of the masked weights (straight-through).
 
     Raises:

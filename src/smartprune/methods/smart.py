@@ -35,15 +35,15 @@ RAMP_START = 0.99  # share of the cost of all blocks; below 1, so scores have gr
 class Smart:
     """SMART: a learned score per block, a differentiable top-k over all scores, and a temperature that falls.
 
-    The defaults suit any model, because temperatures are in units of the model's own weights.
+    The defaults suit any model, because temperatures are in units of the model's own weights. Above a sparsity of 97 %, or in a
+    long search of a small network, use ``ramp="cubic"`` or :class:`Gradual` with ``norm="balanced"``.
 
     Args:
         start: The temperature at the start of the search, in the unit that ``unit`` names.
         end: The temperature at its end.
         unit: ``"spread"``: the standard deviation of the initial scores. ``"absolute"``: as the paper prints temperatures.
             ``"band"``: ``start`` and ``end`` are numbers of blocks, as shares of the kept ones, and the temperature is such that
-                this
-            many scores lie within one temperature of the threshold.
+            this many scores lie within one temperature of the threshold.
         schedule: ``"geometric"``, ``"paper_exponential"``, ``"linear"``, ``"inverse_exponential"`` or ``"fixed"``.
         init: What the scores start from: ``"mean"`` of |w|, ``"l1"`` (its sum), ``"share"`` (the log of a block's share of its
             layer), ``"balanced"`` (between magnitude and share) or ``"ones"``.
