@@ -114,6 +114,31 @@ class Tiles(nn.Module):
         return [layer(x) for layer in self.layers for x in maps]
 
 
+class Depthwise(nn.Module):
+    """Depthwise convolutions of several kernels and strides on maps of all small sizes: together they use all tiles and tails."""
+
+    SETTINGS = (  # kernel, stride, dilation
+        ((3, 3), 1, 1),
+        ((3, 3), 2, 1),
+        ((5, 5), 1, 1),
+        ((1, 7), 2, 2),
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList()
+        for kernel, stride, dilation in self.SETTINGS:
+            padding = [dilation * (k // 2) for k in kernel]
+            layer = nn.Conv2d(20, 20, kernel, stride, padding, dilation, groups=20)
+            self.layers.append(nn.Sequential(layer, nn.ReLU(), nn.Conv2d(20, 4, 1)))  # the last one reads int8
+
+    def inputs(self) -> tuple[Tensor, ...]:
+        return tuple(torch.randn(1, 20, height, width) for height in range(1, 8) for width in range(1, 8))
+
+    def forward(self, *maps: Tensor) -> list[Tensor]:
+        return [layer(x) for layer in self.layers for x in maps]
+
+
 class Kernels(nn.Module):
     """Convolutions of all kinds and linear layers, each with its own input and with zero blocks of another shape."""
 

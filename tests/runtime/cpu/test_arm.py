@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from helpers.exported_c import CROSS, FLAGS, ON_ARM, SANITIZE, STRICT, Written, needs_arm, relative_errors
-from helpers.operations import Branches, Joined, Kernels, Mixed, Pointwise, Pools, Tiles
+from helpers.operations import Branches, Depthwise, Joined, Kernels, Mixed, Pointwise, Pools, Tiles
 from helpers.pruned_models import assert_equal_to_rounding, randomly_pruned
 from smartprune.models import MODELS
 from smartprune.runtime.cpu import build
@@ -70,6 +70,14 @@ def test_every_tile(target: str, int8: bool, tmp_path: Path) -> None:
         assert max(relative_errors(outputs, written.expected)) < INT8_ERROR
     else:
         assert_equal_to_rounding(outputs, written.expected)
+
+
+@pytest.mark.parametrize("target", ["neon", "neon_dot"])
+def test_int8_depthwise_tiles_and_tails(target: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Depthwise().eval()
+    written = Written(model, model.inputs(), tmp_path, target, int8=True)
+    assert max(relative_errors(run(written), written.expected)) < INT8_ERROR
 
 
 class Everything(nn.Module):

@@ -59,7 +59,7 @@ def convolved(q: np.ndarray, zero: int, conv: nn.Conv2d) -> tuple[np.ndarray, np
     whole = np.rint(w / scale[:, None, None, None])
     assert np.abs(whole).max() <= 127
     x = torch.from_numpy((q - zero).astype(np.float64))
-    sums = F.conv2d(x, torch.from_numpy(whole.astype(np.float64)), None, conv.stride, conv.padding, conv.dilation)
+    sums = F.conv2d(x, torch.from_numpy(whole.astype(np.float64)), None, conv.stride, conv.padding, conv.dilation, conv.groups)
     return np.rint(sums.numpy()), scale.astype(np.float64)
 
 
@@ -96,16 +96,48 @@ def test_convolutions_agree_with_integer_arithmetic(
         y, side, _ = model(x)
         fast = sp.accelerate(model, dtype="int8", example=x, threads=1)
         got_y, got_side, _ = fast(x)
+    assert_integer_arithmetic(model, x, (y, side), (got_y, got_side))
+
+
+@FEW
+@given(
+    st.sampled_from([1, 16, 20, 33]),
+    st.sampled_from([(3, 3), (3, 3), (1, 1), (5, 5), (7, 1), (1, 7)]),
+    st.sampled_from([1, 1, 2, 3]),
+    st.sampled_from([1, 2]),
+    st.booleans(),
+    st.integers(1, 9),
+    st.integers(1, 11),
+)
+def test_depthwise_convolutions_agree_with_integer_arithmetic(
+    channels: int, kernel: tuple[int, int], stride: int, dilation: int, relu: bool, height: int, width: int
+) -> None:
+    torch.manual_seed(channels)
+    padding = [dilation * (k // 2) for k in kernel]
+    conv = nn.Conv2d(channels, channels, kernel, stride, padding, dilation, groups=channels)
+    model = Two(conv, relu, "none").eval()
+    x = (torch.randint(0, 256, (2, channels, height, width)) - 128) / 32
+    x[0, 0].view(-1)[:2] = torch.tensor([-4.0, 127 / 32])[: x[0, 0].numel()]
+    with torch.no_grad():
+        y, side, _ = model(x)
+        fast = sp.accelerate(model, dtype="int8", example=x, threads=1)
+        got_y, got_side, _ = fast(x)
+    assert_integer_arithmetic(model, x, (y, side), (got_y, got_side))
+
+
+def assert_integer_arithmetic(model: Two, x: Tensor, exact: tuple[Tensor, Tensor], results: tuple[Tensor, Tensor]) -> None:
+    """The results of the first convolution and of the one beside it are the model's own, rounded once."""
+    (y, side), (got_y, got_side), conv = exact, results, model.conv
     grid_x, grid_y, grid_side = Grid(x), Grid(y), Grid(side)
     q = np.clip(grid_x.whole(x), 0, 255)
     sums, scale = convolved(q, grid_x.zero, conv)
     real = sums * (grid_x.scale * scale)[None, :, None, None] + conv.bias.detach().numpy()[None, :, None, None]
     q_side = grid_side.whole(got_side)
-    if addition == "before":
+    if model.addition == "before":
         real = real + (q_side - grid_side.zero) * grid_side.scale
-    if relu:
+    if model.relu:
         real = np.maximum(real, 0)
-    if addition == "after":
+    if model.addition == "after":
         real = real + (q_side - grid_side.zero) * grid_side.scale
     steps = real / grid_y.scale + grid_y.zero
     expected = np.clip(np.rint(steps), 0, 255)

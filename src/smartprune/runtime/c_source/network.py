@@ -179,11 +179,11 @@ class _Arrays:
         if address not in self._numbers:
             array, kind = self.array_at(address), POINTERS[field]
             if field == "weight":
-                words = op.kind == abi.OPERATION["conv"] and op.x.type == abi.QUANTUM
+                words = op.x.type == abi.QUANTUM and op.inner > 0
                 kind = "int32_t" if words else "float"
                 if array.dtype == np.uint8:  # aligned, with bytes after the end
                     array = array[: self._weight_bytes(op)]
-                array = array.view(np.uint32 if words else np.float32)
+                array = array.reshape(-1).view(np.uint32 if words else np.float32)
             self._numbers[address] = len(self._types)
             self._types.append((array, kind))
         name = f"data{self._numbers[address]}"

@@ -94,16 +94,18 @@ class Emitter:
         assert step.weight is not None
         _, kh, kw = step.weight.shape
         channels = y.blocks * LANES
-        weight = np.zeros((channels, kh * kw), np.float32)
-        weight[: y.channels] = step.weight.reshape(y.channels, -1)
+        weight = np.zeros((channels, kh, kw), np.float32)
+        weight[: y.channels] = step.weight
         bias = padded(step.bias, channels)
         if x.type == abi.QUANTUM:
-            scales = padded(quantize.weight_scales(step.weight), channels, 1.0)
-            weight = np.rint(weight / scales[:, None]).astype(np.float32)
-            bias = (bias - weight.sum(axis=1, dtype=np.float64) * scales * (x.scale * x.zero)).astype(np.float32)
-            fields["scale"] = self._address(scales * np.float32(x.scale))
-        blocks = weight.reshape(y.blocks, LANES, kh * kw).transpose(0, 2, 1)
-        self._add("depthwise", x, y, weight=self._address(blocks), bias=self._address(bias), **fields)
+            quantized = quantize.pack_depthwise(step, weight, bias, x, y, self.isa)
+            weight, bias = quantized.weight, quantized.bias
+            fields |= {"low": quantized.low, "high": quantized.high, "scale": self._address(quantized.scale)}
+            if quantized.words:
+                fields["inner"] = quantized.words
+        if not fields.get("inner"):
+            weight = weight.reshape(y.blocks, LANES, kh * kw).transpose(0, 2, 1)
+        self._add("depthwise", x, y, weight=self._address(weight), bias=self._address(bias), **fields)
 
     def _affine(self, step: Step, x: Value, y: Value, z: Value | None, fields: dict[str, Any]) -> None:
         channels = y.blocks * LANES

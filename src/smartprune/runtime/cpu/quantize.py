@@ -18,10 +18,11 @@ from ...errors import SmartpruneError
 from ..lower.steps import Step
 from .abi import QUANTUM
 from .arena import Value
-from .entries import Entries, cut
+from .entries import LANES, Entries, cut
 from .instruction_sets import InstructionSet
 
 LEVELS, WEIGHT_LEVELS = 255, 127
+TAPS = 4  # neighbouring pixels that one instruction multiplies in a depthwise convolution
 MOST_INPUTS = (2**31 - 1) // (LEVELS * WEIGHT_LEVELS)  # products that a 32-bit sum holds
 SAME_SCALE = ("max_pool", "upsample", "cat", "alias")  # steps that copy numbers, so inputs and output share a scale
 
@@ -106,6 +107,39 @@ def pack(step: Step, x: Value, y: Value, z: Value | None, isa: InstructionSet, p
         bias, low, high = bias + y.zero, max(low + y.zero, lowest), min(high + y.zero, lowest + LEVELS)
     initial_sum = -(sums * x.zero).astype(np.int32)
     return QuantizedConvolution(entries, words, initial_sum, bias.astype(np.float32), (scale / unit).astype(np.float32), low, high)
+
+
+@dataclass(frozen=True)
+class QuantizedDepthwise:
+    """The weight of a depthwise convolution, and what turns a sum into quanta of the output. ``words`` per row of the kernel are
+    0 if the weight is in floats, [channels, rows, columns]; otherwise it is [blocks, rows, words, channels of a block, 4]."""
+
+    weight: Any
+    words: int
+    bias: Any
+    scale: Any
+    low: float
+    high: float
+
+
+def pack_depthwise(step: Step, weight: Any, bias: Any, x: Value, y: Value, isa: InstructionSet) -> QuantizedDepthwise:
+    """A depthwise convolution as the int8 kernels read it. ``weight`` and ``bias`` are padded to whole blocks of channels."""
+    integers, scales = quantize_weight(weight)
+    sums = integers.reshape(len(integers), -1).sum(axis=1, dtype=np.float64)
+    scale = scales.astype(np.float64) * x.scale
+    bias = bias - sums * scale * x.zero
+    low, high = step.activation.low, step.activation.high
+    if step.activation.name == "clamp" and y.type == QUANTUM:  # the kernel then only rounds
+        lowest = float(isa.lowest_quantum)
+        scale, bias = scale / y.scale, bias / y.scale + y.zero
+        low, high = max(low / y.scale + y.zero, lowest), min(high / y.scale + y.zero, lowest + LEVELS)
+    words = 0
+    if isa.quantum_bytes == 1 and step.window["dw"] == 1:  # one instruction multiplies four neighbouring pixels
+        channels, rows, columns = integers.shape
+        words = -(-columns // TAPS)
+        integers = np.pad(integers, ((0, 0), (0, 0), (0, words * TAPS - columns))).astype(np.int8)
+        integers = integers.reshape(channels // LANES, LANES, rows, words, TAPS).transpose(0, 2, 3, 1, 4)
+    return QuantizedDepthwise(integers, words, bias.astype(np.float32), scale.astype(np.float32), low, high)
 
 
 def _pack_weight(step: Step, isa: InstructionSet, packed: dict[Any, Any]) -> Any:

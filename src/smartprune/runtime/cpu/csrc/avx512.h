@@ -52,6 +52,29 @@ INLINE vfloat from_quanta(const quantum *q) {
 INLINE void store_quanta(quantum *q, vint bits) { _mm_storeu_si128((__m128i *)q, _mm512_cvtepi32_epi8((__m512i)bits)); }
 #define HAVE_LARGEST_QUANTA
 INLINE vquantum largest_quanta(vquantum a, vquantum b) { return (vquantum)_mm_max_epu8((__m128i)a, (__m128i)b); }
+
+#define HAVE_STORE_FOUR
+INLINE void store_four(quantum *q, const vfloat *v) {
+  const __m512i turn = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  const __m512i ab = _mm512_packs_epi32(_mm512_cvtps_epi32((__m512)v[0]), _mm512_cvtps_epi32((__m512)v[1]));
+  const __m512i cd = _mm512_packs_epi32(_mm512_cvtps_epi32((__m512)v[2]), _mm512_cvtps_epi32((__m512)v[3]));
+  _mm512_storeu_si512(q, _mm512_permutexvar_epi32(turn, _mm512_packus_epi16(ab, cd)));
+}
+
+#define HAVE_TAPS
+#define TAPS_ROWS 4
+#define TAPS_COLUMNS 4
+typedef __m512i taps;
+INLINE taps no_taps(void) { return _mm512_setzero_si512(); }
+INLINE taps weight_taps(const char *weight) { return _mm512_loadu_si512(weight); }
+INLINE taps later_taps(taps weight) { return _mm512_slli_epi32(weight, 8); }
+INLINE taps load_taps(const quantum *q) {
+  const __m512i turn = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  const __m512i bytes = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
+  return _mm512_shuffle_epi8(_mm512_permutexvar_epi32(turn, _mm512_loadu_si512(q)), bytes);
+}
+INLINE taps dot_taps(taps sum, taps x, taps weight) { return _mm512_dpbusd_epi32(sum, x, weight); }
+INLINE vint sums_of_taps(taps sum) { return (vint)sum; }
 #else
 INLINE vint dot(vint sum, vint weight, int32_t x) {
   return (vint)_mm256_dpbusd_epi32((__m256i)sum, _mm256_set1_epi32(x), (__m256i)weight);

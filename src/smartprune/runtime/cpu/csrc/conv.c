@@ -106,12 +106,26 @@ static SEPARATE void finish_quanta(int TH, int TW, const vint *sum, const Op *op
 #define NEXT p++, sum++, y_at += LANES, z_at += LANES
 #define RESULT (__builtin_convertvector(*sum, vfloat) * scale + bias)
 #define SAVE(v) save_quanta(y.data, y_at, v)
-    if (op->activation == CLAMP && y.type == QUANTUM && op->addition == ADD_NONE)
-      for (int p = 0; p < TW; NEXT) SAVE(at_most(high, at_least(low, RESULT)));
-    else if (op->activation == CLAMP && y.type == QUANTUM && op->addition == ADD_BEFORE)
-      for (int p = 0; p < TW; NEXT) SAVE(at_most(high, at_least(low, RESULT + load_quanta(z.data, z_at) * ratio)));
-    else
-      for (int p = 0; p < TW; NEXT) {
+#define BOUNDED(v) at_most(high, at_least(low, v))
+#ifdef HAVE_STORE_FOUR
+#define FOURS(result)                                                                                         \
+  for (; p + 4 <= TW; y_at += 4 * LANES) {                                                                    \
+    vfloat v[4];                                                                                              \
+    UNROLL for (int i = 0; i < 4; i++, p++, sum++, z_at += LANES) v[i] = BOUNDED(result);                     \
+    store_four((quantum *)y.data + y_at, v);                                                                  \
+  }
+#else
+#define FOURS(result)
+#endif
+    int p = 0;
+    if (op->activation == CLAMP && y.type == QUANTUM && op->addition == ADD_NONE) {
+      FOURS(RESULT)
+      for (; p < TW; NEXT) SAVE(BOUNDED(RESULT));
+    } else if (op->activation == CLAMP && y.type == QUANTUM && op->addition == ADD_BEFORE) {
+      FOURS(RESULT + load_quanta(z.data, z_at) * ratio)
+      for (; p < TW; NEXT) SAVE(BOUNDED(RESULT + load_quanta(z.data, z_at) * ratio));
+    } else {
+      for (; p < TW; NEXT) {
         vfloat v = RESULT;
         if (op->activation != CLAMP) {
           float values[WIDTH];
@@ -120,12 +134,13 @@ static SEPARATE void finish_quanta(int TH, int TW, const vint *sum, const Op *op
           memcpy(&v, values, sizeof v);
         } else {
           if (op->addition == ADD_BEFORE) v += load_quanta(z.data, z_at) * ratio;
-          v = at_most(high, at_least(low, v));
+          v = BOUNDED(v);
           if (op->addition == ADD_AFTER) v += (load_quanta(z.data, z_at) - z.zero) * ratio;
         }
         if (y.type == QUANTUM) SAVE(at_most(all(HIGHEST_QUANTUM), at_least(all(LOWEST_QUANTUM), v + y.zero)));
         else *(vfloat_u *)((float *)y.data + y_at) = v;
       }
+    }
   }
 }
 #endif

@@ -25,6 +25,50 @@ INLINE vfloat at_most(vfloat bound, vfloat v) {
 }
 #endif
 
+#if !defined(QUANT) && QUANTUM_BYTES == 1
+#define HAVE_TAPS
+#define TAPS_ROWS 2
+#define TAPS_COLUMNS 2
+typedef struct {
+  int8x16_t part[4]; /* of 4 channels */
+} taps;
+#define EACH_PART _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++)
+INLINE taps no_taps(void) {
+  taps t;
+  EACH_PART t.part[i] = vdupq_n_s8(0);
+  return t;
+}
+INLINE taps weight_taps(const char *weight) {
+  taps t;
+  EACH_PART t.part[i] = vld1q_s8((const int8_t *)weight + 16 * i);
+  return t;
+}
+INLINE taps later_taps(taps weight) {
+  EACH_PART weight.part[i] = vreinterpretq_s8_s32(vshlq_n_s32(vreinterpretq_s32_s8(weight.part[i]), 8));
+  return weight;
+}
+INLINE taps load_taps(const quantum *q) {
+  const int8x16_t a = vld1q_s8(q), b = vld1q_s8(q + 16), c = vld1q_s8(q + 32), d = vld1q_s8(q + 48);
+  const int16x8_t ab[2] = {vreinterpretq_s16_s8(vzip1q_s8(a, b)), vreinterpretq_s16_s8(vzip2q_s8(a, b))};
+  const int16x8_t cd[2] = {vreinterpretq_s16_s8(vzip1q_s8(c, d)), vreinterpretq_s16_s8(vzip2q_s8(c, d))};
+  taps t;
+  _Pragma("GCC unroll 2") for (int i = 0; i < 2; i++) {
+    t.part[2 * i] = vreinterpretq_s8_s16(vzip1q_s16(ab[i], cd[i]));
+    t.part[2 * i + 1] = vreinterpretq_s8_s16(vzip2q_s16(ab[i], cd[i]));
+  }
+  return t;
+}
+INLINE taps dot_taps(taps sum, taps x, taps weight) {
+  EACH_PART sum.part[i] = vreinterpretq_s8_s32(vdotq_s32(vreinterpretq_s32_s8(sum.part[i]), x.part[i], weight.part[i]));
+  return sum;
+}
+INLINE vint sums_of_taps(taps sum) {
+  vint v;
+  memcpy(&v, &sum, sizeof v);
+  return v;
+}
+#endif
+
 #ifdef QUANT
 #define HAVE_PRODUCTS
 #define EACH_PIXEL _Pragma("GCC unroll 8") for (int r = 0; r < TH; r++) _Pragma("GCC unroll 8") for (int p = 0; p < TW; p++)

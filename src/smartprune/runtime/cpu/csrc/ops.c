@@ -33,6 +33,12 @@ INLINE int64_t pixel(const Tensor *t, int r, int p) {
   return h * t->row + (int64_t)w * LANES;
 }
 
+#ifdef HAVE_TRANSPOSE
+#define FAST_TRANSPOSE 1
+#else
+#define FAST_TRANSPOSE 0 /* not worth it for few channels */
+#endif
+
 static void import(const Op *op, int item, const External *e) {
   const Tensor Y = op->y, *y = &Y; /* a local copy: the compiler assumes that byte stores may change *op */
   const External from = *e;
@@ -44,7 +50,7 @@ static void import(const Op *op, int item, const External *e) {
   as_rows(&from, y->height, y->width, &rows, &length);
   for (int r = 0; r < rows; r++) {
     const float *line = x + r * from.row;
-    if (from.column == 1 && real > 4) {
+    if (from.column == 1 && (real > 4 || FAST_TRANSPOSE)) {
       for (int p = 0; p < length; p += LANES) { /* transpose 16 channels of 16 pixels at a time */
         const int count = length - p < LANES ? length - p : LANES;
         vfloat v[LANES];

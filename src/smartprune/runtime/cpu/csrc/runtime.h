@@ -64,7 +64,7 @@ typedef struct {
 typedef struct {
   int32_t kind, activation, addition, items;
   float low, high, slope; /* bounds of a clamp; slope of a leaky ReLU */
-  int32_t inner;          /* words per entry of a convolution */
+  int32_t inner;          /* words per entry of a convolution, or per row of a depthwise kernel (0: weights are floats) */
   Tensor x, y, z;
   /* Convolution: groups of output channels, each with its entries; chunks of runs of equal tiles. */
   int32_t groups, groups_per_item, chunks, lanes;

@@ -9,7 +9,9 @@
    vfloat at_most(vfloat bound, vfloat v)           the smaller of the two; likewise
    vfloat from_quanta(const quantum *q)             WIDTH quantized numbers as floats
    void store_quanta(quantum *q, vint bits)         stores the low 8 bits of every number
+   void store_four(quantum *q, const vfloat *v)     rounds 4 vectors and stores the low 8 bits, one vector after the other
    vquantum largest_quanta(vquantum a, vquantum b)  the larger of each pair
+   taps load_taps(const quantum *q), ...            products of 4 neighbouring pixels, see windows.h
    void transpose(vfloat *v)                        transposes WIDTH rows of WIDTH numbers
    vfloat load_some(const float *from, int count)   loads `count` numbers; the rest is zero
    void save_some(float *to, vfloat v, int count)   stores the first `count` numbers */

@@ -36,12 +36,129 @@ INLINE void depthwise_tile(const Op *op, int item, int h, int w, const int TW, c
   vfloat scale = all(1.0f);
   if (TYPE == QUANTUM) scale = *(const vfloat_u *)(op->scale + channel);
   const int64_t out = origin(y, item) + h * y->row + (int64_t)w * LANES;
-  if (simple)
+  if (simple && TYPE == QUANTUM) /* scale, bias and bounds are in quanta of y */
     UNROLL for (int p = 0; p < TW; p++)
-        save_as(TYPE, y, out + p * LANES, clamp(TYPE == FLOAT32 ? sum[p] + bias : sum[p] * scale + bias, low, high));
+        store_quanta((quantum *)y->data + out + p * LANES, (vint)(clamp(sum[p] * scale + bias, low, high) + MAGIC));
+  else if (simple)
+    UNROLL for (int p = 0; p < TW; p++) save_as(FLOAT32, y, out + p * LANES, clamp(sum[p] + bias, low, high));
   else
     for (int p = 0; p < TW; p++) save(y, out + p * LANES, activated(op, sum[p] * scale + bias));
 }
+
+#ifdef HAVE_TAPS
+/* A depthwise convolution of quantized numbers where one instruction multiplies four of them. Such a word has the numbers of
+   four neighbouring pixels of a channel, and `taps` has a word for each of the 16 channels. A row of the kernel takes `inner`
+   words. The fourth of three taps has the weight zero, and the arena extends beyond the last pixel that is read.
+
+   taps load_taps(q)            the words of four pixels
+   taps weight_taps(weight)     words of weights
+   taps later_taps(weight)      the same words for a window that starts one pixel later
+   taps dot_taps(sum, x, w)     sums plus products
+
+   This is what the tiles of an item share. Its address is never taken, so that it stays in registers. */
+typedef struct {
+  const quantum *in; /* the first pixel of the first window, in the margin */
+  int64_t in_row, out_row, out;
+  const char *weight;
+  vfloat scale, bias;
+} Taps;
+
+INLINE Taps taps_of(const Op *op, int item) {
+  const int channel = item % op->y.blocks * LANES;
+  Taps t;
+  t.in = (const quantum *)op->x.data + origin(&op->x, item) - op->ph * op->x.row - op->pw * LANES;
+  t.in_row = op->x.row, t.out_row = op->y.row, t.out = origin(&op->y, item);
+  t.weight = op->weight + (int64_t)channel * 4 * op->kh * op->inner;
+  t.scale = *(const vfloat_u *)(op->scale + channel), t.bias = *(const vfloat_u *)(op->bias + channel);
+  return t;
+}
+
+INLINE vfloat real_taps(Taps t, taps sum) { return __builtin_convertvector(sums_of_taps(sum), vfloat) * t.scale + t.bias; }
+
+/* Rounds TW neighbouring results whose scale, bias and bounds are in quanta of y. */
+INLINE void save_taps(Taps t, quantum *to, const taps *sum, const int TW, float low, float high) {
+  vfloat v[4];
+  UNROLL for (int p = 0; p < TW; p++) v[p] = clamp(real_taps(t, sum[p]), low, high);
+#ifdef HAVE_STORE_FOUR
+  if (TW == 4) {
+    store_four(to, v);
+    return;
+  }
+#endif
+  UNROLL for (int p = 0; p < TW; p++) store_quanta(to + p * LANES, (vint)(v[p] + MAGIC));
+}
+
+/* TH rows of TW results, for kernels of 3x3 pixels and stride 1: four pixels serve two results of a row, and a row of pixels
+   serves three rows of results. */
+INLINE void taps_tile(Taps t, const quantum *in, quantum *to, float low, float high, const int TH, const int TW) {
+  taps even[3], odd[3], sum[TAPS_ROWS * TAPS_COLUMNS];
+  UNROLL for (int i = 0; i < 3; i++) even[i] = weight_taps(t.weight + i * LANES * 4), odd[i] = later_taps(even[i]);
+  UNROLL for (int p = 0; p < TH * TW; p++) sum[p] = no_taps();
+  UNROLL for (int r = 0; r < TH + 2; r++, in += t.in_row) {
+    UNROLL for (int p = 0; p < TW; p += 2) {
+      const taps four = load_taps(in + p * LANES);
+      UNROLL for (int i = 0; i < 3; i++)
+        if (r - i >= 0 && r - i < TH) {
+          sum[(r - i) * TW + p] = dot_taps(sum[(r - i) * TW + p], four, even[i]);
+          if (p + 1 < TW) sum[(r - i) * TW + p + 1] = dot_taps(sum[(r - i) * TW + p + 1], four, odd[i]);
+        }
+    }
+    if (r >= 2) save_taps(t, to + (r - 2) * t.out_row, sum + (r - 2) * TW, TW, low, high);
+  }
+}
+
+INLINE void taps_rows(Taps t, int h, int width, quantum *y, float low, float high, const int TH) {
+  const quantum *const in = t.in + h * t.in_row;
+  quantum *const to = y + t.out + h * t.out_row;
+  int w = 0;
+  if (TAPS_COLUMNS >= 4)
+    for (; w + 4 <= width; w += 4) taps_tile(t, in + w * LANES, to + w * LANES, low, high, TH, 4);
+  for (; w + 2 <= width; w += 2) taps_tile(t, in + w * LANES, to + w * LANES, low, high, TH, 2);
+  if (w < width) taps_tile(t, in + w * LANES, to + w * LANES, low, high, TH, 1);
+}
+
+/* The sums of TW results of a row, for all kernels without horizontal dilation. */
+INLINE void taps_sums(const Op *op, Taps t, const quantum *in, const int TW, taps *sum) {
+  UNROLL for (int p = 0; p < TW; p++) sum[p] = no_taps();
+  for (int i = 0; i < op->kh; i++)
+    for (int j = 0; j < op->inner; j++, t.weight += LANES * 4) {
+      const taps k = weight_taps(t.weight);
+      const quantum *const row = in + i * op->dh * t.in_row + j * 4 * LANES;
+      UNROLL for (int p = 0; p < TW; p++) sum[p] = dot_taps(sum[p], load_taps(row + p * op->sw * LANES), k);
+    }
+}
+
+static void depthwise_taps(const Op *op, int item) {
+  const Tensor Y = op->y, *y = &Y; /* a local copy, see depthwise_tile */
+  const Taps t = taps_of(op, item);
+  const float low = op->low, high = op->high;
+  const int simple = op->activation == CLAMP && y->type == QUANTUM;
+  quantum *const to = (quantum *)y->data;
+  int h = 0;
+  if (simple && op->kw == 3 && op->kh == 3 && op->sw == 1 && op->sh == 1 && op->dh == 1) {
+    if (TAPS_ROWS >= 4)
+      for (; h + 4 <= y->height; h += 4) taps_rows(t, h, y->width, to, low, high, 4);
+    for (; h + 2 <= y->height; h += 2) taps_rows(t, h, y->width, to, low, high, 2);
+    if (h < y->height) taps_rows(t, h, y->width, to, low, high, 1);
+    return;
+  }
+  for (; h < y->height; h++) {
+    const quantum *const in = t.in + h * op->sh * t.in_row;
+    const int64_t out = t.out + h * t.out_row;
+    int w = 0;
+    taps sum[4];
+    for (; simple && w + 4 <= y->width; w += 4) {
+      taps_sums(op, t, in + w * op->sw * LANES, 4, sum);
+      save_taps(t, to + out + w * LANES, sum, 4, low, high);
+    }
+    for (; w < y->width; w++) {
+      taps_sums(op, t, in + w * op->sw * LANES, 1, sum);
+      if (simple) save_taps(t, to + out + w * LANES, sum, 1, low, high);
+      else save(y, out + w * LANES, activated(op, real_taps(t, sum[0])));
+    }
+  }
+}
+#endif
 
 INLINE void depthwise_typed(const Op *op, int item, const int TYPE) {
   const int usual = op->kw == 3 && op->dw == 1;
@@ -59,6 +176,9 @@ INLINE void depthwise_typed(const Op *op, int item, const int TYPE) {
 
 static void depthwise(const Op *op, int item) {
   if (op->x.type == FLOAT32) depthwise_typed(op, item, FLOAT32);
+#ifdef HAVE_TAPS
+  else if (op->inner) depthwise_taps(op, item);
+#endif
   else depthwise_typed(op, item, QUANTUM);
 }
 
