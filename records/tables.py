@@ -9,13 +9,12 @@ python records/tables.py add FILE.json --name NAME --note TEXT [--command TEXT]
 A table stands between <!-- table: NAME --> and <!-- /table -->. After the name, key=glob selects rows:
 <!-- table: topk-cpu metric=ratio method=*warm* -->. With show=macs_left the table shows the MACs of the pruned layers that
 are left, in place of the metric. A table whose record does not exist reads "not recorded yet".
-<!-- table: paper-table2 --> compares the records with the paper's Table 2.
+The tables of paper_tables.py, such as <!-- table: paper-table2 -->, compare the records with the paper.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import os
 import re
 import shlex
@@ -24,6 +23,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from paper_tables import PAPER_TABLES
+
 from smartprune.errors import SmartpruneError
 from smartprune.experiments.compare.markdown import table_lines
 from smartprune.experiments.compare.record import MAX_FILE_BYTES, check_rows, load_rows, save_record
@@ -31,16 +32,9 @@ from smartprune.files import parse_json, read_limited, write_atomic
 from smartprune.run_files import RESULT
 
 ROOT = Path(__file__).resolve().parent.parent
-PAPER = "paper-table2"
 NOT_YET = "not recorded yet"
-LENGTHS = {  # dense training may have any length, because the table shows the dense accuracy
-    "short": re.compile(r"\d+ dense \+ 12 search \+ 48 fine-tuning epochs"),
-    "full": re.compile(r"\d+ dense \+ 40 search \+ 160 fine-tuning epochs"),
-}
-RATE = re.compile(r"search lr ([^,]+)")
 MARKED = re.compile(r"(<!-- table: ([^\n]+?) -->\n)(.*?)(<!-- /table -->)", re.S)
 Row = dict[str, Any]
-Cell = tuple[str, str, float, str]  # model, block, sparsity, method
 
 
 def pages(root: Path) -> list[Path]:
@@ -54,8 +48,8 @@ def fill_page(page: Path, root: Path) -> str:
 
     def fill(match: re.Match[str]) -> str:
         name, *rest = shlex.split(match[2])
-        if name == PAPER:
-            return "\n".join([match[1].rstrip("\n"), *paper_lines(root, page), match[4]])
+        if name in PAPER_TABLES:
+            return "\n".join([match[1].rstrip("\n"), *PAPER_TABLES[name](root, page), match[4]])
         folder = root / "records" / name
         if not (folder / RESULT).exists():
             return f"{match[1]}{NOT_YET}\n{match[4]}"
@@ -72,61 +66,6 @@ def fill_page(page: Path, root: Path) -> str:
     if text.count("<!-- table:") != len(MARKED.findall(text)):
         raise SmartpruneError(f"{page}: a table is not closed; end it with <!-- /table -->")
     return MARKED.sub(fill, text)
-
-
-def paper_lines(root: Path, page: Path) -> list[str]:
-    """The paper's Table 2 beside the records, one line per cell: the paper's number, ours in a short and in a full run."""
-    with (root / "records" / f"{PAPER}.csv").open() as file:
-        paper = {(r["model"], r["block"], float(r["sparsity"]), r["method"]): r["accuracy"] for r in csv.DictReader(file)}
-    cells = recorded_cells(root, page)
-    order = {cell[:3]: number for number, cell in enumerate(paper)}
-    lines = [
-        "| network | block | removed | method | paper | ours, short | ours, full |",
-        "| --- | --- | ---: | --- | ---: | ---: | ---: |",
-    ]
-    for cell in sorted(cells, key=lambda cell: order.get(cell[:3], len(order))):
-        model, block, share, method = cell
-        accuracy = paper.get(cell, "-")
-        shown = accuracy if accuracy in ("-", "N/A") else f"{100 * float(accuracy):.1f}"
-        if share and shown != accuracy:
-            shown += f" ({100 * (float(accuracy) - float(paper[(model, block, 0.0, 'dense')])):+.1f})"
-        ours = ["; ".join(cells[cell].get(length, ["-"])) for length in LENGTHS]
-        lines.append(f"| {model} | {block} | {100 * share:g} % | {method} | {shown} | {' | '.join(ours)} |")
-    numbers = [cell for cell, accuracy in paper.items() if cell[2] > 0 and accuracy != "N/A"]
-    text = "Accuracy in % (difference to dense), mean ± standard deviation. "
-    recorded = sum(cell in cells for cell in numbers)
-    text += f"Of the {len(numbers)} numbers in the paper's table, {recorded} have one of ours beside them."
-    return [*lines, "", text]
-
-
-def recorded_cells(root: Path, page: Path) -> dict[Cell, dict[str, list[str]]]:
-    """The recorded accuracies that belong to the paper's Table 2, by cell and length, as links from the page."""
-    cells: dict[Cell, dict[str, list[str]]] = {}
-    for folder in sorted(path.parent for path in (root / "records").glob(f"*/{RESULT}")):
-        if folder.name.startswith("ablation"):
-            continue  # these belong to Table 5
-        for row in load_rows(folder):
-            length = next((name for name, start in LENGTHS.items() if start.match(row["protocol"])), None)
-            if length is None or not in_paper_table(row):
-                continue
-            spread = "" if row["std"] is None else f" ± {100 * row['std']:.2f}"
-            value = f"{100 * row['mean']:.2f}{spread} ({100 * row['difference']:+.2f}), n={row['n']}"
-            link = os.path.relpath(folder, page.parent)
-            cell = (row["model"], row["block"], row["sparsity"], row["method"])
-            cells.setdefault(cell, {}).setdefault(length, []).append(f"[{value}]({link})")
-            dense = cells.setdefault((row["model"], row["block"], 0.0, "dense"), {}).setdefault(length, [])
-            dense_value = f"[{100 * (row['mean'] - row['difference']):.2f}]({link})"
-            dense += [dense_value] * (dense_value not in dense)
-    return cells
-
-
-def in_paper_table(row: Row) -> bool:
-    """Whether the runs of a row have the task, the budget and the protocol of the paper's Table 2."""
-    if row["data"] != "cifar10" or row["metric"] != "accuracy" or "seeds" not in row or row["sparsity"] is None:
-        return False
-    rate = RATE.search(row["protocol"])
-    other_protocol = any(setting in row["protocol"] for setting in ("distill", ", augment "))
-    return not other_protocol and (rate is None or rate[1] == "0.02")
 
 
 def differing(root: Path) -> list[str]:
