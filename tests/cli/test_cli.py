@@ -74,7 +74,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
             "sparsity=93.0 is outside [0, 1): it is the share to remove; write sparsity=0.93",
         ),
         (["train", "--sparsity", "many"], "argument --sparsity: invalid float value: 'many'"),
-        (["train", "--sparsity", "0.5", "--macs", "0.5"], "set exactly one of them"),
+        (["train", "--sparsity", "0.5", "--macs", "0.5"], "sparsity=0.5 and macs=0.5: set exactly one of"),
         (["train", "--block", "0x4"], "block"),
         (["train", "--method", "snip"], "unknown method 'snip'; choose one of: smart"),
         (["train", "mnist"], "unknown task 'mnist'; choose one of: digits"),

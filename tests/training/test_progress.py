@@ -75,7 +75,9 @@ def test_progress_on_a_terminal_is_one_line_per_stage(monkeypatch: pytest.Monkey
     [
         (80, "search    ████░░░░  ep  5/10  loss 0.5000  val accuracy 98.5 %  10/s  0:15 left"),
         (60, "search    ███░░░░  ep  5/10  val accuracy 98.5 %  0:15 left"),
-        (30, "search    val accuracy 98.5 %  0:15 left"),
+        (40, "search    ███░░░  val 98.5 %  0:15 left"),
+        (32, "search    val 98.5 %  0:15 left"),
+        (25, "search    val 98.5 %  0:15 left"),
     ],
 )
 def test_a_narrow_terminal_shows_the_most_important_parts(columns: int, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,6 +135,25 @@ def test_progress_without_a_terminal_is_a_few_plain_lines() -> None:
     assert "\x1b" not in screen.text
 
 
+def test_the_next_output_replaces_what_is_said_between_stages() -> None:
+    screen = FakeTerminal()
+    progress = Progress(screen, live=True)  # type: ignore[arg-type]
+    progress(tick(100))
+    progress.busy("testing the model")
+    assert last_line(screen) == "testing the model"
+    progress(tick(50))
+    progress.busy("writing the files")  # below the unfinished line
+    assert screen.text.endswith("undecided 42\n\r\x1b[Kwriting the files")
+    progress.message("done")
+    assert screen.text.endswith("writing the files\r\x1b[Kdone\n")
+
+
+def test_only_a_terminal_shows_what_is_said_between_stages() -> None:
+    screen = FakeTerminal()
+    Progress(screen).busy("testing the model")  # type: ignore[arg-type]
+    assert screen.text == ""
+
+
 def test_progress_without_unicode() -> None:
     screen = FakeTerminal()
     screen.encoding = "ascii"
@@ -165,6 +186,8 @@ def test_a_run_on_a_terminal_fits_80_columns(tmp_path: Path) -> None:
     assert [line.split()[0] for line in progress if " 100" not in line and ("elapsed" in line or " in 0:" in line)] == [
         "dense", "search", "finetune"
     ]  # fmt: skip
+    assert {"testing the dense model", "testing the pruned model"} <= set(progress)
+    assert text.endswith("exporting the pruned model\r\x1b[K")
     assert any(re.search(r"^search .*val accuracy [\d.]+ %", line) for line in progress)
 
 

@@ -334,8 +334,8 @@ def _check(config: Config, task: Task) -> None:
     if config.seed >= 2**32:
         raise SmartpruneError(f"seed={config.seed} must be below 2**32")
     if sum(getattr(config, name) is not None for name in BUDGET_SETTINGS) != 1:
-        values = ", ".join(f"{name}={getattr(config, name)}" for name in BUDGET_SETTINGS)
-        raise SmartpruneError(f"{values}: set exactly one of them")
+        given = [f"{name}={getattr(config, name)}" for name in BUDGET_SETTINGS if getattr(config, name) is not None]
+        raise SmartpruneError(f"{' and '.join(given) or 'no budget'}: set exactly one of {', '.join(BUDGET_SETTINGS)}")
     name, share = config.budget_share
     if name not in budget_names():
         raise SmartpruneError(f"unknown budget {name!r}; choose one of: {', '.join(BUDGETS)}")

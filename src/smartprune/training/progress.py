@@ -6,13 +6,13 @@ import os
 import sys
 import time
 from dataclasses import dataclass
-from typing import NamedTuple, TextIO
+from typing import TextIO
 
 PLAIN_SECONDS = 5.0  # between plain lines
 BAR_WIDTH, MIN_BAR_WIDTH = 24, 6
 GAP = "  "
 DEFAULT_COLUMNS = 100
-LAYOUTS = ((5, False), (4, False), (3, False), (3, True), (2, True), (1, True), (0, True))  # the highest rank, and short forms
+LAYOUTS = ((5, 0), (4, 0), (3, 0), (3, 1), (2, 1), (1, 1), (1, 2), (0, 2))  # the highest rank, and how short the parts are
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Progress:
         self._start = (0.0, 0)  # time and step of the first tick of this stage
         self._last_line = 0.0
         self._stage = ""
-        self._unfinished_line = False
+        self._unfinished_line = self._temporary_line = False
 
     def __call__(self, tick: Tick) -> None:
         now = time.monotonic()
@@ -84,10 +84,17 @@ class Progress:
         ended = tick.step >= tick.steps
         if self.live:
             self.screen.write(f"\r\x1b[K{self._live_line(tick, now)}" + "\n" * ended)
-            self._unfinished_line = not ended
+            self._unfinished_line, self._temporary_line = not ended, False
         elif ended or is_new or now - self._last_line >= PLAIN_SECONDS:
             self.screen.write(f"{self.line(tick, now)}\n")
             self._last_line = now
+
+    def busy(self, text: str) -> None:
+        """Says on a terminal what takes time after a stage. The next output replaces the line."""
+        if self.live:
+            self.close()
+            self.screen.write(f"\r\x1b[K{text[: self.screen.columns() - 1]}")
+            self._temporary_line = True
 
     def message(self, text: str) -> None:
         """Prints a separate line, below the live line."""
@@ -96,39 +103,40 @@ class Progress:
 
     def close(self) -> None:
         """Ends the live line, so that later output starts on a new line."""
-        if self._unfinished_line:
-            self.screen.write("\n")
-            self._unfinished_line = False
+        if self._unfinished_line or self._temporary_line:
+            self.screen.write("\n" if self._unfinished_line else "\r\x1b[K")
+            self._unfinished_line = self._temporary_line = False
 
     def line(self, tick: Tick, now: float) -> str:
         """The whole line, as it is printed where there is no terminal."""
         width = len(str(tick.steps))
         step = f"step {tick.step:>{width}}/{tick.steps}"
-        return GAP.join([f"{tick.stage:<8}", step, *(part.text for part in self._parts(tick, now))])
+        return GAP.join([f"{tick.stage:<8}", step, *(part.form(0) for part in self._parts(tick, now))])
 
     def _parts(self, tick: Tick, now: float) -> list[_Part]:
         """What a line says after the stage."""
         parts = []
         if tick.epochs:
             epoch = f"{tick.epoch:>{len(str(tick.epochs))}}/{tick.epochs}"
-            parts.append(_Part(f"epoch {epoch}", 1, f"ep {epoch}"))
+            parts.append(_Part(1, f"epoch {epoch}", f"ep {epoch}"))
         if tick.loss is not None:
-            parts.append(_Part(f"loss {tick.loss:.4f}", 2))
+            parts.append(_Part(2, f"loss {tick.loss:.4f}"))
         if tick.metric is not None:
-            parts.append(_Part(f"val {tick.measure} {100 * tick.metric:.1f} %", 0))
+            metric = f"{100 * tick.metric:.1f} %"
+            parts.append(_Part(0, f"val {tick.measure} {metric}", f"val {tick.measure} {metric}", f"val {metric}"))
         if tick.tau:  # 0 once the mask is hard
-            parts.append(_Part(f"tau {tick.tau:.1e}", 5))
+            parts.append(_Part(5, f"tau {tick.tau:.1e}"))
         if tick.undecided is not None:
-            parts.append(_Part(f"undecided {tick.undecided}", 4))
+            parts.append(_Part(4, f"undecided {tick.undecided}"))
         if tick.empty_layers:
-            parts.append(_Part(f"empty layers {tick.empty_layers}", 2))
+            parts.append(_Part(2, f"empty layers {tick.empty_layers}"))
         pace = self._seconds_per_step(tick, now)
         if pace is not None:
-            parts.append(_Part(format_rate(pace, " step"), 3, format_rate(pace, "")))
+            parts.append(_Part(3, format_rate(pace, " step"), format_rate(pace, "")))
         if tick.step >= tick.steps:
-            parts.append(_Part(f"elapsed {format_duration(tick.seconds)}", 0, f"in {format_duration(tick.seconds)}"))
+            parts.append(_Part(0, f"elapsed {format_duration(tick.seconds)}", f"in {format_duration(tick.seconds)}"))
         elif pace is not None:
-            parts.append(_Part(f"{format_duration(pace * (tick.total - tick.done))} left", 0))
+            parts.append(_Part(0, f"{format_duration(pace * (tick.total - tick.done))} left"))
         return parts
 
     def _seconds_per_step(self, tick: Tick, now: float) -> float | None:
@@ -142,7 +150,7 @@ class Progress:
         parts, ended = self._parts(tick, now), tick.step >= tick.steps
         least = 0 if ended else MIN_BAR_WIDTH + len(GAP)
         for rank, short in LAYOUTS:
-            texts = [part.short if short else part.text for part in parts if part.rank <= rank]
+            texts = [part.form(short) for part in parts if part.rank <= rank]
             free = columns - len(GAP.join([f"{tick.stage:<8}", *texts]))
             if free >= least:
                 break
@@ -153,16 +161,14 @@ class Progress:
         return GAP.join([f"{tick.stage:<8}", *texts])[:columns]
 
 
-class _Part(NamedTuple):
-    """A part of a line, and its short form. Parts of a higher rank are left out first."""
+class _Part:
+    """A part of a line, in its whole form and in shorter ones. Parts of a higher rank are left out first."""
 
-    text: str
-    rank: int
-    shorter: str | None = None
+    def __init__(self, rank: int, *forms: str) -> None:
+        self.rank, self.forms = rank, forms
 
-    @property
-    def short(self) -> str:
-        return self.text if self.shorter is None else self.shorter
+    def form(self, short: int) -> str:
+        return self.forms[min(short, len(self.forms) - 1)]
 
 
 def format_rate(seconds_per_step: float, unit: str = " step") -> str:

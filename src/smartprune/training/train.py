@@ -144,6 +144,7 @@ def _train_dense(run: Run, progress: Callable[[Tick], None], stop: Callable[[], 
     _train_stage(run, progress, stop)
     if run.ema is not None:
         run.ema.copy_to_model()
+    _busy(progress, "testing the dense model")
     run.dense = _test(run, "dense")
     save_weights(run.model, run.folder / run_files.DENSE)
 
@@ -169,6 +170,13 @@ def _warn(progress: Callable[[Tick], None], text: str) -> None:
         warnings.warn(text, stacklevel=6)
     else:
         message(text)
+
+
+def _busy(progress: Callable[[Tick], None], text: str) -> None:
+    """Says what happens between the stages if ``progress`` can show that."""
+    busy = getattr(progress, "busy", None)
+    if busy is not None:
+        busy(text)
 
 
 def _train_stage(run: Run, progress: Callable[[Tick], None], stop: Callable[[], bool]) -> None:
@@ -291,7 +299,9 @@ def _finish(run: Run, progress: Callable[[Tick], None]) -> Result:
     for problem in problems if ranks.rank() == 0 else ():
         _warn(progress, str(problem.message))
     ranks.require_equal("the removed blocks", receipt.mask_hash)
+    _busy(progress, "testing the pruned model")
     pruned = _test(run, "pruned")
+    _busy(progress, "writing, verifying and exporting the pruned model")
     save_weights(run.model, run.folder / run_files.MODEL)
     return ranks.on_first(lambda: _write_result(run, receipt, pruned))
 
