@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TextIO
 
 from ...text import shorten
-from ...training.progress import Screen, format_duration
+from ...training.progress import GAP, Screen, format_duration
 
 LIVE_SECONDS = 0.5  # between updates of the live block
 NAME_WIDTH = 40
@@ -51,10 +51,11 @@ class SweepProgress:
         head += f", {status.failed} failed" if status.failed else ""
         head += f", about {format_duration(status.seconds_left)} left" if status.seconds_left is not None else ""
         width = min(NAME_WIDTH, max((len(run.name) for run in status.running), default=0), columns // 2)
-        lines = [head] + [
-            f"  {shorten(run.name, width):<{width}}  {format_duration(run.seconds):>5}  {run.last_line}" for run in status.running
-        ]
-        self._write("".join(f"{line[:columns]}\n" for line in lines))
+        lines = [head[:columns]]
+        for run in status.running:
+            start = f"  {shorten(run.name, width):<{width}}  {format_duration(run.seconds):>5}  "
+            lines.append(start[:columns] + whole_parts(run.last_line, max(0, columns - len(start))))
+        self._write("".join(f"{line}\n" for line in lines))
         self._height = len(lines)
 
     def message(self, text: str) -> None:
@@ -70,3 +71,14 @@ class SweepProgress:
         clear = f"\x1b[{self._height}A\x1b[J" if self._height else ""
         self._height = 0
         self.screen.write(clear + text)
+
+
+def whole_parts(line: str, width: int) -> str:
+    """The parts of a line of progress that fit, from its start. Two spaces separate parts.
+
+    >>> whole_parts("search    epoch 1/8  loss 0.0533", 25)
+    'search    epoch 1/8'
+    """
+    if len(line) <= width:
+        return line
+    return line[: width + len(GAP)].rpartition(GAP)[0].rstrip() or line[:width]
