@@ -167,7 +167,7 @@ def test_cycles_budget_is_met(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert 0 < sum(row.pruned.latency for row in rows) <= 0.4 * sum(row.dense.latency for row in rows)
     assert cli.main(["compare", str(out)]) == 0
     assert "cycles 0.6" in capsys.readouterr().out
-    with pytest.raises(SmartpruneError, match="sparsity=0.5 and cycles=0.6: set exactly one of sparsity, macs, cycles, budget"):
+    with pytest.raises(SmartpruneError, match=r"sparsity=0.5 and cycles=0.6: set exactly one of sparsity, macs, cycles, budget"):
         small_config(out, cycles=0.6)
     with pytest.raises(SmartpruneError, match="npu 'toaster' is not known; there are: "):
         small_config(out, sparsity=None, cycles=0.6, npu="toaster")
