@@ -30,6 +30,18 @@ def test_statistics_are_those_of_all_samples() -> None:
     assert np.allclose(model[1].running_var, out.var(1, ddof=1), rtol=1e-4)
 
 
+@pytest.mark.parametrize("sizes", [(16, 1), (1, 1, 1, 1)], ids=["last", "all"])
+def test_batches_of_one_sample_count_although_they_have_no_variance(sizes: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4), nn.BatchNorm1d(4))
+    data = [torch.randn(n, 3) for n in sizes]
+    sp.recalibrate(model, data)
+    out = model[0](torch.cat(data)).detach().numpy()
+    assert np.allclose(model[1].running_mean, out.mean(0), atol=1e-5)
+    assert np.allclose(model[1].running_var, out.var(0, ddof=1), rtol=1e-4)
+    assert model[4].running_var.isfinite().all()
+
+
 def test_later_norms_see_inputs_that_earlier_norms_normalized() -> None:
     model, [x] = network(), images(16)
     sp.recalibrate(model, [x])

@@ -74,6 +74,7 @@ def measure(model: nn.Module, norms: Sequence[nn.Module], batches: Sequence[Any]
         x = args[0].detach().movedim(1, -1).flatten(0, -2).double()
         values = [torch.full((), len(x), dtype=torch.float64, device=x.device), x.sum(0), x.square().sum(0)]
         sums[norm] = [a + b for a, b in zip(sums[norm], values, strict=True)] if norm in sums else values
+        norm.training = len(x) > 1  # one value has no variance, so it is normalized with the stored statistics
 
     hooks = [norm.register_forward_pre_hook(add) for norm in norms]
     try:

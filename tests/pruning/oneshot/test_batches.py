@@ -41,6 +41,31 @@ def test_dictionaries_and_nested_arguments_are_kept() -> None:
     assert torch.equal(read(nn.Linear(3, 3), [({"input": x}, torch.zeros(4))])[0]["input"], x)
 
 
+class Options(nn.Module):
+    def forward(self, options: dict[str, Tensor]) -> Tensor:
+        return options["x"]
+
+
+class Several(nn.Module):
+    def forward(self, *tensors: Tensor) -> Tensor:
+        return torch.stack(tensors)
+
+
+def test_a_dictionary_or_list_can_be_the_only_argument() -> None:
+    x = torch.randn(4, 3)
+    for batch in ({"x": x}, ({"x": x}, torch.zeros(4))):
+        [arguments] = read(Options(), [batch])
+        assert torch.equal(Options()(*arguments), x)
+    [arguments] = read(Options(), [([x, x], torch.zeros(4))])
+    assert [type(argument) for argument in arguments] == [list]
+    [arguments] = read(Several(), [([x, x], torch.zeros(4))])
+    assert Several()(*arguments).shape == (2, 4, 3)
+
+
+def test_batches_without_samples_are_left_out() -> None:
+    assert [size_of(batch) for batch in read(nn.Linear(3, 3), [torch.randn(n, 3) for n in (0, 4, 0, 2)])] == [4, 2]
+
+
 def test_no_more_batches_are_read_than_needed() -> None:
     def endless() -> Iterator[Tensor]:
         while True:

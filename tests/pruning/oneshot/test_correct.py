@@ -34,6 +34,13 @@ def test_distance_of_other_outputs_is_relative() -> None:
     )
 
 
+def test_outputs_of_other_shapes_are_infinitely_far() -> None:
+    target = [torch.randn(4, 3), torch.zeros(0, 4)]
+    assert float(distance(target, target)) == 0
+    for outputs in ([target[0]], [target[0][:3], target[1]], [*target, target[0]], []):
+        assert float(distance(outputs, target)) == float("inf")
+
+
 def test_outputs_that_are_not_finite_are_infinitely_far() -> None:
     model = network()
     targets = [outputs_of(model, x) for x in DATA]

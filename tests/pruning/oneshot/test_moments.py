@@ -122,6 +122,29 @@ def test_outputs_that_are_not_classes_are_projected() -> None:
     assert all((rows > 0).all() for rows in result)
 
 
+@pytest.mark.parametrize("outputs", [1, 3])
+def test_sensitivities_of_batches_of_one_are_like_those_of_others(outputs: int) -> None:
+    """One number has no spread, and must not be scaled as if its spread were zero."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, outputs)), torch.randn(64, 4)
+    single, whole = (sensitivities(model, layers_of(model), x.split(n), 0, lambda: None)[0].mean() for n in (1, 64))
+    assert 0.01 < float(single / whole) < 1000
+
+
+def test_outputs_without_values_or_spread_have_finite_gradients() -> None:
+    class Boxes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> list[Tensor]:
+            y = self.b(self.a(x))
+            return [y[0][:0], y[0][:1], 0 * y.sum() + 2, y]
+
+    result = sensitivities(Boxes(), layers_of(Boxes()), [torch.randn(8, 4)], 0, lambda: None)
+    assert all(rows.isfinite().all() and (rows > 0).any() for rows in result)
+
+
 def test_a_layer_without_gradient_gets_the_mean_of_the_others() -> None:
     class Argmax(nn.Module):
         def __init__(self) -> None:

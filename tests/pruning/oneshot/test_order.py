@@ -34,7 +34,7 @@ def loss(weight: Tensor, x: Tensor, kept: list[int], row_weights: Tensor, dampin
     return float((np.square(rest).sum(0) * row_weights.double().numpy()).sum() / len(inputs))
 
 
-@pytest.mark.parametrize("block", [(4, 2), (2, 2), (3, 3), (1, 1), (4, 7)])
+@pytest.mark.parametrize("block", [(4, 2), (2, 2), (3, 3), (1, 1), (4, 7), (1, 7)])
 def test_costs_are_those_of_greedy_removal_by_least_squares(block: tuple[int, int]) -> None:
     torch.manual_seed(0)
     weight, x, row_weights = torch.randn(4, 7), torch.randn(50, 7) @ torch.randn(7, 7), torch.rand(4) + 0.1

@@ -326,6 +326,32 @@ def test_models_of_other_number_types_are_pruned_in_their_type(dtype: torch.dtyp
     assert own < 2 * expected + 1e-3
 
 
+def test_autocast_of_the_caller_changes_nothing() -> None:
+    models, data = [with_seed(images) for _ in range(2)], data_of((8, 6, 6))
+    for model, enabled in zip(models, (True, False), strict=True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            sp.prune(model, data, block=(4, 2), sparsity=0.5, include="*")
+    assert all(torch.equal(a, b) for a, b in zip(*(model.state_dict().values() for model in models), strict=True))
+
+
+class Boxes(nn.Module):
+    """Returns as many boxes as it finds, like a detector."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm, self.b = nn.Linear(12, 12), nn.BatchNorm1d(12), nn.Linear(12, 12)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [row[row > 0] for row in self.b(self.norm(self.a(x)).relu())]
+
+
+def test_models_whose_outputs_vary_in_shape_are_pruned() -> None:
+    model = with_seed(Boxes)
+    data = [*data_of((12,)), torch.randn(1, 12, generator=torch.Generator().manual_seed(3))]
+    receipt = sp.prune(model, data, block=(4, 4), sparsity=0.5, include="*")
+    assert sp.verify(model, receipt=receipt).ok
+
+
 def test_layers_that_lost_every_block_are_named() -> None:
     model = with_seed(lambda: nn.Sequential(*[nn.Linear(12, 12) for _ in range(4)]))
     with (

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,19 +21,20 @@ def read_batches(where: str, model: nn.Module, batches: Iterable[Any], samples: 
     """The inputs of the first batches, at least ``samples`` samples if there are that many, on the device of the model.
 
     A batch is a tensor, a dictionary of arguments, or a tuple or list. Of these, as many entries are arguments as the model
-    requires; the others are labels.
+    requires; the others are labels. Batches without samples are left out.
     """
     if isinstance(batches, (Tensor, Mapping, str, bytes)) or not isinstance(batches, Iterable):
         hint = "; write [batch] for one batch" if isinstance(batches, (Tensor, Mapping)) else ""
         raise SmartpruneError(f"{where}: batches is a {type(batches).__name__}; {GIVE}{hint}")
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    required = _required_arguments(model)
+    signature = _Signature.of(model)
     out: list[Any] = []
     seen = 0
     for batch in batches:
-        arguments = _to(_arguments(where, batch, required), device)
-        out.append(arguments)
-        seen += size_of(arguments)
+        arguments = _to(_arguments(where, batch, signature), device)
+        if size := size_of(arguments):
+            out.append(arguments)
+            seen += size
         if seen >= samples:
             break
     _check(where, out, seen)
@@ -51,25 +54,52 @@ def first_sample(batch: Any) -> Any:
     return _map(batch, lambda tensor: tensor[:1])
 
 
-def _required_arguments(model: nn.Module) -> int:
-    """How many arguments the model cannot do without, at least one."""
-    try:
-        parameters = inspect.signature(model.forward).parameters.values()
-    except (TypeError, ValueError):
-        return 1
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return max(1, sum(p.kind in positional and p.default is p.empty for p in parameters))
+@dataclass(frozen=True)
+class _Signature:
+    """What the forward method of a model accepts.
+
+    Attributes:
+        required: How many arguments it cannot do without, at least one.
+        most: How many arguments it takes by position.
+        names: The arguments that it takes by name; None if it takes every name.
+    """
+
+    required: int = 1
+    most: float = math.inf
+    names: frozenset[str] | None = None
+
+    @staticmethod
+    def of(model: nn.Module) -> _Signature:
+        try:
+            parameters = inspect.signature(model.forward).parameters.values()
+        except (TypeError, ValueError):
+            return _Signature()
+        kinds = {p.kind for p in parameters}
+        positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        names = frozenset(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+        return _Signature(
+            max(1, sum(p.default is p.empty for p in positional)),
+            math.inf if inspect.Parameter.VAR_POSITIONAL in kinds else len(positional),
+            None if inspect.Parameter.VAR_KEYWORD in kinds else names,
+        )
+
+    def single(self, value: Any) -> Any:
+        """A dictionary, tuple or list: the arguments of the model, or its only argument."""
+        if isinstance(value, Mapping):
+            by_name = self.names is None or self.names.issuperset(value)
+            return dict(value) if by_name else (dict(value),)
+        return tuple(value) if self.most > 1 else (value,)
 
 
-def _arguments(where: str, batch: Any, required: int) -> Any:
+def _arguments(where: str, batch: Any, signature: _Signature) -> Any:
     if isinstance(batch, Tensor):
         return batch
     if isinstance(batch, Mapping):
-        return dict(batch)
+        return signature.single(batch)
     if isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)) and len(batch) > 0:
-        if required == 1 and isinstance(batch[0], (Mapping, tuple, list)):
-            return batch[0]
-        return tuple(batch[:required])
+        if signature.required == 1 and isinstance(batch[0], (Mapping, tuple, list)):
+            return signature.single(batch[0])
+        return tuple(batch[: signature.required])
     raise SmartpruneError(
         f"{where}: a batch is a {type(batch).__name__}; it can be a tensor, a dictionary of arguments, or a tuple"
     )

@@ -23,9 +23,14 @@ def outputs_of(model: nn.Module, batch: Any) -> list[Tensor]:
 
 def distance(outputs: Sequence[Tensor], targets: Sequence[Tensor]) -> Tensor:
     """How far outputs are from those of the dense network: the Kullback-Leibler divergence of classes, if there is one vector of
-    outputs per sample, or else the squared error relative to the variance of the targets."""
-    total = torch.zeros((), device=outputs[0].device)
+    outputs per sample, or else the squared error relative to the variance of the targets. Infinite if the outputs have other
+    shapes, as those of detectors that return a varying number of boxes."""
+    if [out.shape for out in outputs] != [target.shape for target in targets]:
+        return torch.tensor(torch.inf)
+    total = torch.zeros((), device=next((out.device for out in outputs), None))
     for out, target in zip(outputs, targets, strict=True):
+        if not target.numel():
+            continue
         out, target = out.float(), target.float()
         if len(outputs) == 1 and target.dim() == 2 and target.shape[1] > 1:
             total = total + (target.log_softmax(1).exp() * (target.log_softmax(1) - out.log_softmax(1))).sum(1).mean()
@@ -74,7 +79,7 @@ def tuned(
             logits = getattr(outputs, "logits", None)
             result = [t for t in tensors_in(outputs if logits is None else logits) if t.is_floating_point()]
             loss = distance(result, targets[number])
-        if not bool(loss.isfinite()):
+        if not bool(loss.isfinite()) or not loss.requires_grad:
             break
         gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
         for parameter, gradient in zip(parameters, gradients, strict=True):

@@ -308,8 +308,16 @@ def sampled_loss(out: Any, generator: torch.Generator) -> Tensor | None:
         return nn.functional.cross_entropy(logits.float(), labels, reduction="sum")
     total: Tensor | None = None
     for tensor in tensors_in(out):
-        if tensor.is_floating_point() and tensor.requires_grad:
+        if tensor.is_floating_point() and tensor.requires_grad and tensor.numel():
             noise = torch.randn(tensor.shape, generator=generator).to(tensor)
-            term = (tensor.float() * noise).sum() / tensor.detach().float().std().clamp(min=1e-12)
+            term = (tensor.float() * noise).sum() / _size(tensor.detach().float())
             total = term if total is None else total + term
     return total
+
+
+def _size(tensor: Tensor) -> Tensor:
+    """The standard deviation of the values; if all are equal, their absolute value; 1 if all are zero."""
+    for size in (tensor.std(correction=0), tensor.abs().mean()):
+        if float(size) > 1e-12:
+            return size
+    return torch.ones_like(size)

@@ -47,13 +47,17 @@ def removal_costs(
     scaled = weight.float() * row_weights.clamp(min=0).sqrt().float()[..., None]
     out = torch.zeros(tiles.index.numel(), dtype=torch.float64, device=device)
     groups, size = columns.shape
-    at_once = max(1, int(memory // (4 * (groups * size) ** 2)))  # the changes of a row group take 0.7 of a matrix
     inverse = None
     for part in range(weight.shape[0]):
         if inverse is None or moment.shape[0] > 1:
-            inverse = _inverse(_padded(moment[min(part, moment.shape[0] - 1)], columns), columns.reshape(-1) >= 0, damping)
+            damped = _damped(_padded(moment[min(part, moment.shape[0] - 1)], columns), columns.reshape(-1) >= 0, damping)
+            inverse = torch.cholesky_inverse(cholesky(damped)).float() if groups > 1 else damped
         matrix = _pad_columns(scaled[part], columns)
         matrix = torch.where((rows >= 0)[..., None], matrix[rows.clamp(min=0)], 0.0)  # [row groups, rows, columns]
+        if groups == 1:  # nothing is left that could make up for the removal
+            out[tiles.index[part, :, 0].to(device)] = ((matrix.to(damped) @ damped) * matrix).sum((1, 2)).double()
+            continue
+        at_once = max(1, int(memory // (4 * (groups * size) ** 2 * _matrices_per_row_group(groups, rounds))))
         for first in range(0, len(rows), at_once):
             index = tiles.index[part, first : first + at_once].to(device)
             gone = torch.zeros_like(index, dtype=torch.bool) if removed is None else removed.to(device)[index]
@@ -200,10 +204,14 @@ def _pad_columns(matrix: Tensor, columns: Tensor) -> Tensor:
     return torch.where(index >= 0, matrix[:, index.clamp(min=0)], 0.0)
 
 
-def _inverse(moment: Tensor, real: Tensor, damping: float) -> Tensor:
-    """The inverse of the damped moment, float32."""
+def _matrices_per_row_group(groups: int, rounds: int) -> float:
+    """How much memory the elimination takes for each row group, in matrices of the size of the moment."""
+    removed = max(1, groups // rounds)
+    return max(1.0, ((1 - DROP) * groups + 2 + 4 * removed) / groups)
+
+
+def _damped(moment: Tensor, real: Tensor, damping: float) -> Tensor:
     moment = moment.double() if len(moment) <= 1536 else moment.float()
     mean = moment.diagonal()[real].mean()
     mean = torch.where(mean > 0, mean, 1.0)
-    damped = moment + torch.diag(torch.where(real, damping * mean, mean))
-    return torch.cholesky_inverse(cholesky(damped)).float()
+    return moment + torch.diag(torch.where(real, damping * mean, mean))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -98,7 +98,7 @@ def prune(
         raise SmartpruneError("prune: no budget given; give sparsity=0.5, or budget=smartprune.macs(0.5, example=x)")
     with torch.inference_mode(False), torch.no_grad():
         inputs = read_batches("prune", model, batches, int(samples))
-    with torch.inference_mode(False), torch.no_grad(), _own_random_state(model, int(seed)):
+    with torch.inference_mode(False), torch.no_grad(), _own_state(model, int(seed)):
         sample = first_sample(inputs[0]) if example is None else example
         plan = make_plan(model, block, sparsity, budget, floor=floor, include=include, skip=skip, example=sample).require()
         _check_weights(model, plan)
@@ -164,7 +164,7 @@ def saliencies(
     _check_arguments("saliencies", model, samples, memory, seed)
     with torch.inference_mode(False), torch.no_grad():
         inputs = read_batches("saliencies", model, batches, int(samples))
-    with torch.inference_mode(False), torch.no_grad(), _own_random_state(model, int(seed)):
+    with torch.inference_mode(False), torch.no_grad(), _own_state(model, int(seed)):
         sample = first_sample(inputs[0]) if example is None else example
         plan = make_plan(model, block, None, None, floor=None, include=include, skip=skip, example=sample).require()
         _check_weights(model, plan)
@@ -189,10 +189,14 @@ def _key(model: nn.Module, plan: Plan, inputs: Sequence[Any], settings: Settings
 
 
 @contextmanager
-def _own_random_state(model: nn.Module, seed: int) -> Iterator[None]:
-    """Models that draw random numbers draw the same in every call, and the state of the caller does not change."""
+def _own_state(model: nn.Module, seed: int) -> Iterator[None]:
+    """Models that draw random numbers draw the same in every call, autocast of the caller is off, since the threads of the job
+    do not inherit it, and the state of the caller does not change."""
     devices = {tensor.device for tensor in model.parameters() if tensor.is_cuda}
-    with torch.random.fork_rng(sorted(devices, key=str)):
+    with ExitStack() as stack:
+        for kind in {"cpu", *(device.type for device in devices)}:
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        stack.enter_context(torch.random.fork_rng(sorted(devices, key=str)))
         torch.manual_seed(seed)
         yield
 
