@@ -1,6 +1,7 @@
 """Compares forms of pruning methods on networks that are small enough to train many of them on one GPU.
 
 python bench/proxy.py --data DIR --plan PLAN.json --out DIR [--processes 8] [--seconds 540] [--mps]
+python bench/proxy.py --plan PLAN.json --list
 
 A plan is a list of groups, {"name": "a", "cells": [...]}. A dense cell trains a checkpoint:
 
@@ -143,15 +144,26 @@ class Board:
             file.write(json.dumps(cell) + "\n")
 
 
-def describe(cell: Cell) -> str:
+def name_of(cell: Cell) -> str:
     if "dense" in cell:
-        name = f"dense {cell['dense']} {cell['pictures']}"
-    else:
-        defaults = dataclasses.asdict(make_method(cell["method"], {}))
-        changed = ", ".join(f"{k}={v}" for k, v in cell["settings"].items() if defaults[k] != v)
-        name = f"{cell['network']} {cell['pictures'] // 1000}k {cell['epochs']} {cell['method']}({changed}) seed {cell['seed']}"
+        return f"dense {cell['dense']} {cell['pictures']}"
+    defaults = dataclasses.asdict(make_method(cell["method"], {}))
+    changed = ", ".join(f"{k}={v}" for k, v in cell["settings"].items() if defaults[k] != v)
+    return f"{cell['network']} {cell['pictures'] // 1000}k {cell['epochs']} {cell['method']}({changed}) seed {cell['seed']}"
+
+
+def describe(cell: Cell) -> str:
     outcome = cell.get("error") or f"{cell['validation']:.4f} loss {cell['loss']:.4f}"
-    return f"{cell['seconds']:6.1f} s  {outcome}  {name}"
+    return f"{cell['seconds']:6.1f} s  {outcome}  {name_of(cell)}"
+
+
+def list_cells(plan: list[dict[str, Any]]) -> None:
+    for group in plan:
+        for cell in expand(group["name"], group["cells"]):
+            if "best" in cell:
+                print(f"{group['name']}: the best {cell['best']} forms of {cell['of']}, seeds {cell['seeds']}")
+            else:
+                print(f"{group['name']}: {name_of(cell)}, {steps_of(cell)} steps")
 
 
 def run_all(board: Board, processes: int, device: str) -> None:
@@ -194,14 +206,20 @@ def run_all(board: Board, processes: int, device: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="folder of CIFAR-10")
+    parser.add_argument("--data", type=Path, help="folder of CIFAR-10")
     parser.add_argument("--plan", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True, help="folder of checkpoints and cells.jsonl")
+    parser.add_argument("--out", type=Path, help="folder of checkpoints and cells.jsonl")
+    parser.add_argument("--list", action="store_true", help="train nothing; print the cells")
     parser.add_argument("--processes", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=540.0)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--mps", action="store_true", help="share the GPU under NVIDIA's Multi-Process Service")
     args = parser.parse_args()
+    if args.list:
+        list_cells(json.loads(args.plan.read_text()))
+        return
+    if args.data is None or args.out is None:
+        parser.error("--data and --out are needed to train")
     began = time.time()
     args.out.mkdir(parents=True, exist_ok=True)
     store_images(args.data, args.out)
