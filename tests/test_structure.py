@@ -179,7 +179,6 @@ TESTED_IN = {
     "models/__init__": "models/test_models.py",
     "pruning/attach": "promises/test_10_no_silent_misuse.py",  # its arguments and errors
     "pruning/calibration": "methods/test_awg.py",  # the method that calibrates
-    "pruning/checkpoint": "promises/test_6_resume.py",
     "pruning/consensus": "promises/test_7_ranks.py",  # several processes
     "pruning/copies": "promises/test_4_copies.py",
     "pruning/hold": "promises/test_5_hold.py",

@@ -12,6 +12,7 @@ from ..errors import SmartpruneError
 from . import optimizers, zeros
 from .state import Observations, SearchState
 
+FORMAT = 2  # in format 1, the mask of a search and measurements before the first step were None
 DAMAGED = "pruner.load_state_dict(): the state is damaged; give what pruner.state_dict() returned"
 
 
@@ -22,20 +23,25 @@ ENTRIES = (
 
 
 def state_dict(search: SearchState) -> dict[str, Any]:
-    """Everything but the weights, as tensors and plain values."""
+    """Everything but the weights, as tensors and plain values.
+
+    Names, types and shapes are the same at every step: torch.distributed.checkpoint loads into the state of a new pruner.
+    """
     values = {name: value for name, value in search.values().items() if isinstance(value, Tensor) and name != "watched"}
-    telemetry = search.telemetry
+    blocks = search.blocks
+    side, measured = search.telemetry.state(blocks.n, blocks.device)
+    no_mask = torch.zeros(blocks.n, dtype=torch.bool, device=blocks.device)
     return {
-        "format": 1,
+        "format": FORMAT,
         **search.identity(),
         "seed": search.seed,
         "count": search.count,
         "phase": search.phase,
         "tensors": {name: value.detach().clone() for name, value in values.items()},
         "floats": {name: value for name, value in search.tensors.items() if not isinstance(value, Tensor)},
-        "mask": None if search.hard is None else search.hard.clone(),
-        "side": None if telemetry.side is None else telemetry.side.clone(),
-        "measured": None if telemetry.values is None else telemetry.values.clone(),
+        "mask": no_mask if search.hard is None else search.hard.clone(),  # valid outside the search
+        "side": side,
+        "measured": measured,
         "forgets": search.momentum_resets(),
     }
 
@@ -53,7 +59,7 @@ def load_state_dict(search: SearchState, state: dict[str, Any], adopt_steps: boo
     search.tensors |= state["floats"]
     search.steps, search.seed, search.count = int(state["steps"]), int(state["seed"]), int(state["count"])
     device = search.blocks.device
-    search.hard = None if state["mask"] is None else state["mask"].to(device, torch.bool).clone()
+    search.hard = state["mask"].to(device, torch.bool).clone() if _has_mask(state) else None
     search.telemetry.load(state["side"], state["measured"], device)
     search.seen = Observations()
     search.advance()
@@ -67,7 +73,7 @@ def load_state_dict(search: SearchState, state: dict[str, Any], adopt_steps: boo
 
 
 def _require_loadable(search: SearchState, state: dict[str, Any], adopt_steps: bool) -> None:
-    if not isinstance(state, dict) or state.get("format") != 1:
+    if not isinstance(state, dict) or state.get("format") not in (1, FORMAT):
         raise SmartpruneError("pruner.load_state_dict(): this is not the state of a pruner; give what pruner.state_dict() returned")
     if not _is_complete(state, search.blocks.n):
         raise SmartpruneError(DAMAGED)
@@ -101,11 +107,17 @@ def _is_complete(state: dict[str, Any], n: int) -> bool:
         return False
     if any(_has_tensor(value) for name, value in state.items() if name not in ("tensors", "mask", "side", "measured")):
         return False
+    if state["phase"] not in ("search", "frozen", "baked") or (state["phase"] != "search" and state["mask"] is None):
+        return False
     vectors = [value for value in (state["mask"], state["side"]) if value is not None]
     if not all(isinstance(value, Tensor) and tuple(value.shape) == (n,) for value in vectors):
         return False
     measured = state["measured"]
     return measured is None or (isinstance(measured, Tensor) and measured.dim() in (1, 2) and measured.shape[-1] == 3)
+
+
+def _has_mask(state: dict[str, Any]) -> bool:
+    return state["phase"] != "search" and state["mask"] is not None
 
 
 def _has_tensor(value: object) -> bool:

@@ -31,10 +31,23 @@ class Telemetry:
         self.values = None if self.values is None else self.values.to(device)
         self.side = None if self.side is None else self.side.to(device)
 
+    def state(self, n: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The last side of every block, bool [n], and the last measurements, [3], which are NaN before the first step.
+
+        The shapes are the same at every step, so torch.distributed.checkpoint can load one state into another.
+        """
+        side = torch.zeros(n, dtype=torch.bool, device=device) if self.side is None else self.side.clone()
+        dtype = torch.float32 if device.type == "mps" else torch.float64  # which MPS lacks
+        if self.values is None:
+            return side, torch.full((3,), math.nan, dtype=dtype, device=device)
+        return side, self.values.to(dtype).reshape(-1, 3).sum(0)
+
     def load(self, side: Tensor | None, values: Tensor | None, device: torch.device) -> None:
         """Continues from the last measurements of another search."""
-        self.side = None if side is None else side.to(device, copy=True)
-        self.values = None if values is None else values.to(device, copy=True)
+        if side is None or values is None or bool(values.isnan().any()):
+            self.side = self.values = None
+            return
+        self.side, self.values = side.to(device, copy=True), values.to(device, copy=True)
 
     def measure(self, mask: Tensor) -> None:
         """Counts undecided blocks and blocks that changed sides since the last step, and measures the distance to the hard mask."""
