@@ -19,6 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from helpers.killed_ranks import Job, modified
 from helpers.run_two_ranks import ALL_OPTIONS, job_config, train_until_stopped
 from helpers.task_folders import SETTINGS, folder
 from helpers.training_jobs import EXACT_FILES, assert_same_run, environment, metric_rows
@@ -193,6 +194,18 @@ def test_killed_rank_ends_the_other(tmp_path: Path) -> None:
     assert processes[0].returncode == 1
     assert "smartprune: rank 0: another process ended too early" in output
     assert "Traceback" not in output
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds the ranks in /proc")
+def test_two_killed_ranks_restarted_by_torchrun_change_no_bit(done: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    epochs = ["--dense-epochs", "3", "--search-epochs", "2", "--finetune-epochs", "2"]
+    words = [str(TESTS / "helpers" / "plain_task.py"), "train", "plain", *epochs, "--batch", "128", "--sparsity", "0.5"]
+    words += ["--checkpoint-seconds", "0", "--out", str(out)]
+    kills = Job(words, lambda: modified(out / "checkpoint.pt"), tmp_path / "log", longest=0.05).run(kills=2, seconds=300)
+    assert len(kills) == 2
+    assert_same_run(done / "ddp", out)
+    assert Receipt.load(out / "receipt.json").met
 
 
 def test_command_restarted_by_torchrun_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

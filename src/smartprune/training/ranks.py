@@ -66,7 +66,8 @@ def process_group(device: str) -> Iterator[None]:
         torch.cuda.set_device(local_rank)
     try:
         if created:
-            torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", timeout=TIMEOUT)
+            backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+            torch.distributed.init_process_group(backend, timeout=TIMEOUT, **_store_after_restart())
         yield
     except SmartpruneError as error:
         if rank() == 0:
@@ -81,6 +82,24 @@ def process_group(device: str) -> Iterator[None]:
         if created:
             any_rank(True)  # waits for all ranks, so that none ends while another still communicates with it
             torch.distributed.destroy_process_group()
+
+
+def _store_after_restart() -> dict[str, Any]:
+    """Arguments of ``init_process_group`` for ranks that torchrun has restarted.
+
+    torchrun keeps its key-value store, in which restarted ranks would find the addresses of ranks that are gone: they then fail to
+    connect, or wait for each other. So every restart uses its own keys. (The torchruns of several machines count restarts
+    separately; there, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 gives every restart a new store.)
+    """
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    is_kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if restart == "0" or not is_kept or os.environ.get("LOCAL_WORLD_SIZE") != os.environ["WORLD_SIZE"]:
+        return {}
+    distributed: Any = torch.distributed
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = distributed.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=TIMEOUT)
+    keys = distributed.PrefixStore(f"restart-{restart}", store)
+    return {"store": keys, "rank": rank(), "world_size": world_size()}
 
 
 def on_first(work: Callable[[], T]) -> T:
