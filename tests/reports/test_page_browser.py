@@ -40,7 +40,13 @@ def runs_to_compare(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for epochs, methods in ((4, ("magnitude", "gradual")), (40, ("smart",)), (8, ("smart",))):
         for seed in range(1 if epochs == 40 else 3):
             for number, method in enumerate(methods):
-                run = write_run(folder / f"{epochs}", 0.8 + 0.03 * seed, seed=seed, method=method, search_epochs=epochs)
+                run = write_run(
+                    folder / f"{epochs}",
+                    0.8 + 0.03 * seed - 0.5 * number * (seed == 0),
+                    seed=seed,
+                    method=method,
+                    search_epochs=epochs,
+                )
                 write_macs_left(run, 1000, 200 + 33 * number)
     page = folder / "page.html"
     assert training_jobs.run_cli("compare", str(folder), "--html", str(page)) == 0

@@ -35,6 +35,17 @@ def test_points_and_error_bars_lie_inside_of_the_axes() -> None:
     assert max(float(label or "") for label in labels) == 100  # a share has no larger marks
 
 
+def test_error_bars_of_shares_end_at_0_and_100() -> None:
+    """A run that collapsed makes the standard deviation larger than the mean."""
+    drawn = ET.fromstring(svg([Chart("t", "x", "accuracy, %", (Series("n", (Point(0.9, 50.0, 57.5), Point(0.95, 97.0, 0.5))),))]))
+    labels = [float(element.text or "") for element in drawn.iter() if element.attrib.get("text-anchor") == "end"]
+    assert (min(labels), max(labels)) == (0, 100)
+    assert Point(0.9, 50.0, 57.5).ends == (0, 100)
+    assert Point(0.9, 120.0, 30.0).ends == (90, 120)  # not a share: it is not cut below the value itself
+    assert Point(0.9, 97.0, 0.5).ends == (96.5, 97.5)
+    assert Point(0.9, 97.0).ends == (97, 97)
+
+
 @pytest.mark.parametrize("words", [5, 20, 60])
 def test_a_long_title_takes_at_most_three_lines(words: int) -> None:
     title = " ".join(f"word{number}" for number in range(words))

@@ -31,6 +31,12 @@ class Point:
     y: float
     error: float | None = None
 
+    @property
+    def ends(self) -> tuple[float, float]:
+        """The ends of the error bar. That of a share in percent stays between 0 and 100."""
+        error = self.error or 0.0
+        return max(self.y - error, min(self.y, 0.0)), min(self.y + error, max(self.y, 100.0))
+
 
 @dataclass(frozen=True)
 class Series:
@@ -81,7 +87,7 @@ def svg(charts: Sequence[Chart]) -> str:
 
 def _panel(chart: Chart) -> list[str]:
     xs = sorted({point.x for series in chart.series for point in series.points})
-    ranges = [(p.y - (p.error or 0), p.y + (p.error or 0)) for series in chart.series for p in series.points]
+    ranges = [point.ends for series in chart.series for point in series.points]
     if chart.level is not None:
         ranges.append((chart.level[1], chart.level[1]))
     marks = ticks(*_with_margin(min(low for low, _ in ranges), max(high for _, high in ranges)))
@@ -152,7 +158,7 @@ def _series(
     parts = [f'<polyline points="{joined}" fill="none" stroke="{colour}" stroke-width="2"/>']
     for x, y, point in places:
         if point.error:
-            for end in (to_y(point.y - point.error), to_y(point.y + point.error)):
+            for end in map(to_y, point.ends):
                 parts.append(_line(x, y, x, end, f'stroke="{colour}" stroke-width="1.5"'))
                 parts.append(_line(x - 4, end, x + 4, end, f'stroke="{colour}" stroke-width="1.5"'))
         parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}"/>')
@@ -189,7 +195,7 @@ def _save_png(charts: Sequence[Chart], path: Path) -> None:
             axes.errorbar(
                 [point.x for point in series.points],
                 [point.y for point in series.points],
-                [point.error or 0 for point in series.points],
+                [[abs(point.ends[side] - point.y) for point in series.points] for side in (0, 1)],
                 color=COLOURS[number % len(COLOURS)],
                 marker="o",
                 capsize=3,
