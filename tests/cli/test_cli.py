@@ -93,6 +93,8 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["train", "--spars", "0.5"], "unrecognized arguments: --spars"),
         (["train", "--resume", "--out", "runs/a", "--sparsity", "0.75"], "there sparsity is 0.5, not 0.75"),
         (["plan", "nothing"], "unknown model 'nothing'; choose one of: resnet8, resnet18"),
+        (["plan", "resnet81"], "unknown model 'resnet81'; did you mean resnet8?; choose one of: resnet8, resnet18"),
+        (["plan", "."], ". is a path, not the name of a model; choose one of: resnet8, resnet18"),
         (["plan", "nowhere:build"], "nowhere:build: cannot be imported"),
         (["plan", "builtins:len"], "builtins:len() failed with TypeError"),
         (["plan", "resnet18", "--macs", "0.5"], "--macs needs the shape of one sample"),
@@ -188,6 +190,16 @@ def test_os_errors_of_libraries_are_not_reported_as_output_errors() -> None:
     assert process.returncode == 1
     assert process.stdout == "a result\n"
     assert process.stderr.endswith("OSError: cannot write mode F as PNG\n")
+
+
+@pytest.mark.parametrize("command", ["train", "plan resnet8", "verify a.pt"])
+def test_a_python_without_torch_gets_one_line(command: str) -> None:
+    script = f"import sys; sys.modules['torch'] = None; from smartprune.cli import main; sys.exit(main({command.split()}))"
+    process = subprocess.run([sys.executable, "-c", script], env=environment(), capture_output=True, text=True)
+    assert process.returncode == 1
+    last = process.stderr.splitlines()[-1]
+    assert last == f"smartprune: PyTorch is not installed for {sys.executable}; run: {sys.executable} -m pip install torch"
+    assert "Traceback" not in process.stderr
 
 
 def test_train_prints_a_line_before_it_loads_torch(tmp_path: Path) -> None:

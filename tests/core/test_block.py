@@ -153,7 +153,7 @@ def test_none_takes_a_whole_axis() -> None:
         ("16*8", "cannot be read"),
         ("", "cannot be read"),
         ("16xx8", "cannot be read"),
-        (16, r"is a int; write a tuple such as \(16, 8\)"),
+        (16, r"has the type int; write a tuple such as \(16, 8\)"),
     ],
 )
 def test_invalid_blocks_raise(value: object, words: str) -> None:

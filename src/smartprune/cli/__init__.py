@@ -81,6 +81,11 @@ def _run(argv: Sequence[str] | None) -> int:
     except SmartpruneError as error:
         print_message(f"smartprune: {error}")
         return 1
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        print_message(f"smartprune: PyTorch is not installed for {sys.executable}; run: {sys.executable} -m pip install torch")
+        return 1
     except BrokenPipeError:  # the reader of the output ended first, as in `smartprune report ... | head`
         discard_unwritten(sys.stdout)
         return 1

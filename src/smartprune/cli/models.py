@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import run_files
 from ..errors import SmartpruneError, explain_memory_errors
+from .common import meant
 from .streams import print_message
 
 if TYPE_CHECKING:
@@ -33,8 +34,10 @@ def find_model(name: str, data: str | None = None) -> tuple[nn.Module, str, Any]
     if data:
         raise SmartpruneError(f"--data is for tasks, and {name} is not a task; the tasks are: {', '.join(TASKS)}")
     if name not in MODELS and not is_external(name):
+        problem = f"{name} is a path, not the name of a model" if os.path.exists(name) else f"unknown model {name!r}"
         raise SmartpruneError(
-            f"unknown model {name!r}; choose one of: {', '.join(MODELS)}; a task: {', '.join(TASKS)}; or use {OTHER_NAMES}"
+            f"{problem}{meant(name, (*MODELS, *TASKS))}; choose one of: {', '.join(MODELS)}; a task: {', '.join(TASKS)}; "
+            f"or use {OTHER_NAMES}"
         )
     return build(name), "16x8", None
 

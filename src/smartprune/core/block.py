@@ -77,7 +77,7 @@ class Block:
                 ) from None
         if isinstance(value, Sequence) or (isinstance(value, np.ndarray) and value.ndim == 1):
             return Block(*value)
-        raise SmartpruneError(f"block={value!r} is a {type(value).__name__}; write a tuple such as (16, 8)")
+        raise SmartpruneError(f"block={value!r} has the type {type(value).__name__}; write a tuple such as (16, 8)")
 
     def __repr__(self) -> str:
         return f"Block({', '.join(map(str, self.sizes))})"
