@@ -118,6 +118,16 @@ def test_the_memory_of_a_gpu_is_read_from_nvidia_smi(monkeypatch: pytest.MonkeyP
     assert gpu_memory() is None
 
 
+def test_memory_is_read_at_most_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, readings = 100.0, iter([Memory(1.0, 9.0), None])
+    monkeypatch.setattr(slots.time, "monotonic", lambda: now)
+    read = slots.once_a_second(lambda: next(readings))
+    assert read() == read() == Memory(1.0, 9.0)
+    now += 1.0
+    assert read() is None
+    assert read() is None
+
+
 def test_a_sweep_runs_one_after_the_other_if_two_do_not_fit(tmp_path: Path) -> None:
     cells = expand_grids([small_grid(options={**OPTIONS, "search_epochs": 1})])
     most = 0

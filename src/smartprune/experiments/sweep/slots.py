@@ -7,9 +7,11 @@ on the jobs themselves: the memory by what is used after a job has started, the 
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,6 +52,19 @@ def gpu_memory() -> Memory | None:
     except (OSError, ValueError, subprocess.SubprocessError):
         return None
     return Memory(used, total)
+
+
+def once_a_second(read: Callable[[], Memory | None]) -> Callable[[], Memory | None]:
+    """The same readings, but at most one call per second, because a sweep looks more often than nvidia-smi is cheap."""
+    latest: tuple[float, Memory | None] = (-math.inf, None)
+
+    def reading() -> Memory | None:
+        nonlocal latest
+        if time.monotonic() - latest[0] >= 1.0:
+            latest = time.monotonic(), read()
+        return latest[1]
+
+    return reading
 
 
 def read_pace(kind: str, folder: Path) -> Pace:

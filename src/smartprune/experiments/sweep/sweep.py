@@ -25,7 +25,7 @@ from .grid import Cell
 from .history import add_to_history
 from .job import POLL_SECONDS, Job, cpu_cores, try_lock, uses_gpu
 from .progress import RunStatus, SweepProgress, SweepStatus
-from .slots import Pace, Slots, gpu_memory, read_pace
+from .slots import Pace, Slots, gpu_memory, once_a_second, read_pace
 
 STOP_SECONDS, STOP_SHARE = (
     15.0,
@@ -332,7 +332,7 @@ class Sweep:
 def make_slots(jobs: int | None, cells: Sequence[Cell]) -> Slots:
     """The given number of jobs, or one per CPU core. On a GPU, the number is found unless it is given."""
     if jobs is None and uses_gpu(cell.config.device for cell in cells):
-        return Slots(cpu_cores(), fixed=False, read_memory=gpu_memory)
+        return Slots(cpu_cores(), fixed=False, read_memory=once_a_second(gpu_memory))
     return Slots(jobs or cpu_cores())
 
 
