@@ -69,6 +69,13 @@ def test_the_badges_state_what_the_project_file_states() -> None:
     assert "3.11, 3.12" in pictures["badges"]()
 
 
+def test_the_picture_of_a_terminal_shows_what_the_terminal_showed() -> None:
+    shown = runpy.run_path(str(ROOT / "docs" / "pictures.py"))["shown"]
+    written = "loading\r\n\r\x1b[Kdense 1/2\r\x1b[Kdense 2/2\r\n\r\x1b[Ksearch 1/2\r\x1b[Ksearch 2/2\r\n\r\x1b[Kdone\r\n"
+    assert shown(written) == "loading\ndense 2/2\nsearch 2/2\ndone\n"
+    assert shown(written, 0.6) == "loading\ndense 2/2\nsearch 1/2"
+
+
 def test_links_of_the_description_of_the_package_are_absolute() -> None:
     pytest.importorskip("hatchling")
     absolute_links = runpy.run_path(str(ROOT / ".ci" / "readme.py"))["absolute_links"]

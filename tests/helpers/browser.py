@@ -64,9 +64,11 @@ class Browser:
             with error:
                 raise RuntimeError(json.loads(error.read())["value"]["message"]) from None
 
-    def open(self, path: Path, width: int = 1280, height: int = 900, dark: bool = False, touch: bool = False) -> None:
-        """Opens a file in a window of this size."""
-        screen = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": touch}
+    def open(
+        self, path: Path, width: int = 1280, height: int = 900, dark: bool = False, touch: bool = False, scale: float = 1
+    ) -> None:
+        """Opens a file in a window of this size. ``scale`` is the number of pixels of a picture per pixel of the page."""
+        screen = {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": touch}
         self.command("Emulation.setDeviceMetricsOverride", screen)
         scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         self.command("Emulation.setEmulatedMedia", {"features": scheme})
