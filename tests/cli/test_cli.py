@@ -61,6 +61,13 @@ def test_help_does_not_import_torch() -> None:
     assert "usage: smartprune train" in process.stdout
 
 
+def test_without_arguments_the_commands_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_cli() == 2
+    listed = capsys.readouterr().err
+    assert "usage: smartprune" in listed
+    assert all(f"\n    {add.__name__.removeprefix('add_')}" in listed for add in COMMANDS)
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_cli("--version") == 0
     assert capsys.readouterr().out == f"smartprune {smartprune.__version__}\n"
@@ -107,7 +114,6 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["plan", "resnet18", "--sparsty=0.9"], "unrecognized arguments: --sparsty=0.9; did you mean --sparsity?"),
         (["prun"], "did you mean prune?"),
         (["dance"], "invalid choice: 'dance'"),
-        ([], "the following arguments are required: COMMAND"),
     ],
 )
 def test_wrong_arguments_exit_with_2(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
