@@ -8,8 +8,8 @@ other than zero, as in trained networks. For every case the forms of one network
 sample. The time of a round is the least of its calls, in processor time, so that other programs matter less; the speed-up compares
 times of one round.
 
-Forms are the dense network in torch and the compacted one. --forms adds ONNX files with dense and with sparse weights in
-onnxruntime, LiteRT if it is installed, and the CPU runtime. Sizes are those of the weights (torch), of the exported files, and of
+Forms are the dense network in torch and the compacted one. --forms adds files with dense and with sparse weights and files of the
+compacted network, in onnxruntime and in LiteRT if it is installed, and the CPU runtime. Sizes are those of the weights (torch), of the exported files, and of
 the packed file (CPU runtime). A form that fails is left out, with its error in the record.
 
 --files FOLDER keeps the files of every case, and reads those that are there. With --prepare it stops before anything is timed, so
@@ -28,6 +28,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -115,39 +116,60 @@ def weight_bytes(model: nn.Module) -> int:
 Call = Callable[[], Any]
 
 
-def onnx_call(path: Path, model: nn.Module, x: Tensor) -> Call:
+@dataclass(frozen=True)
+class Case:
+    """One network with zero blocks, its compacted form, an example and its blocks."""
+
+    model: nn.Module
+    small: nn.Module
+    x: Tensor
+    block: tuple[int | None, ...]
+
+
+def onnx_call(path: Path, case: Case) -> Call:
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = options.inter_op_num_threads = 1
     session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    feed = {session.get_inputs()[0].name: x.numpy()}
+    feed = {session.get_inputs()[0].name: case.x.numpy()}
     return lambda: session.run(None, feed)
 
 
-def runtime_call(path: Path, model: nn.Module, x: Tensor) -> Call:
-    fast = sp.accelerate(model, example=x, threads=1)
-    return lambda: fast(x)
+def runtime_call(path: Path, case: Case) -> Call:
+    fast = sp.accelerate(case.model, example=case.x, threads=1)
+    return lambda: fast(case.x)
 
 
-def litert_call(path: Path, model: nn.Module, x: Tensor) -> Call:
+def litert_call(path: Path, case: Case) -> Call:
     from ai_edge_litert.interpreter import Interpreter
 
     interpreter = Interpreter(str(path), num_threads=1)
     interpreter.allocate_tensors()
-    interpreter.set_tensor(interpreter.get_input_details()[0]["index"], x.numpy())
+    interpreter.set_tensor(interpreter.get_input_details()[0]["index"], case.x.numpy())
     return interpreter.invoke  # type: ignore[no-any-return]
 
 
-def write_onnx(model: nn.Module, path: Path, x: Tensor, block: str) -> None:
-    sp.export_onnx(model, path, x, block=block_of(block), sparse="sparse" in path.name)
+def write_onnx(path: Path, case: Case) -> None:
+    sp.export_onnx(form_of(path, case), path, case.x, block=case.block, sparse="sparse" in path.name)
 
 
-FORMS: dict[str, tuple[str, Callable[[nn.Module, Path, Tensor, str], Any], Callable[[Path, nn.Module, Tensor], Call]]] = {
+def write_litert(path: Path, case: Case) -> None:
+    sp.export_litert(form_of(path, case), path, case.x, sparse="sparse" in path.name)
+
+
+def form_of(path: Path, case: Case) -> nn.Module:
+    return case.small if "compacted" in path.name else case.model
+
+
+FORMS: dict[str, tuple[str, Callable[[Path, Case], Any], Callable[[Path, Case], Call]]] = {
     "ONNX, dense": ("dense.onnx", write_onnx, onnx_call),
     "ONNX, sparse": ("sparse.onnx", write_onnx, onnx_call),
-    "LiteRT": ("net.tflite", lambda model, path, x, block: sp.export_litert(model, path, x), litert_call),
-    "CPU runtime": ("net.packed.safetensors", lambda model, path, x, block: sp.pack(model, path, block_of(block)), runtime_call),
+    "ONNX, compacted": ("compacted.onnx", write_onnx, onnx_call),
+    "LiteRT, dense": ("dense.tflite", write_litert, litert_call),
+    "LiteRT, sparse": ("sparse.tflite", write_litert, litert_call),
+    "LiteRT, compacted": ("compacted.tflite", write_litert, litert_call),
+    "CPU runtime": ("net.packed.safetensors", lambda path, case: sp.pack(case.model, path, case.block), runtime_call),
 }  # name: the file, how to write it, how to run it
 
 
@@ -160,13 +182,14 @@ def prepare(model: nn.Module, x: Tensor, block: str, folder: Path, others: Itera
     folder.mkdir(parents=True, exist_ok=True)
     small = sp.compact(model, x)
     report = sp.compaction(small)
+    case = Case(model, small, x, block_of(block))
     torch.save(small, folder / "small.pt")
     sizes, failed = {"torch, dense": weight_bytes(model), "torch, compacted": weight_bytes(small)}, {}
     for form in others:
         name, write, call = FORMS[form]
         try:
-            write(model, folder / name, x, block)
-            call(folder / name, model, x)()
+            write(folder / name, case)
+            call(folder / name, case)()
             sizes[form] = (folder / name).stat().st_size
         except Exception as error:  # a package is missing, or cannot run this network
             failed[form] = f"{type(error).__name__}: {error}"[:300]
@@ -198,7 +221,8 @@ def measure(
     small = torch.load(folder / "small.pt", weights_only=False)
     sizes = known["sizes"]
     calls: dict[str, Call] = {"torch, dense": lambda: model(x), "torch, compacted": lambda: small(x)}
-    calls |= {form: FORMS[form][2](folder / FORMS[form][0], model, x) for form in sizes if form in FORMS}
+    case = Case(model, small, x, block_of(block))
+    calls |= {form: FORMS[form][2](folder / FORMS[form][0], case) for form in sizes if form in FORMS}
     ms = times(calls, rounds)
     method = f"{name}, {block}"
     shares = {"params left": known["parameters"], "MACs left": known["macs"]}
@@ -207,19 +231,21 @@ def measure(
         label = f"{method}: {form}"
         rows.append(row(data, sparsity, "ms", label, ms[form]))
         rows.append(row(data, sparsity, "MB", label, [size / 1e6]))
-        if form != "torch, dense":
-            ratios = [a / b for a, b in zip(ms["torch, dense"], ms[form], strict=True)]
-            rows.append(row(data, sparsity, "times faster", label, ratios))
+        same = f"{form.partition(',')[0]}, dense"
+        for dense, metric in (("torch, dense", "times faster"), (same, "times faster than dense there")):
+            if form != dense and dense in ms:
+                ratios = [a / b for a, b in zip(ms[dense], ms[form], strict=True)]
+                rows.append(row(data, sparsity, metric, label, ratios))
     rows[0]["failed"] = known["failed"]
     shown = ", ".join(f"{entry['method'].partition(': ')[2]} {entry['metric']} {entry['mean']:.2f}" for entry in rows)
     print(f"{name} {block} {sparsity}: {shown} {known['failed'] or ''}", file=sys.stderr, flush=True)
     return rows
 
 
-Case = tuple[str, str, str, float, Callable[[], tuple[nn.Module, Tensor]]]  # name, data, block, sparsity, model and example
+Planned = tuple[str, str, str, float, Callable[[], tuple[nn.Module, Tensor]]]  # name, data, block, sparsity, model and example
 
 
-def cases(args: argparse.Namespace) -> Iterator[Case]:
+def cases(args: argparse.Namespace) -> Iterator[Planned]:
     for folder in args.run:
         model, x, block, sparsity, _ = load(folder)
         yield type(model).__name__, f"learned, {folder.name}", block, sparsity, lambda model=model, x=x: (model, x)
