@@ -39,11 +39,12 @@ import smartprune as sp
 from smartprune.models import MODELS
 from smartprune.runtime.latency_table import machine_name
 
-SIDES = {"resnet18": 32, "mobilenetv2": 32, "resnet50": 224, "yolov5m": 320, "bisenetv2": 512}
+SIDES = {"resnet18": 32, "mobilenetv2": 32, "resnet50": 128, "yolov5m": 256, "bisenetv2": 256}
 BLOCKS = ("16x8", "16xNone", "1xNone")  # None: all input channels and the whole kernel
 SPARSITIES = (0.7, 0.9, 0.95)
 PROFILE = 0.5
-CALLS = 5  # of a round
+MULTIPLE = 8  # of the channels of compacted layers, as kernels of onnxruntime need it
+CALLS = 3  # of a round
 
 
 def block_of(text: str) -> tuple[int | None, ...]:
@@ -180,7 +181,7 @@ def prepare(model: nn.Module, x: Tensor, block: str, folder: Path, others: Itera
         known: dict[str, Any] = json.loads(path.read_text())
         return known
     folder.mkdir(parents=True, exist_ok=True)
-    small = sp.compact(model, x)
+    small = sp.compact(model, x, multiple=MULTIPLE)
     report = sp.compaction(small)
     case = Case(model, small, x, block_of(block))
     torch.save(small, folder / "small.pt")
@@ -266,7 +267,7 @@ def main() -> None:
     parser.add_argument("--sparsity", nargs="+", type=float, default=list(SPARSITIES))
     parser.add_argument("--run", nargs="+", type=Path, default=[], help="finished runs to measure instead")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--forms", action="store_true", help="other runtimes as well")
+    parser.add_argument("--forms", nargs="*", choices=list(FORMS), help="other runtimes as well; without names, all of them")
     parser.add_argument("--files", type=Path, help="folder that keeps the files of all cases")
     parser.add_argument("--prepare", action="store_true", help="only write the files")
     parser.add_argument("--out", type=Path)
@@ -278,7 +279,7 @@ def main() -> None:
         for name, data, block, sparsity, make in cases(args):
             folder = (args.files or Path(temporary)) / f"{name}-{data.rpartition(' ')[2]}-{block}-{sparsity:g}"
             model, x = make()
-            known = prepare(model, x, block, folder, FORMS if args.forms else ())
+            known = prepare(model, x, block, folder, args.forms or (FORMS if args.forms == [] else ()))
             if not args.prepare:
                 rows += measure(name, data, block, sparsity, model, x, args.rounds, folder, known)
                 write(args, rows)
@@ -286,7 +287,7 @@ def main() -> None:
 
 def write(args: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> None:
     machine = {"device": machine_name(), "threads": 1, "torch": torch.__version__, "python": platform.python_version()}
-    settings = {"rounds": args.rounds, "calls": CALLS, "sides": SIDES, "profile": PROFILE}
+    settings = {"rounds": args.rounds, "calls": CALLS, "sides": SIDES, "profile": PROFILE, "multiple": MULTIPLE}
     text = json.dumps({"settings": settings, **machine, "rows": rows}, indent=1)
     print(text) if args.out is None else args.out.write_text(text)
 

@@ -246,6 +246,9 @@ def test_errors_name_what_is_wrong() -> None:
     for given, example, message in wrong:
         with pytest.raises(SmartpruneError, match=message):
             sp.compact(given, example)
+    for multiple in (0, 8.0, "8"):
+        with pytest.raises(SmartpruneError, match="is not a positive integer; give 8 or 16"):
+            sp.compact(model, x, multiple=multiple)  # type: ignore[arg-type]
     masked = nn.Sequential(nn.Linear(4, 4))
     torch.nn.utils.prune.random_unstructured(masked[0], "weight", 0.5)
     with pytest.raises(SmartpruneError, match=r"is masked by torch\.nn\.utils\.prune"):

@@ -31,12 +31,16 @@ SHRINKS = set(NETS) - {  # their channels may all stay
 }
 
 
-def compacted(recorded: Graph, model: nn.Module) -> nn.Module:
+def compacted(recorded: Graph, model: nn.Module, multiple: int = 1) -> nn.Module:
     """The compact form of a model whose graph was recorded before, with other weights."""
     graph = Graph(model, recorded.nodes, recorded.names, recorded.constants)
     record(graph, RULES)
     small = copy.deepcopy(model)
-    apply(graph, choose(graph, {}), small)
+    choice = choose(graph, {}, multiple=multiple)
+    apply(graph, choice, small)
+    for reader in graph.readers:
+        gone = choice.of(graph.weights[reader.weight][reader.out_axis])
+        assert not gone.any() or int((~gone).sum()) % multiple == 0
     return small
 
 
@@ -64,7 +68,7 @@ def test_outputs_are_equal_for_random_empty_channels(name: str) -> None:
     smaller = 0
     for seed in range(PATTERNS):
         pruned = empty_channels(copy.deepcopy(model), seed)
-        small = compacted(recorded, pruned)
+        small = compacted(recorded, pruned, multiple=(1, 1, 2, 3)[seed])
         assert small.state_dict().keys() >= pruned.state_dict().keys()
         smaller += count(small) < count(pruned)
         other = tree_map(lambda x: torch.randn_like(x) if isinstance(x, Tensor) and x.is_floating_point() else x, (args, kwargs))
@@ -106,6 +110,24 @@ def test_both_ends_of_a_channel_count() -> None:
     zero(model[0].weight, 0, [1, 2])
     zero(model[2].weight, 1, [2, 5, 8])
     assert shapes(model, torch.randn(2, 4)) == {"0": (5, 4), "2": (3, 5)}
+
+
+@pytest.mark.parametrize(("multiple", "left"), [(1, 5), (2, 6), (4, 8), (6, 6), (8, 8), (16, 12)])
+def test_layers_keep_a_multiple_of_channels(multiple: int, left: int) -> None:
+    """Both layers of a sum keep as many, and a layer that has fewer channels than that keeps all."""
+    torch.manual_seed(0)
+    model = Net(
+        lambda m, x: m.last(torch.relu(m.a(x)) + m.b(x)),
+        a=nn.Conv2d(3, 12, 3),
+        b=nn.Conv2d(3, 12, 3),
+        last=nn.Conv2d(12, 5, 1),
+    )
+    for layer in (model.a, model.b):
+        zero(layer.weight, 0, [0, 1, 3, 6, 7, 9, 11])
+    graph = export(model.double().eval(), (x := torch.randn(2, 3, 8, 8).double(),), {})
+    small = compacted(graph, model, multiple)
+    assert [layer.weight.shape[0] for layer in (small.a, small.b, small.last)] == [left, left, 5]  # type: ignore[union-attr, index]
+    torch.testing.assert_close(small(x), model(x), rtol=1e-9, atol=1e-9)
 
 
 def test_empty_channels_spread_through_the_graph() -> None:

@@ -52,6 +52,9 @@ def test_files_compute_what_the_model_computes(model: nn.Module, tmp_path: Path,
     program = torch.export.load(tmp_path / "small.pt2").module()
     torch.testing.assert_close(program(x), model(x), rtol=1e-5, atol=1e-5)
 
+    assert run_cli(*COMMAND, "--out", "even.pt2", "--multiple", "4") == 0
+    assert "16x3x3x3  12x3x3x3" in capsys.readouterr().out
+
     assert run_cli(*COMMAND, "--out", "small.safetensors", "--json") == 0
     data = json.loads(capsys.readouterr().out)
     state = load_file(tmp_path / "small.safetensors")
@@ -86,7 +89,8 @@ def test_run_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_wrong_arguments(model: nn.Module, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words, message in (
         (("mine:build", "--input", "3x8x8"), "--out is missing"),
-        (("mine:build", "--input", "3x8x8", "--out", "a.bin"), "must end in one of: .pt2, .onnx, .safetensors"),
+        (("mine:build", "--input", "3x8x8", "--out", "a.bin"), "must end in one of: .pt2, .onnx, .tflite, .safetensors"),
+        (("mine:build", "--input", "3x8x8", "--out", "a.pt2", "--multiple", "0"), "--multiple 0 must be a positive number"),
         (("mine:build", "--out", "a.pt2"), "add --input"),
         (("mine:build", "--input", "3x8x8", "--weights", "w.safetensors", "--out", "w.safetensors"), "the file of --weights"),
         (("nothing", "--out", "a.pt2"), "unknown model 'nothing'"),

@@ -32,7 +32,7 @@ SEED = 0
 _REPORTS: weakref.WeakKeyDictionary[nn.Module, Compaction] = weakref.WeakKeyDictionary()
 
 
-def compact(model: nn.Module, example: Any) -> nn.Module:
+def compact(model: nn.Module, example: Any, *, multiple: int = 1) -> nn.Module:
     """Removes channels that are empty, so that the model is smaller and faster in any runtime.
 
     An output channel whose weights are all zero is a constant, and remains one through normalization and activations. If the
@@ -47,12 +47,15 @@ def compact(model: nn.Module, example: Any) -> nn.Module:
     Args:
         model: A baked or any other plain model.
         example: An input: a tensor, or a tuple or dictionary of arguments.
+        multiple: Layers that lose channels keep a multiple of this number, so some empty channels stay. Many kernels are fast for
+            multiples of 8 or 16 only, such as those of onnxruntime on x86.
 
     Returns:
         A smaller model on the device and in the dtype of the given one. If there is no empty channel, an equal copy.
 
     Raises:
-        SmartpruneError: The model is still being pruned, does not run on the example, or cannot be recorded.
+        SmartpruneError: The model is still being pruned, does not run on the example, or cannot be recorded, or ``multiple`` is not
+            a positive number.
 
     Examples:
         >>> import smartprune as sp
@@ -75,8 +78,10 @@ def compact(model: nn.Module, example: Any) -> nn.Module:
     if any(is_masked(module) for module in model.modules()):
         raise SmartpruneError("compact: the model is still being pruned; call smartprune.bake(model) first")
     check_not_masked(model.state_dict(), f"compact: {type(model).__name__}")
+    if type(multiple) is not int or multiple < 1:
+        raise SmartpruneError(f"compact: multiple={multiple!r} is not a positive integer; give 8 or 16, or leave it out")
     args, kwargs = call_arguments(example)
-    work = _Work(copy_of(model, "compact"), args, kwargs)
+    work = _Work(copy_of(model, "compact"), args, kwargs, multiple)
     small, choice = work.run()
     result = _like(unwrapped(model), small)
     report = work.report(type(unwrapped(model)).__name__, result, choice)
@@ -122,6 +127,7 @@ class _Work:
     model: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    multiple: int = 1
     difference: float = 0.0
     scale: float = 0.0
     batches: list[Any] = field(default_factory=list)
@@ -226,10 +232,13 @@ class _Work:
                 self.difference, self.scale = max(self.difference, float(difference)), max(self.scale, float(scale))
         return None
 
+    def _choose(self, graph: Graph, frozen: Frozen, held: Collection[int] = ()) -> Choice:
+        return choose(graph, frozen, held, self.multiple)
+
     def _try(
         self, graph: Graph, frozen: Frozen, expected: list[list[Tensor]], dtype: Any, held: Collection[int] = ()
     ) -> tuple[Any, Choice] | str:
-        choice = choose(graph, frozen, held)
+        choice = self._choose(graph, frozen, held)
         small = copy.deepcopy(self.exact)
         apply(graph, choice, small)
         return self._compare(small, expected, dtype) or (small, choice)
@@ -254,7 +263,7 @@ class _Work:
             return self._search_parts(graph, frozen, expected, dtype)
         for line, allowed in options.items():
             for attempt in ({k: v for k, v in frozen.items() if k != line}, *({**frozen, line: axis} for axis in allowed[:-1])):
-                if torch.equal(choose(graph, attempt).removed, result[1].removed):
+                if torch.equal(self._choose(graph, attempt).removed, result[1].removed):
                     continue
                 better = self._try(graph, attempt, expected, dtype)
                 if not isinstance(better, str):
@@ -271,7 +280,7 @@ class _Work:
         The graph does not show such code: ``x * x.shape[1] ** -0.5`` is a product with a number in it. The parts are found by
         running the model with one half of the removals, then with the other, and so on.
         """
-        parts = roots_by_weight(graph, choose(graph, frozen))
+        parts = roots_by_weight(graph, self._choose(graph, frozen))
         held = frozenset[int]().union(*parts)
         found = self._try(graph, frozen, expected, dtype, held)
         if isinstance(found, str):
@@ -297,8 +306,7 @@ class _Work:
             if reader.weight in layers:
                 continue
             old, new = graph.tensors[reader.weight], after[reader.weight]
-            out_axis = 0 if reader.groups > 1 else reader.axes[0]
-            labels = graph.weights[reader.weight][out_axis]
+            labels = graph.weights[reader.weight][reader.out_axis]
             idle = torch.ones(0, dtype=torch.bool)
             if len(labels) == reader.reads.shape[0]:
                 idle = ~reader.live_outputs() | ~reader.reads.any(1)

@@ -53,7 +53,7 @@ def _add_constants(graph: Graph, choice: Choice, tensors: dict[str, Tensor]) -> 
             mean = mean_of(graph, reader)
             tensors[mean] = tensors[mean] - shift
         elif target == NEW:
-            outputs = graph.weights[reader.weight][0 if reader.groups > 1 else reader.axes[0]]
+            outputs = graph.weights[reader.weight][reader.out_axis]
             new[reader.weight] = shift[~choice.of(outputs)]
     return new
 

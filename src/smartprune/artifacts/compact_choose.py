@@ -42,10 +42,10 @@ def all_values(graph: Graph) -> list[Known]:
     return [*(value for values in graph.values.values() for value in flat(values)), *graph.forms.values()]
 
 
-def choose(graph: Graph, frozen: Frozen, held: Collection[int] = ()) -> Choice:
+def choose(graph: Graph, frozen: Frozen, held: Collection[int] = (), multiple: int = 1) -> Choice:
     """The channels that can be removed, if the code of the model allows all shapes except those that are ``frozen``.
 
-    ``held`` are roots of labels that stay in any case.
+    ``held`` are roots of labels that stay in any case. A layer that loses outputs keeps a multiple of ``multiple``.
     """
     roots = graph.labels.roots()
     why = {graph.labels.root(label): reason for label, reason in graph.labels.reasons.items()}
@@ -70,7 +70,7 @@ def choose(graph: Graph, frozen: Frozen, held: Collection[int] = ()) -> Choice:
     merged = _constants(graph, targets, roots, why)
     possible[list(why)] = False
     choice = Choice(possible[roots], merged, targets, why, roots)
-    _Shapes(graph, choice, values, frozen).settle()
+    _Shapes(graph, choice, values, frozen, multiple).settle()
     return choice
 
 
@@ -149,8 +149,8 @@ def _constants(graph: Graph, targets: list[str | None], roots: Tensor, why: dict
 class _Shapes:
     """Keeps more channels until every tensor loses only whole positions of its axes."""
 
-    def __init__(self, graph: Graph, choice: Choice, values: list[Known], frozen: Frozen) -> None:
-        self.graph, self.choice = graph, choice
+    def __init__(self, graph: Graph, choice: Choice, values: list[Known], frozen: Frozen, multiple: int) -> None:
+        self.graph, self.choice, self.multiple = graph, choice, multiple
         self.removed, self.roots, self.why = choice.removed, choice.roots, choice.why
         self.values = [value for value in values if bool(choice.of(value.label).any())]
         self.keep = {id(value): {axis: mask.clone() for axis, mask in value.keep.items()} for value in self.values}
@@ -173,6 +173,8 @@ class _Shapes:
                 self._keep_equal([self._gone(part) for part in parts], parts, "parts of a split have equal widths")
             for weight, (groups, label) in self.graph.groups.items():
                 self._keep_groups(weight, groups, label)
+            for reader in self.graph.readers if self.multiple > 1 else ():
+                self._keep_multiple(self.graph.weights[reader.weight][reader.out_axis])
         self.choice.slabs = {id(value): self._slabs(value) for value in self.values}
 
     def _stay(self, labels: Tensor, reason: str) -> None:
@@ -235,6 +237,12 @@ class _Shapes:
         least = min(int(part.sum()) for part in gone)
         for part, label in zip(gone, labels, strict=True):
             self._stay(label[part.nonzero().flatten()[least:]], reason)
+
+    def _keep_multiple(self, labels: Tensor) -> None:
+        """A layer keeps a multiple of outputs, or all of them."""
+        gone = self.removed[labels].nonzero().flatten()
+        missing = min(len(gone), -(len(labels) - len(gone)) % self.multiple)
+        self._stay(labels[gone[:missing]], f"the number of channels is a multiple of {self.multiple}")
 
     def _keep_groups(self, weight: str, groups: int, label: Tensor) -> None:
         """Groups of a convolution lose equally many channels, or all of them."""

@@ -95,6 +95,11 @@ class Reader:
     groups: int
     border: bool  # whether constant channels can give different outputs at different positions
 
+    @property
+    def out_axis(self) -> int:
+        """The axis of the outputs in the weight, as the graph labels it."""
+        return 0 if self.groups > 1 else self.axes[0]
+
     def live_outputs(self) -> Tensor:
         """The outputs that a later operation may depend on, bool [outputs]."""
         return self.out.live.reshape(-1)
