@@ -8,9 +8,10 @@ other than zero, as in trained networks. For every case the forms of one network
 sample. The time of a round is the least of its calls, in processor time, so that other programs matter less; the speed-up compares
 times of one round.
 
-Forms are the dense network in torch and the compacted one. --forms adds files with dense and with sparse weights and files of the
-compacted network, in onnxruntime and in LiteRT if it is installed, and the CPU runtime. Sizes are those of the weights (torch), of the exported files, and of
-the packed file (CPU runtime). A form that fails is left out, with its error in the record.
+Forms are the dense network in torch and the compacted one, whose layers keep a multiple of 8 channels. --forms adds files with
+dense and with sparse weights and files of the compacted network, in onnxruntime and in LiteRT if it is installed, and the CPU
+runtime. Sizes are those of the weights (torch), of the exported files, and of the packed file (CPU runtime). A form that fails is
+left out, with its error in the record.
 
 --files FOLDER keeps the files of every case, and reads those that are there. With --prepare it stops before anything is timed, so
 that the times can be taken later, when nothing else runs.
