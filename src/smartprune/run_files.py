@@ -15,6 +15,7 @@ LATENCY = "latency.json"  # the times that a budget in time was measured with
 SCORES = "scores.safetensors"  # the scores of all blocks at the end of the search
 PACKED = "model.packed.safetensors"
 ONNX = "model.onnx"
+C_SOURCE = "model.c"  # written by ``smartprune export --c``, with a header next to it
 COMPACT = "compact.pt2"  # written by ``smartprune compact``
 RESULT = "result.json"  # written last: the run is finished
 PAGE = "report.html"

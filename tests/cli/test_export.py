@@ -150,3 +150,10 @@ def test_a_c_file_by_its_suffix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert (tmp_path / "m.c").stat().st_size == data["size"]
     assert receipt.mask_hash in (tmp_path / "m.c").read_text()
     assert "int m_run(const float *input, float *output);" in (tmp_path / "m.h").read_text()
+    np.save(tmp_path / "x.npy", torch.randn(40, 3, 8, 8).numpy())
+    assert run_cli(*command, "m8.c", "--c", "--int8", "--calibration", "x.npy", "--json") == 0
+    assert 0 < json.loads(capsys.readouterr().out)["int8_error"] < 0.1
+    assert run_cli(*command, "m.onnx", "--c") == 2
+    assert "--c is for C files, and --out is m.onnx" in capsys.readouterr().err
+    assert run_cli(*command[:-1], "--c") == 2
+    assert "give the file to write, such as --out model.c" in capsys.readouterr().err

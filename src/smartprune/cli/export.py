@@ -25,13 +25,15 @@ def add_export(subparsers: Subparsers) -> None:
         "  smartprune export runs/mine\n"
         "  smartprune export runs/mine --int8 --out small.onnx\n"
         "  smartprune export runs/mine --int8 --out small.tflite\n"
-        "  smartprune export runs/mine --out net.c --target neon\n"
+        "  smartprune export runs/mine --c --target neon\n"
+        "  smartprune export runs/mine --int8 --out net.c --target neon_dot\n"
         "  smartprune export mypackage.net:build --weights model.safetensors --input 3x224x224 --block 16x8 --out model.onnx\n\n"
         "With an ONNX file comes one with the mask of the zero blocks (docs/format.md), and with a C file its header.\n"
         "Needs: pip install onnx onnxscript onnxruntime, ai-edge-litert for a .tflite file, and nothing for a .c file",
     )
     parser.add_argument("model", help="a run folder, a built-in network, or MODULE:FUNCTION that returns a torch.nn.Module")
     parser.add_argument("--out", metavar="FILE", help="file to write: .onnx, .tflite or .c (default: model.onnx in the run folder)")
+    parser.add_argument("--c", action="store_true", help="write C: model.c in the run folder, or the .c file of --out")
     parser.add_argument("--weights", metavar="FILE", help="weights to load into the model: any file that verify can read")
     parser.add_argument("--input", metavar="SHAPE", help="shape of one sample, such as 3x32x32 (default: the task's)")
     parser.add_argument("--block", metavar="SIZE", help="block size to check, output x input channels (default: the receipt's)")
@@ -56,17 +58,18 @@ def run_export(args: argparse.Namespace) -> int:
     from ..core.block import Block
 
     folder = Path(args.model)
-    out = Path(args.out or folder / run_files.ONNX)
+    out = Path(args.out or folder / (run_files.C_SOURCE if args.c else run_files.ONNX))
     with argument_errors(args):
         block = None if args.block is None else Block.of(args.block)
         if args.out is None and not folder.is_dir():
-            raise SmartpruneError("--out is missing; give the file to write, such as --out model.onnx")
+            raise SmartpruneError(f"--out is missing; give the file to write, such as --out {'model.c' if args.c else 'model.onnx'}")
         if out.suffix not in WRITERS:
             raise SmartpruneError(f"--out {out} must end in one of: {', '.join(WRITERS)}")
         for flag, given, suffix in (
             ("--sparse", args.sparse, ONNX),
             ("--no-fold", args.no_fold, ONNX),
             ("--channels-last", args.channels_last, LITERT),
+            ("--c", args.c, C),
             ("--target", args.target, C),
         ):
             if given and out.suffix != suffix:
