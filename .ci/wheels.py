@@ -1,8 +1,9 @@
 """Wheels with compiled kernels, from the wheel without them: python .ci/wheels.py dist/smartprune-*-none-any.whl
 
 gcc compiles, or its cross-compiler for ARM, so the code is what it compiles on a machine of its own. zig links against an old
-version of glibc, so that the libraries run on all Linux systems of manylinux_2_17. zig does both for macOS. A library is named
-after a hash of its sources and flags: a wheel whose sources changed later does not load it.
+version of glibc, so that the libraries run on all Linux systems of manylinux_2_17. zig does both for macOS and Windows, whose
+libraries do not run here. A library is named after a hash of its sources and flags: a wheel whose sources changed later does not
+load it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from smartprune.runtime.cpu.build import FLAGS, PREBUILT, SOURCES, Unit, library_name, probe_of, stem_of, units_of
+from smartprune.runtime.cpu.build import PREBUILT, SOURCES, Unit, flags_of, libraries_of, library_name, probe_of, stem_of, units_of
 from smartprune.runtime.cpu.instruction_sets import ARCHITECTURES, INSTRUCTION_SETS
 
 ZIG = (sys.executable, "-m", "ziglang", "cc")
@@ -49,6 +50,7 @@ TARGETS = (
         ("aarch64-linux-gnu-gcc", "-mno-outline-atomics"),
     ),
     Target("macosx_11_0_arm64", "darwin", "arm64", "aarch64-macos.11.0", (*ZIG, "-target", "aarch64-macos.11.0")),
+    Target("win_amd64", "win32", "AMD64", "x86_64-windows-gnu", (*ZIG, "-target", "x86_64-windows-gnu")),
 )
 
 
@@ -71,15 +73,14 @@ def compiled(target: Target, folder: Path) -> list[Path]:
             if key not in objects:
                 objects[key] = folder / f"{key}.o"
                 source = str(SOURCES / unit.source)
-                run(*target.compiler, *FLAGS, *unit.flags, "-c", source, "-o", str(objects[key]))
+                run(*target.compiler, *flags_of(target.system), *unit.flags, "-c", source, "-o", str(objects[key]))
         path = folder / file
         run(
             *target.link,
             "-o",
             str(path),
             *(str(objects[unit.key(target.system, target.machine)]) for unit in units),
-            "-lm",
-            "-lpthread",
+            *libraries_of(target.system),
         )
         out.append(path)
     return out

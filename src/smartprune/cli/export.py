@@ -62,7 +62,9 @@ def run_export(args: argparse.Namespace) -> int:
     with argument_errors(args):
         block = None if args.block is None else Block.of(args.block)
         if args.out is None and not folder.is_dir():
-            raise SmartpruneError(f"--out is missing; give the file to write, such as --out {'model.c' if args.c else 'model.onnx'}")
+            raise SmartpruneError(
+                f"--out is missing; give the file to write, such as --out {'model.c' if args.c else 'model.onnx'}"
+            )
         if out.suffix not in WRITERS:
             raise SmartpruneError(f"--out {out} must end in one of: {', '.join(WRITERS)}")
         for flag, given, suffix in (

@@ -141,6 +141,40 @@ def test_missing_compiler_is_an_error_and_the_reference_backend_works(empty_cach
         sp.accelerate(model)
 
 
+@pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="this system does not list the features of its processor")
+def test_supported_sets_are_those_that_the_system_lists() -> None:
+    """The probe reads registers of the processor itself. Linux lists a feature if it also saves its registers."""
+    listed = set(Path("/proc/cpuinfo").read_text().split())
+    needed = {
+        "avx2": {"avx2", "fma"},
+        "avx512": {"avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl"},
+        "avx512vnni": {"avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni"},
+        "neon_dot": {"asimddp"},
+        "neon_i8mm": {"asimddp", "i8mm"},
+    }
+    supported = build.supported_sets()
+    for row in build.of_this_architecture():
+        assert (row.name in supported) == (needed.get(row.name, set()) <= listed), row.name
+
+
+def test_flags_and_compilers_of_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gcc does not align the stack for AVX there, and position independence and libm are no options of clang."""
+    assert "-fPIC" in build.flags_of("linux")
+    assert "-fPIC" not in build.flags_of(build.WINDOWS)
+    assert build.libraries_of(build.WINDOWS) == ()
+    programs = {"gcc": "C:/gcc.exe", "clang": "C:/clang.exe", "C:/tools/gcc": "C:/tools/gcc.exe"}
+    monkeypatch.setattr(build.shutil, "which", programs.get)
+    monkeypatch.setattr(build.sys, "platform", build.WINDOWS)
+    monkeypatch.delenv("CC", raising=False)
+    assert build.compiler() == ("C:/clang.exe",)
+    monkeypatch.setenv("CC", r"'C:\tools\gcc' -O2")
+    assert build.compiler() == ("C:/tools/gcc.exe", "-O2")
+    monkeypatch.delenv("CC")
+    del programs["clang"]
+    with pytest.raises(sp.SmartpruneError, match="clang is not installed; install clang or set CC"):
+        build.compiler()
+
+
 def test_failing_compiler_is_an_error_with_its_message(empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = tmp_path / "broken-cc"
     broken.write_text("#!/bin/sh\necho 'internal error: out of ideas' >&2\nexit 1\n")

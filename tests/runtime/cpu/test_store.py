@@ -178,3 +178,18 @@ def test_cache_that_other_users_can_write_is_not_used(empty_cache: Path) -> None
     empty_cache.mkdir()
     empty_cache.chmod(0o777)
     assert store.cache_folder() != empty_cache
+
+
+def test_the_cache_works_without_what_windows_lacks(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No owners, no folders on the disk, and no flags of files: simulated, because the tests do not run on Windows."""
+    for name in ("getuid", "fchmod"):
+        monkeypatch.delattr(os, name)
+    monkeypatch.setattr(store, "OPEN_FLAGS", os.O_RDONLY)
+    monkeypatch.setattr(store, "DIRECTORY", None)
+    part = store.cache_folder() / "part"
+    part.write_bytes(b"kernels")
+    path = store.keep(part, part.parent, "runtime", ".so")
+    assert path.parent == empty_cache == store.shared_folder()
+    assert store.find(empty_cache, "runtime", ".so") == [path]
+    path.write_bytes(b"damaged")
+    assert store.find(empty_cache, "runtime", ".so") == []

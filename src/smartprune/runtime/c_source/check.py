@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,14 +27,19 @@ Run = Callable[[Sequence[Tensor]], list[Tensor]]
 
 def compile_and_load(source: str, header: str, name: str, isa: InstructionSet, outputs: Sequence[Sequence[int]]) -> Run:
     """The function of an exported network, for float32 tensors. ``outputs`` are the shapes of its results."""
-    with tempfile.TemporaryDirectory(prefix="smartprune-c-") as temporary:
+    windows = sys.platform == build.WINDOWS
+    if windows:
+        header = header.replace(f"int {name}_run(", f"__declspec(dllexport) int {name}_run(")
+    with tempfile.TemporaryDirectory(prefix="smartprune-c-", ignore_cleanup_errors=True) as temporary:
         folder = Path(temporary)
         (folder / f"{name}.c").write_text(source)
         (folder / f"{name}.h").write_text(header)
         library = folder / f"{name}.so"
-        command = [*build.compiler(), *FLAGS, *isa.flags, "-fPIC", "-shared", "-o", str(library), str(folder / f"{name}.c"), "-lm"]
+        shared = ("-shared",) if windows else ("-fPIC", "-shared")
+        command = [*build.compiler(), *FLAGS, *isa.flags, *shared, "-o", str(library), str(folder / f"{name}.c")]
+        command += build.libraries_of(sys.platform)
         build.run_commands(folder, [command])
-        code = ctypes.CDLL(str(library))  # the file may be removed while it is loaded
+        code = ctypes.CDLL(str(library))  # the file may be removed while it is loaded, except on Windows
     function = getattr(code, f"{name}_run")
     function.restype = ctypes.c_int
 

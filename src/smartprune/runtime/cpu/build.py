@@ -28,12 +28,14 @@ PREBUILT = Path(__file__).parent / "prebuilt"  # the libraries of a wheel, named
 FLAGS = (
     "-O3",
     "-std=gnu11",
-    "-fPIC",
     "-ffp-contract=fast",
     "-fno-math-errno",
     "-fno-trapping-math",
     "-Wno-psabi",
 )
+WINDOWS = "win32"  # sys.platform
+COMPILERS = ("cc", "gcc", "clang")
+COMPILERS_OF_WINDOWS = ("clang",)  # gcc does not align the stack for AVX there, and MSVC has no vector types
 REFERENCE = 'pass backend="reference" to run slowly in torch'
 UNWRITABLE = tuple(os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EROFS))
 _BUILDING = ForkLock()  # threads of one process would write the same files
@@ -47,12 +49,20 @@ class Library:
     code: ctypes.CDLL
 
 
+def flags_of(system: str) -> tuple[str, ...]:
+    """The compiler's flags of all kernels."""
+    return FLAGS if system == WINDOWS else (*FLAGS, "-fPIC")
+
+
+def libraries_of(system: str) -> tuple[str, ...]:
+    """The linker's flags of all kernels."""
+    return () if system == WINDOWS else ("-lm", "-lpthread")
+
+
 def load(int8: bool = False, isa: str | None = None) -> Library:
     """The library for this machine. ``isa`` or $SMARTPRUNE_ISA selects another instruction set that the machine has."""
-    if sys.byteorder != "little" or os.name != "posix":
-        raise SmartpruneError(
-            f"accelerate: the kernels support little-endian Linux and macOS, and this is {sys.platform}; {REFERENCE}"
-        )
+    if sys.byteorder != "little":
+        raise SmartpruneError(f"accelerate: the kernels support little-endian machines, and this one is big-endian; {REFERENCE}")
     name = isa or os.environ.get("SMARTPRUNE_ISA") or None
     with _BUILDING.lock:
         supported = supported_sets()
@@ -111,21 +121,24 @@ class _UnwritableError(OSError):
 
 
 def compiler() -> tuple[str, ...]:
-    """The command of the C compiler: that in $CC, which may have arguments, or the first of cc, gcc and clang."""
-    setting = os.environ.get("CC", "")
+    """The command of the C compiler: that in $CC, which may have arguments, or the first of cc, gcc and clang. On Windows, it is
+    clang."""
+    setting, names = os.environ.get("CC", ""), COMPILERS_OF_WINDOWS if sys.platform == WINDOWS else COMPILERS
     try:
-        words = shlex.split(setting)
+        words = shlex.split(setting.replace("\\", "/") if sys.platform == WINDOWS else setting)
     except ValueError as error:
         raise SmartpruneError(
             f"accelerate: CC={setting!r} is not a command ({error}); set CC to gcc or clang, or {REFERENCE}"
         ) from None
-    for name in words[:1] or ("cc", "gcc", "clang"):
+    for name in words[:1] or names:
         if path := shutil.which(name):
             return path, *words[1:]
-    reason = f"CC={words[0]} is not a program" if words else "none of cc, gcc and clang is installed"
+    windows = sys.platform == WINDOWS
+    missing = "clang is not installed" if windows else "none of cc, gcc and clang is installed"
+    reason = f"CC={words[0]} is not a program" if words else missing
     raise SmartpruneError(
-        f"accelerate: a C compiler is needed once to build the kernels for this machine, and {reason}; install gcc or clang "
-        f"or set CC, or {REFERENCE}"
+        f"accelerate: a C compiler is needed once to build the kernels for this machine, and {reason}; install "
+        f"{'clang' if windows else 'gcc or clang'} or set CC, or {REFERENCE}"
     )
 
 
@@ -149,7 +162,7 @@ class Unit:
     def key(self, system: str = sys.platform, machine: str | None = None) -> str:
         """A hash of the source, the headers, the flags and the kind of machine."""
         files = [SOURCES / self.source, *sorted(SOURCES.glob("*.h"))]
-        flags = repr((FLAGS, self.flags))
+        flags = repr((flags_of(system), self.flags))
         return _hash([system, machine or platform.machine(), flags, *(file.read_text() for file in files)])
 
 
@@ -218,19 +231,22 @@ def _build(folder: Path, stem: str, units: Sequence[Unit], command: Sequence[str
         run_commands(
             work,
             [
-                [*command, *FLAGS, *unit.flags, "-c", str(SOURCES / unit.source), "-o", str(parts[name])]
+                [*command, *flags_of(sys.platform), *unit.flags, "-c", str(SOURCES / unit.source), "-o", str(parts[name])]
                 for name, unit in missing.items()
             ],
         )
         kept |= {name: store.keep(part, folder, name, ".o") for name, part in parts.items()}
         library = work / "library.so"
-        run_commands(work, [[*command, "-shared", "-o", str(library), *(str(kept[name]) for name in names), "-lm", "-lpthread"]])
+        run_commands(
+            work, [[*command, "-shared", "-o", str(library), *(str(kept[name]) for name in names), *libraries_of(sys.platform)]]
+        )
         return store.keep(library, folder, stem, ".so")
 
 
 def run_commands(folder: Path, commands: Sequence[Sequence[str]]) -> None:
     """Runs commands in parallel. Their temporary files go to ``folder``."""
-    settings = os.environ | {"TMPDIR": str(folder), "LC_ALL": "C"}  # errors of the disk are recognized by their English text
+    temporary = dict.fromkeys(("TMPDIR", "TMP", "TEMP"), str(folder))
+    settings = os.environ | temporary | {"LC_ALL": "C"}  # errors of the disk are recognized by their English text
     jobs: list[tuple[Sequence[str], subprocess.Popen[bytes]]] = []
     failures: list[tuple[Sequence[str], str]] = []
     try:

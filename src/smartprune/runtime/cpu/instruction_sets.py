@@ -20,7 +20,7 @@ class InstructionSet:
     name: str
     architecture: str | None  # as platform.machine() spells it on Linux; None: any
     flags: tuple[str, ...]  # of the compiler
-    probe: str  # C expression: whether this machine has it
+    probe: str  # C expression: whether this machine has it (probe.c)
     lanes: tuple[int, ...]  # numbers of output channels that a kernel may hold in a vector
     pixels: int  # most pixels of a tile: as many vectors as stay in registers
     quantum_bytes: int = 2  # bytes of a quantized activation: 1 where one instruction multiplies four of them
@@ -57,19 +57,16 @@ class InstructionSet:
 
 _AVX2 = ("-mavx2", "-mfma")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512")
-_HAS_AVX2 = '__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")'
-_HAS_AVX512 = " && ".join((_HAS_AVX2, *(f'__builtin_cpu_supports("avx512{part}")' for part in ("f", "bw", "dq", "vl"))))
-_HAS_VNNI = f'{_HAS_AVX512} && __builtin_cpu_supports("avx512vnni")'
 
 INSTRUCTION_SETS = (  # the last one that a machine has is used
     InstructionSet("portable", None, (), "1", lanes=(8,), pixels=6),
-    InstructionSet("avx2", "x86_64", _AVX2, _HAS_AVX2, lanes=(8,), pixels=12, header="avx2.h", macro="__AVX2__"),
-    InstructionSet("avx512", "x86_64", _AVX512, _HAS_AVX512, lanes=(16, 8), pixels=16, header="avx512.h", macro="__AVX512F__"),
+    InstructionSet("avx2", "x86_64", _AVX2, "HAS_AVX2", lanes=(8,), pixels=12, header="avx2.h", macro="__AVX2__"),
+    InstructionSet("avx512", "x86_64", _AVX512, "HAS_AVX512", lanes=(16, 8), pixels=16, header="avx512.h", macro="__AVX512F__"),
     InstructionSet(
         "avx512vnni",
         "x86_64",
         (*_AVX512, "-mavx512vnni"),
-        _HAS_VNNI,
+        "HAS_AVX512 && HAS_VNNI",
         lanes=(16, 8),
         pixels=16,
         quantum_bytes=1,

@@ -22,6 +22,9 @@ DIGITS = 32  # of the hash in a name
 MOST_BYTES = 1 << 26  # larger files are not ours
 ABANDONED = 86_400.0  # seconds after which the folder of an unfinished build is removed
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+# What Windows lacks is 0 or None. A pipe must not block.
+OPEN_FLAGS = os.O_RDONLY | sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC", "O_BINARY"))
+DIRECTORY = getattr(os, "O_DIRECTORY", None)
 
 
 def shared_folder() -> Path | None:
@@ -51,7 +54,7 @@ def private_folder() -> Path:
 def cache_folder() -> Path:
     """The folder for new files: the shared one, or the private one if that is not writable."""
     folder = shared_folder()
-    is_writable = folder is not None and os.stat(folder).st_uid == os.getuid() and os.access(folder, os.W_OK | os.X_OK)
+    is_writable = folder is not None and _is_ours(os.stat(folder)) and os.access(folder, os.W_OK | os.X_OK)
     return folder if folder is not None and is_writable else private_folder()
 
 
@@ -81,19 +84,21 @@ def find(folder: Path, stem: str, suffix: str) -> list[Path]:
 
 def keep(part: Path, folder: Path, stem: str, suffix: str) -> Path:
     """Moves a finished file into the folder. It is on the disk before it has its name."""
-    with part.open("rb") as file:
+    with part.open("rb+") as file:  # Windows writes only files to the disk that are open for writing
         content = file.read()
-        os.fchmod(file.fileno(), 0o644)  # whatever the umask is
+        if hasattr(os, "fchmod"):
+            os.fchmod(file.fileno(), 0o644)  # whatever the umask is
         os.fsync(file.fileno())
     path = folder / f"{stem}-{_digest(content)}{suffix}"
     with suppress(OSError):
         path.rmdir()  # a folder of that name would be in the way for ever
     os.replace(part, path)
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    if DIRECTORY is not None:
+        handle = os.open(folder, os.O_RDONLY | DIRECTORY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
     return path
 
 
@@ -113,7 +118,7 @@ def workspace(folder: Path) -> Iterator[Path]:
 
 def _read(path: Path) -> tuple[os.stat_result | None, bytes]:
     """The status and the content of a file that only this user or root can write, else (None, empty)."""
-    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe must not block
+    handle = os.open(path, OPEN_FLAGS)
     with os.fdopen(handle, "rb") as file:
         status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode) or not _is_trusted(status) or status.st_size > MOST_BYTES:
@@ -122,8 +127,15 @@ def _read(path: Path) -> tuple[os.stat_result | None, bytes]:
 
 
 def _is_trusted(status: os.stat_result) -> bool:
-    """Whether only this user and root can write to a file or a folder."""
+    """Whether only this user and root can write to a file or a folder. Windows has no such bits: there, the folder of the user is
+    protected by its access control list."""
+    if not hasattr(os, "getuid"):
+        return True
     return status.st_uid in (0, os.getuid()) and not status.st_mode & OTHERS_WRITE
+
+
+def _is_ours(status: os.stat_result) -> bool:
+    return not hasattr(os, "getuid") or status.st_uid == os.getuid()
 
 
 def _digest(content: bytes) -> str:

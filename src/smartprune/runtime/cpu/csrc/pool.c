@@ -4,13 +4,12 @@
    pool uses no CPU time. New work wakes sleeping threads but does not wait for them: a thread takes part if it wakes up
    while the operation is still open. */
 #define _GNU_SOURCE
-#include <pthread.h>
-#include <sched.h>
 #include <stdatomic.h>
 #include <stdlib.h>
-#include <unistd.h>
 
+#include "exported.h"
 #include "runtime.h"
+#include "threads.h"
 
 #define SPINS 1000
 #define OPEN (1ull << 31)
@@ -20,19 +19,18 @@
 #elif defined(__aarch64__)
 #define PAUSE() __asm__ __volatile__("yield")
 #else
-#define PAUSE() sched_yield()
+#define PAUSE() give_way()
 #endif
 
 typedef struct {
   int wanted, threads; /* wanted and started threads, without the caller */
-  pid_t process;
-  pthread_t *handles;
+  int64_t process;
   _Atomic uint64_t state; /* number of the operation << 32 | open << 31 | working threads */
   _Atomic int next, sleepers;
   const Op *op;
   const External *external;
-  pthread_mutex_t lock;
-  pthread_cond_t wake;
+  Lock lock;
+  Condition wake;
 } Pool;
 
 static void take(Pool *pool) {
@@ -41,7 +39,7 @@ static void take(Pool *pool) {
     sp_work(op, item, pool->external);
 }
 
-static void *worker(void *argument) {
+THREAD(worker) {
   Pool *pool = argument;
   uint32_t seen = 0;
   for (int spins = 0;;) {
@@ -55,15 +53,15 @@ static void *worker(void *argument) {
     } else if (++spins < SPINS) {
       PAUSE();
     } else {
-      pthread_mutex_lock(&pool->lock);
+      acquire(&pool->lock);
       atomic_fetch_add(&pool->sleepers, 1);
       for (;;) {
         state = atomic_load(&pool->state);
         if ((state & OPEN) && (uint32_t)(state >> 32) != seen) break;
-        pthread_cond_wait(&pool->wake, &pool->lock);
+        wait_for(&pool->wake, &pool->lock);
       }
       atomic_fetch_sub(&pool->sleepers, 1);
-      pthread_mutex_unlock(&pool->lock);
+      release(&pool->lock);
       spins = 0;
     }
   }
@@ -77,15 +75,15 @@ static void share(Pool *pool, const Op *op, const External *external) {
   const uint64_t number = (atomic_load(&pool->state) >> 32) + 1;
   atomic_store(&pool->state, (number & 0xffffffffu) << 32 | OPEN);
   if (atomic_load(&pool->sleepers)) {
-    pthread_mutex_lock(&pool->lock);
-    pthread_cond_broadcast(&pool->wake);
-    pthread_mutex_unlock(&pool->lock);
+    acquire(&pool->lock);
+    wake_all(&pool->wake);
+    release(&pool->lock);
   }
   take(pool);
   atomic_fetch_and(&pool->state, ~OPEN);
   for (int spins = 0; atomic_load_explicit(&pool->state, memory_order_acquire) & 0xffff; spins++) {
     if (spins < SPINS) PAUSE();
-    else sched_yield();
+    else give_way();
   }
 }
 
@@ -93,28 +91,24 @@ static void share(Pool *pool, const Op *op, const External *external) {
    been at work, so everything starts anew. */
 static int start(Pool *pool) {
   pool->threads = 0;
-  pool->process = getpid();
+  pool->process = this_process();
   atomic_store(&pool->state, 0);
   atomic_store(&pool->sleepers, 0);
-  if (pthread_mutex_init(&pool->lock, 0) || pthread_cond_init(&pool->wake, 0)) return 0;
-  while (pool->threads < pool->wanted) {
-    if (pthread_create(&pool->handles[pool->threads], 0, worker, pool)) break; /* fewer threads only run slower */
-    pool->threads++;
-  }
+  if (!initialize(&pool->lock, &pool->wake)) return 0;
+  while (pool->threads < pool->wanted && start_thread(worker, pool)) pool->threads++; /* fewer threads only run slower */
   return 1;
 }
 
-Pool *sp_pool_new(int threads) {
+EXPORTED Pool *sp_pool_new(int threads) {
   Pool *pool = calloc(1, sizeof *pool);
   if (!pool) return 0;
   pool->wanted = threads - 1;
-  pool->handles = calloc((size_t)(threads > 1 ? threads : 1), sizeof *pool->handles);
-  return pool->handles && start(pool) ? pool : 0;
+  return start(pool) ? pool : 0;
 }
 
 /* Runs the program once. `light[i]` says that operation i is too small for several threads. */
-void sp_run(Pool *pool, const Op *ops, int count, const uint8_t *light, const External *external) {
-  if (pool->process != getpid()) start(pool);
+EXPORTED void sp_run(Pool *pool, const Op *ops, int count, const uint8_t *light, const External *external) {
+  if (pool->process != this_process()) start(pool);
   const int single = pool->threads == 0;
   for (int i = 0; i < count; i++) {
     if (single || light[i] || ops[i].items < 2)
@@ -125,12 +119,12 @@ void sp_run(Pool *pool, const Op *ops, int count, const uint8_t *light, const Ex
 }
 
 /* Layout and names, for the check in abi.py. */
-int sp_tensor_size(void) { return (int)sizeof(Tensor); }
-int sp_op_size(void) { return (int)sizeof(Op); }
-int sp_external_size(void) { return (int)sizeof(External); }
+EXPORTED int sp_tensor_size(void) { return (int)sizeof(Tensor); }
+EXPORTED int sp_op_size(void) { return (int)sizeof(Op); }
+EXPORTED int sp_external_size(void) { return (int)sizeof(External); }
 
 #define NAME(name) #name " "
-const char *sp_operations(void) { return OPERATIONS(NAME); }
-const char *sp_activations(void) { return ACTIVATIONS(NAME); }
-const char *sp_additions(void) { return ADDITIONS(NAME); }
-const char *sp_types(void) { return TYPES(NAME); }
+EXPORTED const char *sp_operations(void) { return OPERATIONS(NAME); }
+EXPORTED const char *sp_activations(void) { return ACTIVATIONS(NAME); }
+EXPORTED const char *sp_additions(void) { return ADDITIONS(NAME); }
+EXPORTED const char *sp_types(void) { return TYPES(NAME); }
