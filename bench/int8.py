@@ -1,10 +1,12 @@
 """How accurate are pruned networks in int8, after training and with quantization-aware training?
 
-python bench/int8.py [--out records/int8-digits] [--seeds 3]
+python bench/int8.py [--network resnet8 | mobilenetv2] [--out records/int8-digits] [--seeds 3] [--kept FOLDER]
 
-A resnet8 of half width on digits: trained, pruned with SMART, baked, and then brought to int8 in four ways. The three of
-smartprune measure ranges on 512 training samples. Quantization-aware training is that of torch.ao (FX) for 3 more epochs, while
-``hold`` keeps the zeros. Its row with float weights trains for 3 more epochs as well, so that both can be compared.
+A resnet8 of half width, or a mobilenetv2, on digits: trained, pruned with SMART, baked, and then brought to int8 in four ways. The
+three of smartprune measure ranges on 512 training samples. Quantization-aware training is that of torch.ao (FX) for 3 more epochs,
+while ``hold`` keeps the zeros. Its row with float weights trains for 3 more epochs as well, so that both can be compared.
+MobileNetV2 gets pictures of 16 pixels, and no quantization-aware training. --kept is a folder for the trained weights, which
+another run then starts from.
 Needs: pip install 'smartprune[onnx,litert,digits]'.
 """
 
@@ -15,6 +17,7 @@ import statistics
 import tempfile
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +30,41 @@ import smartprune as sp
 from smartprune.experiments.compare.record import save_record
 from smartprune.models import MODELS
 
-BLOCK, SHARES, EPOCHS, MORE, TRAIN, BATCH = (8, 4), (0.0, 0.8, 0.9), 16, 3, 1300, 64
+MORE, TRAIN, BATCH = 3, 1300, 64
+
+
+@dataclass(frozen=True)
+class Case:
+    """A network, and how it is trained and pruned."""
+
+    model: str  # name in the record
+    build: Callable[[], nn.Module]
+    block: tuple[int, int]
+    shares: tuple[float, ...]
+    epochs: int
+    rate: float
+    side: int = 8  # of a picture
+    aware: bool = True  # whether quantization-aware training is measured too
+
+
+CASES = {
+    "resnet8": Case("resnet8, width 8", lambda: MODELS["resnet8"](width=8), (8, 4), (0.0, 0.8, 0.9), 16, 0.1),
+    "mobilenetv2": Case("mobilenetv2", lambda: MODELS["mobilenetv2"](10, 1), (16, 8), (0.0, 0.8), 12, 0.05, 16, False),
+}
 NOTE = (
-    "Accuracy on the 497 test pictures of digits, of which one is 0.2 points: differences below half a point are noise. The "
-    "network is small and its task is easy; larger networks may lose more in int8. The values of a seed start from the same "
-    "float model."
+    "Accuracy on the 497 test pictures of digits, of which one is 0.2 points: differences below half a point are noise. The task "
+    "is easy; others may lose more in int8. The values of a seed start from the same float model. The error of outputs is the "
+    "root mean square of their difference to the float model's on the test pictures, relative to their spread about their mean."
 )
 
 
-def data() -> tuple[Tensor, Tensor]:
+def data(side: int = 8) -> tuple[Tensor, Tensor]:
     digits = load_digits()
     order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(0))
-    return (torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16)[order], torch.tensor(digits.target)[order]
+    x = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
+    if side != x.shape[-1]:
+        x = nn.functional.interpolate(x, size=side, mode="bilinear")
+    return x[order], torch.tensor(digits.target)[order]
 
 
 def train(model: nn.Module, x: Tensor, y: Tensor, optimizer: Any, epochs: int, pruner: Any = None) -> None:
@@ -60,46 +86,59 @@ def sgd(model: nn.Module, rate: float) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9, weight_decay=5e-4)
 
 
-def trained(x: Tensor, y: Tensor, share: float) -> nn.Module:
-    model = MODELS["resnet8"](width=8)
-    optimizer = sgd(model, 0.1)
-    if not share:
-        train(model, x, y, optimizer, EPOCHS)
-        return model
-    pruner = sp.attach(model, sp.Smart(), block=BLOCK, sparsity=share, steps=EPOCHS // 2 * (TRAIN // BATCH))
-    optimizer.add_param_group(pruner.param_group())
-    train(model, x, y, optimizer, EPOCHS, pruner)
-    sp.bake(model)
+def trained(case: Case, x: Tensor, y: Tensor, share: float, kept: Path | None) -> nn.Module:
+    model = case.build()
+    if kept is not None and kept.exists():
+        model.load_state_dict(torch.load(kept))
+        return model.eval()
+    optimizer = sgd(model, case.rate)
+    pruner = None
+    if share:
+        steps = case.epochs // 2 * (TRAIN // BATCH)
+        pruner = sp.attach(model, sp.Smart(), block=case.block, sparsity=share, steps=steps)
+        optimizer.add_param_group(pruner.param_group())
+    train(model, x, y, optimizer, case.epochs, pruner)
+    if share:
+        sp.bake(model)
+    if kept is not None:
+        torch.save(model.state_dict(), kept)
     return model
 
 
-def accuracy(run: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> float:
+def outputs_of(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     with torch.no_grad():
-        outputs = torch.cat([run(batch) for batch in x.split(1)])
+        return torch.cat([run(batch) for batch in x.split(1)])
+
+
+def accuracy(outputs: Tensor, y: Tensor) -> float:
     return 100 * float((outputs.argmax(1) == y).float().mean())
 
 
-def in_onnx(model: nn.Module, x: Tensor, folder: Path) -> Callable[[Tensor], Tensor]:
+def error(outputs: Tensor, exact: Tensor) -> float:
+    return 100 * float((outputs - exact).norm() / (exact - exact.mean(0)).norm())
+
+
+def in_onnx(model: nn.Module, x: Tensor, block: tuple[int, int], folder: Path) -> Callable[[Tensor], Tensor]:
     import onnxruntime
 
     path = folder / "m.onnx"
-    sp.export_onnx(model, path, x[:1], block=BLOCK, int8=True, calibration=list(x[:512].split(64)))
+    sp.export_onnx(model, path, x[:1], block=block, int8=True, calibration=list(x[:512].split(64)))
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     name = session.get_inputs()[0].name
     return lambda batch: torch.from_numpy(session.run(None, {name: batch.numpy()})[0])
 
 
-def in_litert(model: nn.Module, x: Tensor, folder: Path) -> Callable[[Tensor], Tensor]:
+def in_litert(model: nn.Module, x: Tensor, block: tuple[int, int], folder: Path) -> Callable[[Tensor], Tensor]:
     from ai_edge_litert.interpreter import Interpreter
 
     path = folder / "m.tflite"
-    sp.export_litert(model, path, x[:1], block=BLOCK, int8=True, calibration=list(x[:512].split(64)))
+    sp.export_litert(model, path, x[:1], block=block, int8=True, calibration=list(x[:512].split(64)))
     runner = Interpreter(str(path), num_threads=1).get_signature_runner()
     (name,) = runner.get_input_details()
     return lambda batch: torch.from_numpy(np.array(runner(**{name: batch.numpy()})["output"]))
 
 
-def accelerated(model: nn.Module, x: Tensor, folder: Path) -> Callable[[Tensor], Tensor]:
+def accelerated(model: nn.Module, x: Tensor, block: tuple[int, int], folder: Path) -> Callable[[Tensor], Tensor]:
     return sp.accelerate(model, example=list(x[:512].split(64)), dtype="int8")
 
 
@@ -118,42 +157,65 @@ def quantization_aware(model: nn.Module, x: Tensor, y: Tensor, int8: bool) -> nn
     return quantize_fx.convert_fx(model) if int8 else model
 
 
-def measure(seed: int, share: float, x: Tensor, y: Tensor) -> dict[str, float]:
+def measure(case: Case, seed: int, share: float, data: tuple[Tensor, Tensor], kept: Path | None) -> dict[tuple[str, str], float]:
+    """Accuracy and errors by method and metric."""
+    x, y = data
     torch.manual_seed(seed)
-    model = trained(x, y, share)
+    model = trained(case, x, y, share, None if kept is None else kept / f"{seed}-{share}.pt")
     test, labels = x[TRAIN:], y[TRAIN:]
-    out = {"float32": accuracy(model, test, labels)}
+    exact = outputs_of(model, test)
+    out = {("float32", "accuracy"): accuracy(exact, labels)}
     for name, make in {"ONNX int8": in_onnx, "LiteRT int8": in_litert, "accelerate int8": accelerated}.items():
         with tempfile.TemporaryDirectory() as folder:
-            out[name] = accuracy(make(model, x[:TRAIN], Path(folder)), test, labels)
-    for name, int8 in {"float32, 3 more epochs": False, "torch.ao QAT int8": True}.items():
+            outputs = outputs_of(make(model, x[:TRAIN], case.block, Path(folder)), test)
+        out[name, "accuracy"] = accuracy(outputs, labels)
+        out[name, "error of outputs"] = error(outputs, exact)
+    for name, int8 in {"float32, 3 more epochs": False, "torch.ao QAT int8": True}.items() if case.aware else ():
         torch.manual_seed(seed)
-        out[name] = accuracy(quantization_aware(model, x, y, int8), test, labels)
+        out[name, "accuracy"] = accuracy(outputs_of(quantization_aware(model, x, y, int8), test), labels)
     return out
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--network", choices=CASES, default="resnet8")
     parser.add_argument("--out", type=Path, help="folder of the record to write")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--kept", type=Path, help="folder for trained weights")
     args = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    x, y = data()
+    case = CASES[args.network]
+    given = data(case.side)
     rows = []
-    for share in SHARES:
-        results = [measure(seed, share, x, y) for seed in range(args.seeds)]
-        for name in results[0]:
-            values = [round(result[name], 2) for result in results]
-            print(f"{share:g} {name:<24} {', '.join(f'{value:.1f}' for value in values)}", flush=True)
+    for share in case.shares:
+        results = [measure(case, seed, share, given, args.kept) for seed in range(args.seeds)]
+        for name, metric in results[0]:
+            values = [round(result[name, metric], 2) for result in results]
+            print(f"{share:g} {name:<24} {metric:<18} {', '.join(f'{value:.2f}' for value in values)}", flush=True)
             std = statistics.stdev(values) if len(values) > 1 else None
-            row = {"model": "resnet8, width 8", "data": "digits", "method": name, "block": "8x4", "sparsity": share or "dense"}
-            row |= {"protocol": f"{EPOCHS} epochs", "metric": "accuracy", "unit": "%", "values": values}
+            row = {"model": case.model, "data": "digits", "method": name, "block": "x".join(map(str, case.block))}
+            row |= {
+                "sparsity": share or "dense",
+                "protocol": f"{case.epochs} epochs",
+                "metric": metric,
+                "unit": "%",
+                "values": values,
+            }
             rows.append(row | {"mean": statistics.mean(values), "std": std, "n": len(values)})
     if args.out is not None:
-        settings = {"epochs": EPOCHS, "more": MORE, "train": TRAIN, "batch": BATCH, "seeds": args.seeds, "block": BLOCK}
+        settings = {
+            "network": args.network,
+            "epochs": case.epochs,
+            "more": MORE,
+            "train": TRAIN,
+            "batch": BATCH,
+            "seeds": args.seeds,
+        }
+        settings |= {"block": case.block, "rate": case.rate, "side": case.side}
         machine = f"{platform.machine()}, 1 thread, Python {platform.python_version()}, torch {torch.__version__}"
-        save_record(args.out, {"rows": rows}, settings, NOTE, ["python bench/int8.py --out records/int8-digits"], [machine])
+        command = f"python bench/int8.py --network {args.network} --seeds {args.seeds} --out {args.out}"
+        save_record(args.out, {"rows": rows}, settings, NOTE, [command], [machine])
 
 
 if __name__ == "__main__":
