@@ -96,6 +96,15 @@ def some_names(names: Sequence[str], most: int = 3) -> str:
     return escape(", ".join(names[:most])) + more
 
 
+def counted(number: int, noun: str) -> str:
+    """A number and its noun.
+
+    >>> counted(1, "layer"), counted(1200, "layer")
+    ('1 layer', '1,200 layers')
+    """
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an error message, or the type of the error if it has none.
 

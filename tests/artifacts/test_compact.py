@@ -88,6 +88,8 @@ def test_report_counts_what_is_left() -> None:
         ((8, 12, 3, 3), (8, 6, 3, 3)),
         ((5, 128), (5, 128)),
     ]
+    before, after = report.parameters
+    assert repr(report) == f"<Compaction of {report.model}: 2 of 3 layers are smaller, {after:,} of {before:,} parameters>"
     text = str(report)
     assert "2 of 3 layers are smaller" in text
     assert "6x3x3x3" in text

@@ -157,7 +157,10 @@ def test_estimate_uses_the_weights_of_a_file(tmp_path: Path) -> None:
 
 def test_default_block_is_the_receipts_or_the_arrays() -> None:
     model, x = zoo.plain_cnn()
-    assert NPU(rows=4, columns=2).estimate(model, x).block == Block(4, 2)
+    estimate = NPU(rows=4, columns=2).estimate(model, x)
+    assert estimate.block == Block(4, 2)
+    cycles = f"{estimate.latency:,} of {estimate.dense.latency:,} cycles"
+    assert repr(estimate) == f"<Estimate of {estimate.where}: {len(estimate.layers)} layers, {cycles}, {estimate.ms:.3g} ms>"
 
 
 def test_share_for_a_latency() -> None:

@@ -240,3 +240,12 @@ def test_the_suggested_share_of_a_model_is_feasible() -> None:
         suggested = float(str(caught.value).partition("at most ")[2].split()[0])
         assert suggested == math.floor(10_000 * most) / 10_000
         plan(model, (6, 6), budget=macs(suggested, x, of="model"), floor=floor, include=["0", "1"], skip="2").require()
+
+
+def test_repr_of_a_plan_is_one_line() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+    assert repr(plan(model, block=(4, 4))) == "<Plan: 8 blocks of 4x4x1x1 in 2 layers>"
+    planned = plan(model, block=(8, 8), sparsity=0.5, skip="2")
+    assert repr(planned) == "<Plan: 1 block of 8x8x1x1 in 1 layer, remove 50% of the blocks>"
+    infeasible = plan(model, block=(4, 4), sparsity=0.9, floor=0.5)
+    assert repr(infeasible) == "<Plan: 8 blocks of 4x4x1x1 in 2 layers, remove 90% of the blocks; it cannot be met>"

@@ -65,6 +65,13 @@ class Compaction:
             "stated": list(self.stated),
         }
 
+    def __repr__(self) -> str:
+        before, after = self.parameters
+        changed = sum(layer.changed for layer in self.layers)
+        return (
+            f"<Compaction of {self.model}: {changed} of {len(self.layers)} layers are smaller, {after:,} of {before:,} parameters>"
+        )
+
     def __str__(self) -> str:
         changed = [layer for layer in self.layers if layer.changed]
         lines = [f"{self.model}: {len(changed)} of {len(self.layers)} layers are smaller" if changed else self._unchanged()]

@@ -130,7 +130,7 @@ class Mask:
         return b"".join(safetensors_bytes(tensors, {MASK: json.dumps(header, sort_keys=True, separators=(",", ":"))}))
 
     def __repr__(self) -> str:
-        return f"<Mask: blocks of {self.block}, {len(self.layers)} layers, {sparsity_line(self.blocks)}>"
+        return f"<Mask: blocks of {self.block}, {text.counted(len(self.layers), 'layer')}, {sparsity_line(self.blocks)}>"
 
 
 def save_mask(

@@ -186,7 +186,8 @@ class Receipt:
         return Receipt.from_json(parse_json(read_limited(path, MAX_BYTES), where), where)
 
     def __repr__(self) -> str:
-        return f"<Receipt: {self.method}, blocks of {self.block}, {len(self.layers)} layers, {sparsity_line(self.blocks)}>"
+        layers = text.counted(len(self.layers), "layer")
+        return f"<Receipt: {self.method}, blocks of {self.block}, {layers}, {sparsity_line(self.blocks)}>"
 
     def __str__(self) -> str:
         floor = f", floor {float(self.floor):g}" if self.floor is not None else ""

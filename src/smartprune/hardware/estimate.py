@@ -194,6 +194,10 @@ class Estimate:
             "skipped": [{"name": s.name, "kind": s.kind, "shape": list(s.shape), "reason": s.reason} for s in self.skipped],
         }
 
+    def __repr__(self) -> str:
+        cycles = f"{self.latency:,} of {self.dense.latency:,} cycles, {self.ms:.3g} ms"
+        return f"<Estimate of {self.where}: {text.counted(len(self.layers), 'layer')}, {cycles}>"
+
     def __str__(self) -> str:
         rows = [
             (

@@ -120,7 +120,7 @@ class Hold:
 
     def __repr__(self) -> str:
         number = sum(self.weights.values())
-        layers = f"{len(self.blocks)} layer{'' if len(self.blocks) == 1 else 's'}"
+        layers = text.counted(len(self.blocks), "layer")
         if self.block is None:
             held = f"{number:,} zero weights in {layers}"
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from ..fields import MAX_TEXT, is_valid_name
 from ..hardware.npu import NPU
 from .expected import Expected, expect
 from .plan_budget import cheapest, one_budget, resolve_budget, without_example
-from .plan_text import plan_json, plan_text
+from .plan_text import plan_json, plan_line, plan_text
 
 WIDTH = 100
 
@@ -57,14 +57,14 @@ class Plan:
     layers: tuple[Layer, ...]
     skipped: tuple[Skipped, ...]
     budget: Budget | None
-    resolved: ResolvedBudget | None = field(repr=False)
+    resolved: ResolvedBudget | None
     floor: Fraction | None  # the least share of its blocks that each layer keeps
-    min_keep: Tensor | None = field(repr=False)  # [number of layers] int64; None without a floor
+    min_keep: Tensor | None  # [number of layers] int64; None without a floor
     model_params: int
-    uses: Mapping[str, tuple[int, ...]] | None = field(repr=False)  # layer name -> how often each element is used
+    uses: Mapping[str, tuple[int, ...]] | None  # layer name -> how often each element is used
     model_macs: int | None
     not_counted: tuple[str, ...] | None = None  # operators that ran and whose MACs are not known; None without an example
-    expected: Expected | None = field(default=None, repr=False)
+    expected: Expected | None = None
 
     @property
     def n(self) -> int:
@@ -234,6 +234,9 @@ class Plan:
     def to_json(self) -> dict[str, object]:
         """Plain data: numbers, strings, lists and dictionaries."""
         return plan_json(self)
+
+    def __repr__(self) -> str:
+        return f"<Plan: {plan_line(self)}{'' if self.feasible else '; it cannot be met'}>"
 
     def __str__(self) -> str:
         return plan_text(self, WIDTH)

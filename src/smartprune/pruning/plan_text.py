@@ -16,6 +16,12 @@ if TYPE_CHECKING:
     from .plan import Plan
 
 
+def plan_line(plan: Plan) -> str:
+    """The blocks and the budget."""
+    budget = "" if plan.budget is None else f", {removal(float(plan.share), plan.budget.label, scope(plan.budget))}"
+    return f"{text.counted(plan.n, 'block')} of {plan.block} in {text.counted(len(plan.layers), 'layer')}{budget}"
+
+
 def plan_text(plan: Plan, width: int) -> str:
     """Tables of the layers that are pruned and of those that are not, and the totals."""
     header = ["layer", "kind", "weight", "grid", "blocks", "weights", "padding"]

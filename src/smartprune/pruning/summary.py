@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .. import text
-from ..budgets import removal
-from ..core.budget import scope
+from .plan_text import plan_line
 
 if TYPE_CHECKING:
     from .pruner import Pruner
@@ -16,10 +15,7 @@ WIDTH, BAR = 100, 14
 
 def one_line(pruner: Pruner) -> str:
     """The method, the blocks, the budget and the phase."""
-    plan = pruner.plan
-    budget = "" if plan.budget is None else f", {removal(float(plan.share), plan.budget.label, scope(plan.budget))}"
-    layers = "1 layer" if len(plan.layers) == 1 else f"{len(plan.layers)} layers"
-    return f"{pruner.method.name}: {plan.n:,} blocks of {plan.block} in {layers}{budget}; {_phase(pruner)}"
+    return f"{pruner.method.name}: {plan_line(pruner.plan)}; {_phase(pruner)}"
 
 
 def _phase(pruner: Pruner) -> str:

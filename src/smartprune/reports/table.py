@@ -120,7 +120,8 @@ class Report:
         }
 
     def __repr__(self) -> str:
-        return f"<Report of {self.where}: blocks of {self.block}, {len(self.layers)} layers, {headline(self)}>"
+        line = " ".join(headline(self).split())
+        return f"<Report of {self.where}: blocks of {self.block}, {text.counted(len(self.layers), 'layer')}, {line}>"
 
     def __str__(self) -> str:
         return self.text()
