@@ -15,6 +15,7 @@ from io import FileIO
 from pathlib import Path
 from typing import BinaryIO
 
+from . import text
 from .errors import SmartpruneError
 
 # paths of open file descriptors of this process
@@ -165,7 +166,7 @@ def _path_text(path: object) -> str | None:
 def as_path(path: object, where: str) -> Path:
     """The value as a ``Path``. Raises for values that cannot be the path of a file."""
     if _path_text(path) is None:
-        raise SmartpruneError(f"{where}: {path!r} is not a path; give the path of a file, such as 'model.safetensors'")
+        raise SmartpruneError(f"{where}: {text.show(path)} is not a path; give the path of a file, such as 'model.safetensors'")
     return Path(path)  # type: ignore[arg-type]
 
 

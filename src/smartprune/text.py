@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from fractions import Fraction
 
 GAP = 2  # spaces between columns
 MIN_COLUMN = 8  # a column is never shortened below this width
@@ -41,6 +42,19 @@ def shorten(text: str, width: int) -> str:
         return text
     head = (width - 1) // 2
     return f"{text[:head]}..{text[len(text) - (width - head - 2) :]}"
+
+
+def show(value: object, width: int = 60) -> str:
+    """A value for an error message, in one short line. Of objects such as models and tensors, it is the class.
+
+    >>> show("smrat"), show(0.5), show(float), show(open)
+    ("'smrat'", '0.5', 'float', '<builtin_function_or_method>')
+    """
+    if isinstance(value, type):
+        return value.__name__
+    if value is None or isinstance(value, (bool, int, float, complex, str, bytes, tuple, list, Fraction)):
+        return escape(shorten(repr(value), width))
+    return f"<{type(value).__name__}>"
 
 
 def format_shape(shape: Sequence[int]) -> str:

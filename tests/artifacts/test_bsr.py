@@ -104,6 +104,10 @@ def test_layouts_that_bsr_cannot_hold_are_explained() -> None:
         sp.bsr(model, "conv", (4, 4))
     with pytest.raises(sp.SmartpruneError, match="no block was given"):
         sp.bsr(model, "3")
+    with pytest.raises(sp.SmartpruneError, match="bsr: layer=3 is not a name"):
+        sp.bsr(model, 3, (4, 4))  # type: ignore[arg-type]
+    with pytest.raises(sp.SmartpruneError, match="bsr: weight is on the meta device and has no values"):
+        sp.bsr(nn.Linear(8, 8, device="meta"), "weight", (4, 4))
     sp.attach(model, "magnitude", block=(4, 4), sparsity=0.5, steps=1)
     with pytest.raises(sp.SmartpruneError, match="still being pruned"):
         sp.bsr(model, "3", (4, 4), channels_last=True)

@@ -6,6 +6,7 @@ import copy
 import io
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -243,6 +244,8 @@ def test_errors_name_what_is_wrong() -> None:
         (model, "x", "example is a str; give a tensor"),
         (model, torch.randn(2, 4, 8, 8), "the model does not run on it"),
         (model, (x, x), "the model does not run on it"),
+        (model, x.to("meta"), "the example is on the meta device and has no values"),
+        (Net(lambda m, x: SimpleNamespace(y=m.a(x)), a=nn.Linear(3, 3)), torch.ones(2, 3), "; let it return tensors, or tuples"),
         (Net(lambda m, x: x if x.sum() > 0 else m.a(x), a=nn.Linear(3, 3)), torch.ones(2, 3), "torch.export cannot record"),
     ]
     for given, example, message in wrong:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import smartprune as sp
+from smartprune.artifacts.onnx_inputs import read_example
 from smartprune.core.block import Block
 
 onnx = pytest.importorskip("onnx", reason="onnx is not installed")
@@ -113,3 +114,20 @@ def test_inputs_of_a_variadic_model_are_numbered(tmp_path: Path) -> None:
     for model, names in ((Sum(), ["images_0", "images_1"]), (OfWeight(), ["weight_input", "other"])):
         sp.export_onnx(model, tmp_path / "m.onnx", inputs, (2, 2))
         assert [entry.name for entry in onnx.load(tmp_path / "m.onnx").graph.input] == names
+
+
+@pytest.mark.parametrize(
+    ("example", "given"),
+    [
+        (5, "this one is 5"),
+        ("x", "this one is 'x'"),
+        ((), "this one is empty"),
+        (torch.tensor(1.0), r"this one is a tensor of shape \(\)"),
+        (torch.zeros(0, 4), r"this one is a tensor of shape \(0, 4\)"),
+        ((torch.zeros(1, 4), None), "this one holds None"),
+        ({"input": torch.tensor(1.0)}, r"this one holds a tensor of shape \(\)"),
+    ],
+)
+def test_examples_of_other_kinds_are_refused(example: object, given: str) -> None:
+    with pytest.raises(sp.SmartpruneError, match=f"export_onnx: an example is a tensor with a batch axis.*; {given}"):
+        read_example(nn.Linear(4, 4), example)  # type: ignore[arg-type]

@@ -17,6 +17,7 @@ from helpers import zoo
 from helpers.pruned_models import model_and_receipt
 from smartprune.artifacts.pack import pack
 from smartprune.artifacts.receipt import Receipt
+from smartprune.artifacts.source import copy_of
 from smartprune.artifacts.verify import verify
 from smartprune.core.block import Block
 from smartprune.errors import SmartpruneError
@@ -231,3 +232,26 @@ def test_a_receipt_that_is_a_broken_link_is_named(run: Path) -> None:
     (run / "receipt.json").symlink_to("gone.json")
     with pytest.raises(SmartpruneError, match=r"receipt\.json: is a link to gone\.json, which does not exist"):
         verify(run, (4, 4))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+def test_copies_without_values_are_refused() -> None:
+    with torch.device("meta"):
+        meta = nn.Sequential(nn.Linear(4, 4))
+    for model, problem in (
+        (meta, r"0\.weight is on the meta device and has no values"),
+        (nn.Sequential(nn.LazyLinear(4)), r"0\.weight has no shape yet \(a lazy layer\)"),
+        (torch.jit.script(nn.Linear(4, 4)), "the model cannot be copied"),
+    ):
+        with pytest.raises(SmartpruneError, match=f"here: {problem}"):
+            copy_of(model, "here")
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+def test_models_with_scripted_parts_are_copied() -> None:
+    model = nn.Sequential(torch.jit.script(nn.Linear(4, 8)), nn.Linear(8, 4))
+    x = torch.randn(3, 4)
+    copied = copy_of(model, "here")
+    assert torch.equal(copied(x), model(x))
+    assert not any(parameter.requires_grad for parameter in copied.parameters())
+    assert all(parameter.requires_grad for parameter in model.parameters())

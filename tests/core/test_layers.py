@@ -317,3 +317,19 @@ def test_grids_of_all_models_equal_slow_loops(name: str) -> None:
             parts = 3 if layer.weight.endswith("in_proj_weight") else getattr(model.get_submodule(layer.sites[0][0]), "groups", 1)
             index = reference.block_index(weight.shape, block.sizes, parts, layer.transposed)
             assert layer.grid.sizes().tolist() == reference.block_counts(index)
+
+
+def test_parameters_that_share_memory_are_skipped() -> None:
+    """Zeros of one would appear in the other, and the blocks of both would be counted."""
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    model[2].weight.data = model[0].weight.data
+    expected = "shares memory with {}.weight, but is another parameter: assign one parameter to both"
+    for include in ((), "*"):
+        found = reasons(model, include=include)
+        assert (found["0"], found["2"]) == (expected.format(2), expected.format(0))
+    buffer = torch.randn(2, 8, 8)
+    for layer, values in zip((model[0], model[2]), buffer, strict=True):  # parts of one buffer do not overlap
+        layer.weight.data = values
+    assert names(find_layers(model, BLOCK)[0]) == ["0", "1", "2"]
+    model[1].weight = nn.Parameter(torch.randn(1, 8).expand(8, 8))
+    assert reasons(model)["1"] == "several of its numbers share one place in memory: clone it"

@@ -11,7 +11,7 @@ from torch import nn
 import smartprune as sp
 from helpers.odd_tensors import FREED, WITHOUT_MEMORY, WithoutClass, freed
 from smartprune.core.block import Block
-from smartprune.core.memory import NoMemoryError, address_of
+from smartprune.core.memory import NoMemoryError, address_of, overlaps
 from smartprune.core.occupancy import occupied
 
 
@@ -79,3 +79,14 @@ def test_freed_weights_and_scores_are_an_error(what: str) -> None:
     }
     with pytest.raises(sp.SmartpruneError, match="has only 0 bytes of memory left"):
         calls[what]()
+
+
+def test_tensors_that_share_numbers_are_found() -> None:
+    x = torch.randn(8, 8)
+    assert list(overlaps([x, torch.randn(8, 8), x.t()])) == [(0, 2)]
+    assert list(overlaps([x[:4], x[4:], x[:, ::2], x[3]])) == [(0, 2), (0, 3), (1, 2), (2, 3)]
+    assert list(overlaps([x[:, ::2], x[:, 1::2], x[5, 2:4]])) == [(0, 2), (1, 2)]  # the first two are interleaved
+    assert list(overlaps([torch.randn(1, 3).expand(5, 3)])) == [(0, 0)]
+    assert list(overlaps([x, x.view(torch.int32)])) == [(0, 1)]
+    assert list(overlaps([x, x.view(torch.bfloat16)])) == [(0, 1)]
+    assert list(overlaps([x[:0], x, torch.randn(8, 8, device="meta"), x.to_sparse()])) == []

@@ -12,6 +12,8 @@ from smartprune import Magnitude, attach
 from smartprune.core.block import Block
 from smartprune.core.budget import block_macs
 from smartprune.core.layers import Layer, find_layers
+from smartprune.core.usage import measure
+from smartprune.errors import SmartpruneError
 
 
 @pytest.mark.parametrize("name", sorted(zoo.SMALL))
@@ -128,3 +130,10 @@ def test_attention_with_weights_of_linear_layers_is_counted() -> None:
     assert count_uses(model, layers, x) == uses
     attach(model, Magnitude(), block=(4, 4), sparsity=0.5, steps=1)
     assert count_uses(model, layers, x) == uses
+
+
+def test_an_example_without_samples_raises() -> None:
+    """All MACs would be zero."""
+    for example in (torch.randn(0, 8), (torch.randn(0, 8),), {"input": torch.randn(0, 8)}):
+        with pytest.raises(SmartpruneError, match="its first tensor is 0x8 and holds no sample"):
+            measure(nn.Sequential(nn.Linear(8, 4))[0], example)

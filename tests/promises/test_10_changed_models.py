@@ -144,3 +144,37 @@ def test_apply_to_another_model_raises() -> None:
         match=r"apply_to\(\): this Linear is not a copy of the model: '0\.weight' or another pruned weight is missing",
     ):
         pruner.apply_to(nn.Linear(8, 8))
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_transforms_of_torch_func_raise(frozen: bool) -> None:
+    case = Case("plain_cnn")
+    pruner = case.attach()
+    if frozen:
+        pruner.freeze(force=True)
+    weights = {name: parameter.detach() for name, parameter in case.model.named_parameters()}
+    with pytest.raises(sp.SmartpruneError, match=r"the model runs in a transform of torch\.func"):
+        torch.func.grad(lambda w: torch.func.functional_call(case.model, w, (case.x,)).sum())(weights)
+    with pytest.raises(sp.SmartpruneError, match=r"the model runs in a transform of torch\.func"):
+        torch.vmap(case.model)(case.x[None])
+    if not frozen:
+        pruner.freeze(force=True)
+    sp.bake(case.model)
+    assert torch.vmap(case.model.eval())(case.x[None]).shape == (1, len(case.x), 10)
+
+
+@pytest.mark.parametrize("method", ["smart", "magnitude"])
+def test_second_derivatives_of_masked_weights_raise(method: str) -> None:
+    """Second derivatives with respect to inputs, as in a gradient penalty, are correct."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
+    pruner = sp.attach(model, method, block=(4, 4), sparsity=0.5, steps=4)
+    x = torch.randn(4, 8, requires_grad=True)
+    for frozen in (False, True):
+        if frozen:
+            pruner.freeze(force=True)
+        slope = torch.autograd.grad(model(x).sum(), x, create_graph=True)[0]
+        slope.square().sum().backward()
+        trained = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+        gradients = torch.autograd.grad(model(x).square().sum(), trained, create_graph=True)
+        with pytest.raises(sp.SmartpruneError, match="got a second derivative"):
+            sum(gradient.square().sum() for gradient in gradients).backward()  # type: ignore[union-attr]

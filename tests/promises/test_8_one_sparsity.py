@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import smartprune as sp
-from helpers import reference
+from helpers import reference, zoo
 from helpers.finished_runs import write_run
 from helpers.training_jobs import run_cli
 from smartprune.experiments.compare import compare
@@ -313,3 +313,16 @@ def test_json_figures_are_the_same_counts(pruned: tuple[nn.Module, sp.Receipt, T
     for counted in (receipt.to_json()["achieved"]["blocks"], packed["pruned"], reported["pruned_blocks"]):  # type: ignore[index]
         assert share(counted["removed"], counted["total"]) == figures.by_label["sparsity"]
     assert packed["mask_hash"] == reported["mask_hash"] == receipt.mask_hash
+
+
+def test_forms_of_a_pruned_model_find_its_receipt(tmp_path: Path) -> None:
+    model, x = zoo.SMALL["plain_cnn"]()
+    receipt = sp.prune(model, [x], block=(4, 4), sparsity=0.5)
+    packed = sp.pack(model, tmp_path / "net.packed.safetensors")
+    assert packed.pruned == receipt.blocks == sp.report(model).receipt.blocks  # type: ignore[union-attr]
+    assert sp.verify(tmp_path / "net.packed.safetensors").receipt == receipt
+    assert sp.export_onnx(model.eval(), tmp_path / "net.onnx", x).pruned == receipt.blocks
+    with torch.no_grad():
+        model[3].weight.fill_(1)
+    with pytest.raises(sp.SmartpruneError, match="does not match its receipt"):
+        sp.pack(model, tmp_path / "other")

@@ -49,3 +49,8 @@ def test_two_pruners_raise_and_are_named() -> None:
     attach(pair["teacher"])
     with pytest.raises(sp.SmartpruneError, match=r"2 pruners, on student and teacher; give one part, such as model\.student"):
         sp.find_pruner(pair)
+
+
+def test_anything_but_a_module_raises() -> None:
+    with pytest.raises(sp.SmartpruneError, match=r"find_pruner: model is a dict; give a torch\.nn\.Module"):
+        sp.find_pruner({})  # type: ignore[arg-type]

@@ -249,3 +249,19 @@ def test_repr_of_a_plan_is_one_line() -> None:
     assert repr(planned) == "<Plan: 1 block of 8x8x1x1 in 1 layer, remove 50% of the blocks>"
     infeasible = plan(model, block=(4, 4), sparsity=0.9, floor=0.5)
     assert repr(infeasible) == "<Plan: 8 blocks of 4x4x1x1 in 2 layers, remove 90% of the blocks; it cannot be met>"
+
+
+def test_a_model_with_lazy_layers_is_planned() -> None:
+    model = nn.Sequential(nn.LazyLinear(16), nn.ReLU(), nn.Linear(16, 16), nn.Linear(16, 4))
+    planned = plan(model, block=(4, 4), sparsity=0.5)
+    assert (planned.n, planned.keep, planned.expected) == (16, 8, None)
+    assert "lazy layer without a shape yet: run one forward pass first" in str(planned)
+
+
+def test_packed_weights_of_a_tiny_model_are_larger() -> None:
+    planned = plan(nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4)), block=(4, 4), sparsity=0.5)
+    assert planned.expected is not None
+    size = planned.expected.bytes
+    assert size is not None
+    assert size.kept > size.total
+    assert f"{size.kept / size.total:.1f}x larger" in str(planned)

@@ -173,3 +173,17 @@ def test_repr_is_one_short_line(pruned: tuple[nn.Module, sp.Receipt], tmp_path: 
     for result in (*results, sp.pack(model, tmp_path / "p", receipt=receipt)):
         assert "\n" not in repr(result)
         assert len(repr(result)) < 200
+
+
+def test_a_model_of_this_process_has_its_receipt() -> None:
+    model, x = zoo.SMALL["plain_cnn"]()
+    receipt = sp.prune(model, [x], block=(4, 4), sparsity=0.5)
+    for given in (model, torch.compile(model, backend="eager"), nn.DataParallel(model)):
+        assert sp.report(given).sparsity == receipt.sparsity
+        assert line(receipt) in str(sp.report(given))
+    assert "the receipt of this model counts blocks of 4x4x1x1" in sp.report(model, block=(8, 8)).note
+    with torch.no_grad():
+        model[3].weight.fill_(1)
+    changed = sp.report(model)
+    assert changed.receipt is None
+    assert "the receipt of this model is not used, because the weights do not match it" in changed.note

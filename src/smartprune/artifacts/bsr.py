@@ -58,6 +58,8 @@ def bsr(
     """
     if isinstance(model, nn.Module) and any(is_masked(module) for module in model.modules()):
         raise SmartpruneError("bsr: the model is still being pruned; call smartprune.bake(model) first")
+    if not isinstance(layer, str):
+        raise SmartpruneError(f"bsr: layer={text.show(layer)} is not a name; give the name of a layer, such as 'conv1'")
     source = read_source(model)
     known = source.receipt if receipt is None else as_receipt(receipt, "bsr")
     if known is None and block is None and isinstance(model, nn.Module):
@@ -78,6 +80,8 @@ def bsr(
             f"bsr: the columns of a block of {text.format_shape(steps)} are not adjacent in the matrix of {cut.weight} "
             f"({text.format_shape(weight.shape)}); {hint}"
         )
+    if weight.is_meta:
+        raise SmartpruneError(f"bsr: {cut.weight} is on the meta device and has no values; load the model first")
     matrix = weight.permute(0, *order).flatten(1)
     if any(length % step for length, step in zip(weight.shape, steps, strict=True)):
         raise SmartpruneError(

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..core.example import run_example
 from ..core.kinds import is_masked
+from ..core.layers import unwrapped
 from ..core.trace import tensors_in
 from ..core.usage import measure
 from ..errors import SmartpruneError
@@ -23,7 +24,7 @@ from .compact_graph import Graph, call_arguments, export
 from .compact_layers import RULES
 from .compact_report import CompactedLayer, Compaction
 from .compact_rules import record
-from .source import check_not_masked, copy_of, unwrapped
+from .source import check_not_masked, copy_of
 
 # Largest difference of the outputs, relative to the largest output
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}

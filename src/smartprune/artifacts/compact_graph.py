@@ -187,6 +187,8 @@ def call_arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         args = tuple(example)
     else:
         raise SmartpruneError(f"compact: example is a {type(example).__name__}; give a tensor, or a tuple or dict of arguments")
+    if any(isinstance(x, Tensor) and x.is_meta for x in torch.utils._pytree.tree_leaves((args, kwargs))):
+        raise SmartpruneError("compact: the example is on the meta device and has no values; give an input with values")
     move = torch.utils._pytree.tree_map(lambda x: x.detach().cpu() if isinstance(x, Tensor) else x, (args, kwargs))
     out: tuple[tuple[Any, ...], dict[str, Any]] = move
     return out
@@ -203,9 +205,11 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
             program = exported.run_decompositions({})  # without operations that write to their inputs
     except Exception as error:  # the code of the model and torch.export raise many types of errors
         line = (str(error).strip().splitlines() or [""])[0]
+        remedy = "remove control flow that depends on values of the input"
+        if "in output, which is not a known type" in line:
+            remedy = "let it return tensors, or tuples, lists or dictionaries of them"
         raise SmartpruneError(
-            f"compact: torch.export cannot record the model ({type(error).__name__}: {text.escape(line[:200])}); "
-            "remove control flow that depends on values of the input"
+            f"compact: torch.export cannot record the model ({type(error).__name__}: {text.escape(line[:200])}); {remedy}"
         ) from error
     finally:
         torch.backends.mha.set_fastpath_enabled(fused)

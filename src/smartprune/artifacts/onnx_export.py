@@ -22,7 +22,7 @@ from .onnx_graph import add_metadata, check_half_steps, clean, export_graph, qua
 from .onnx_inputs import Arguments, Batch, Example, calibration_batches, random_batches, read_example, run_model
 from .onnx_read import OnnxFile, need, parse_onnx
 from .onnx_sparse import check_same_outputs, store_sparse
-from .receipt import Receipt
+from .receipt import Receipt, receipt_of
 from .source import Cut, Source, copy_of
 from .verify import compare_with_receipt
 
@@ -146,7 +146,8 @@ def export_onnx(
             the names of the arguments of ``forward``. Numbers, texts, booleans and None in the dictionary become part of the
             graph.
         block: The size of a block. Defaults to the block of the receipt.
-        receipt: The receipt of the pruning, which is stored in the file.
+        receipt: The receipt of the pruning, which is stored in the file. The receipt of a model that this process pruned is found,
+            unless ``block`` is given.
         int8: Whether to quantize. Weights are symmetric per channel, so zeros stay zero. Needs ``calibration``.
         calibration: Batches of inputs that set the ranges of the int8 activations.
         fold: Whether to merge batch normalization into the preceding convolution.
@@ -173,6 +174,8 @@ def export_onnx(
         >>> exported.blocks.total, exported.difference < 1e-4
         (6, True)
     """
+    if receipt is None and block is None and isinstance(model, nn.Module):
+        receipt = receipt_of(model)
     block = _check_arguments(model, block, receipt, int8, calibration)
     target = as_path(path, "export_onnx: path")
     if target.suffix != ".onnx":

@@ -70,10 +70,14 @@ def read_example(model: nn.Module, example: Example, where: str = ONNX) -> tuple
 
 
 def _tensors(example: Tensor | Sequence[Tensor], where: str) -> tuple[Tensor, ...]:
-    tensors = (example,) if isinstance(example, Tensor) else tuple(example)
-    if not tensors or any(not isinstance(x, Tensor) or x.dim() < 1 or x.shape[0] < 1 for x in tensors):
+    tensors = tuple(example) if isinstance(example, Sequence) and not isinstance(example, (str, bytes)) else (example,)
+    wrong = [x for x in tensors if not isinstance(x, Tensor) or x.dim() < 1 or x.shape[0] < 1]
+    if wrong or not tensors:
+        first = "empty" if not wrong else text.show(wrong[0])
+        first = f"a tensor of shape {tuple(wrong[0].shape)}" if wrong and isinstance(wrong[0], Tensor) else first
         raise SmartpruneError(
-            f"{where}: an example is a tensor with a batch axis, or a tuple of such tensors or a dictionary of keyword arguments"
+            f"{where}: an example is a tensor with a batch axis, or a tuple of such tensors or a dictionary of keyword arguments; "
+            f"this one {'is' if not wrong or wrong[0] is example else 'holds'} {first}"
         )
     return tuple(x.detach().cpu() for x in tensors)
 

@@ -19,7 +19,7 @@ from .counts import Count, sparsity_line
 from .packfile import MAX_AXES, PackedFile, PackedWeight
 from .packfile_read import read_packed
 from .quantized import is_quantized
-from .receipt import Receipt
+from .receipt import Receipt, receipt_of
 from .safetensors_file import safetensors_size
 from .source import Model, Source, check_not_masked, files_of, read_source
 from .tensors import storage_key
@@ -122,7 +122,7 @@ def pack(
         path: The file to write; by convention it ends in ``.packed.safetensors``.
         block: The size of a block. Defaults to the block of the receipt or of the packed file.
         receipt: The receipt of the pruning. It is checked against the weights and stored in the file. The receipt of a run
-            folder is found.
+            folder is found, and that of a model that this process pruned, unless ``block`` is given.
 
     Returns:
         The sizes of the dense and of the packed file, with a row per weight.
@@ -145,6 +145,8 @@ def pack(
     if receipt is not None and not isinstance(receipt, Receipt):
         raise SmartpruneError(f"pack: receipt is a {type(receipt).__name__}; give a Receipt, such as Receipt.load(path)")
     receipt = source.receipt if receipt is None else receipt
+    if receipt is None and block is None and isinstance(model, nn.Module):
+        receipt = receipt_of(model)
     source = replace(source, receipt=receipt)  # the receipt says how its layers are cut
     default = source.block if receipt is None else receipt.block
     if block is None and default is None:

@@ -15,6 +15,7 @@ from torch import Tensor, cat, nn
 from .. import text
 from ..budgets import removal
 from ..core.block import Block
+from ..core.layers import unwrapped
 from ..core.macs import COUNTED
 from ..core.occupancy import map_hash
 from ..errors import SmartpruneError
@@ -346,12 +347,12 @@ _receipts: WeakKeyDictionary[nn.Module, Receipt] = WeakKeyDictionary()
 
 def remember_receipt(model: nn.Module, receipt: Receipt) -> None:
     """Lets :func:`receipt_of` find the receipt as long as the model exists."""
-    _receipts[model] = receipt
+    _receipts[unwrapped(model)] = receipt
 
 
 def receipt_of(model: nn.Module) -> Receipt | None:
     """The receipt of a model that this process has pruned. Its weights may have changed since."""
-    return _receipts.get(model)
+    return _receipts.get(unwrapped(model))
 
 
 def plain_settings(value: object, where: str) -> dict[str, object]:

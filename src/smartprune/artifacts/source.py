@@ -12,10 +12,11 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from .. import text
 from ..core.block import Block, Grid, Layout
-from ..core.layers import Skipped, candidates, every_layer, plain_name
+from ..core.layers import Skipped, candidates, every_layer, plain_name, unwrapped
 from ..core.memory import check_memory
 from ..core.occupancy import nonzero
 from ..errors import SmartpruneError
@@ -36,7 +37,6 @@ from .torch_file import NotPlainError, read_torch_file
 Model = nn.Module | Mapping[str, Tensor] | str | os.PathLike[str]
 
 NESTED = ("model", "state_dict", "model_state_dict")
-SPREAD = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
 @dataclass(frozen=True)
@@ -196,27 +196,26 @@ def files_of(model: Model) -> dict[str, Path]:
     return {"the model": path / MODEL, "the receipt": path / RECEIPT} if path.is_dir() else {"the model": path}
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside wrappers for compilation and data parallelism."""
-    while isinstance(model, SPREAD) or "_orig_mod" in model._modules:
-        model = model.get_submodule("module" if isinstance(model, SPREAD) else "_orig_mod")
-    return model
-
-
 def copy_of(model: nn.Module, where: str) -> nn.Module:
     """An independent copy on the CPU, in eval mode and without gradients. Wrappers for compilation and data parallelism are
     removed."""
     model = unwrapped(model)
     try:
-        for x in (*model.parameters(), *model.buffers()):
+        for name, x in (*model.named_parameters(), *model.named_buffers()):
+            if is_lazy(x) or x.is_meta:
+                problem = "has no shape yet (a lazy layer); run one forward pass first"
+                problem = problem if is_lazy(x) else "is on the meta device and has no values; load the model first"
+                raise SmartpruneError(f"{where}: {name} {problem}")
             check_memory(x, where)
         attributes = (value for module in model.modules() for value in vars(module).values())
         # deepcopy cannot copy tensors that are not leaves
         copies = {id(x): x.detach().clone() for x in attributes if isinstance(x, Tensor) and not x.is_leaf}
-        return copy.deepcopy(model, copies).cpu().eval().requires_grad_(False)
+        with torch.no_grad():  # scripted parts copy their weights by an operation that autograd records
+            copied = copy.deepcopy(model, copies)
+        return copied.cpu().eval().requires_grad_(False)
     except SmartpruneError:
         raise
-    except Exception as error:  # scripted, exported, lazy and meta models, and modules that forbid copies
+    except Exception as error:  # scripted and exported models, and modules that forbid copies
         raise SmartpruneError(
             f"{where}: the model cannot be copied ({type(error).__name__}: {text.first_line(error)}); give an ordinary "
             "torch.nn.Module that holds its weights"

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .. import text
 from ..errors import SmartpruneError
 
 
@@ -77,7 +78,10 @@ class Block:
                 ) from None
         if isinstance(value, Sequence) or (isinstance(value, np.ndarray) and value.ndim == 1):
             return Block(*value)
-        raise SmartpruneError(f"block={value!r} has the type {type(value).__name__}; write a tuple such as (16, 8)")
+        raise SmartpruneError(
+            f"block={text.show(value)} has the type {type(value).__name__}; write a tuple such as (16, 8), and give other arguments, "
+            "such as receipt= and example=, by name"
+        )
 
     def __repr__(self) -> str:
         return f"Block({', '.join(map(str, self.sizes))})"

@@ -13,10 +13,11 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from ..errors import SmartpruneError
+from ..text import show
 from .block import Block, Grid
 from .heads import Position, heads_by_position
 from .kinds import CONVOLUTIONS, is_convolution, is_layer, stores_inputs_first, user_class, weight_parts
-from .memory import check_memory
+from .memory import check_memory, overlaps
 from .transforms import zeros_survive
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ Pattern = str | type[nn.Module]
 Patterns = Pattern | Sequence[Pattern]
 
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")  # names that wrappers insert into weight names
+SPREAD = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 OUTPUT, FROZEN, UNREACHED, TRANSFORMED = ("output layer", "frozen", "never used", "transformed")
 IMAGE_CHANNELS = 4  # the first convolution is the stem if it reads at most this many channels
 
@@ -143,7 +145,8 @@ def find_layers(
     weights, weights that inference never uses, and weights that a module lists in ``smartprune_skip`` (names within that
     module, globs allowed). ``skip`` skips more layers, and takes precedence over ``include``.
 
-    Weights that are transformed before use, as in weight standardization, are always skipped: their zeros do not survive.
+    Weights that are transformed before use, as in weight standardization, are always skipped: their zeros do not survive. So are
+    weights that share memory with another parameter: zeros of one would appear in the other.
     ``facts`` come from a run of an example. They say which weights are used and transformed, and which layers are output layers.
     Without them, output layers are found by position and name.
     """
@@ -151,9 +154,11 @@ def find_layers(
     weights = _weights(model)
     _check_matches((*included, *excluded), weights)
     defaults = _default_reasons(model, weights, facts)
+    shared = _shared_memory(weights)
 
     def reason(users: Sequence[Candidate]) -> Reason | None:
-        always = _unprunable(users) or _named_in_skip(users, excluded) or _transformed(users, included, facts)
+        always = _unprunable(users) or shared.get(id(users[0].weight))
+        always = always or _named_in_skip(users, excluded) or _transformed(users, included, facts)
         if always is not None or any(user.matches(included) for user in users):
             return always
         return defaults.get(id(users[0].weight))
@@ -211,7 +216,7 @@ def as_patterns(value: Patterns, where: str) -> tuple[Pattern, ...]:
     patterns = tuple(value) if isinstance(value, Iterable) and not isinstance(value, (str, type)) else (value,)
     for pattern in patterns:
         if not (isinstance(pattern, str) or (isinstance(pattern, type) and issubclass(pattern, nn.Module))):
-            raise SmartpruneError(f"{where}: {pattern!r} is neither a layer name (globs allowed) nor a module type")
+            raise SmartpruneError(f"{where}: {show(pattern)} is neither a layer name (globs allowed) nor a module type")
     return patterns
 
 
@@ -269,6 +274,18 @@ def _unprunable(users: Sequence[Candidate]) -> Reason | None:
         return Reason(f"embedding, tied to the output layer {layers[-1].name}", OUTPUT)
     text = _unsupported(first) or _tie_mismatch(users)
     return None if text is None else Reason(text)
+
+
+def _shared_memory(weights: Sequence[Sequence[Candidate]]) -> dict[int, Reason]:
+    """Why weights cannot be pruned whose numbers are also those of another parameter, by the id of the weight."""
+    first = [users[0] for users in weights if not users[0].lazy]
+    reasons: dict[int, Reason] = {}
+    for i, j in overlaps([candidate.weight.detach() for candidate in first]):
+        for one, other in ((first[i], first[j]), (first[j], first[i])):
+            text = f"shares memory with {other.weight_name}, but is another parameter: assign one parameter to both"
+            text = "several of its numbers share one place in memory: clone it" if one is other else text
+            reasons[id(one.weight)] = Reason(text)
+    return reasons
 
 
 def _named_in_skip(users: Sequence[Candidate], excluded: Sequence[Pattern]) -> Reason | None:
@@ -339,6 +356,13 @@ def _tie_mismatch(users: Sequence[Candidate]) -> str | None:
 def weight_name(module_name: str, attribute: str) -> str:
     """The name of a weight in ``named_parameters()`` and ``state_dict()``."""
     return f"{module_name}.{attribute}" if module_name else attribute
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside wrappers for compilation and data parallelism."""
+    while isinstance(model, SPREAD) or "_orig_mod" in model._modules:
+        model = model.get_submodule("module" if isinstance(model, SPREAD) else "_orig_mod")
+    return model
 
 
 def plain_name(name: str) -> str:

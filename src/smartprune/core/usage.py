@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from ..errors import SmartpruneError
+from ..text import format_shape
 from .example import run_example
 from .kinds import (
     ATTENTION_PARTS,
@@ -164,7 +165,13 @@ class _Recorder(TorchFunctionMode):
         tensor = _first_tensor(example)
         if self.unbatched or tensor is None:
             return 1
-        return max(1, tensor.shape[1 if self.time_first and tuple(tensor.shape[:2]) == self.time_first else 0])
+        size = tensor.shape[1 if self.time_first and tuple(tensor.shape[:2]) == self.time_first else 0]
+        if not size:
+            raise SmartpruneError(
+                f"example: its first tensor is {format_shape(tensor.shape)} and holds no sample; give an input with one sample "
+                "or more"
+            )
+        return size
 
     def remove_hooks(self) -> None:
         for hook in self.hooks:

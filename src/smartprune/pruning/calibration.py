@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from . import optimizers
+from .autograd import once_differentiable
 from .multiply import BlockMultiplier
 
 
@@ -76,7 +77,7 @@ class _ObservedMultiply(torch.autograd.Function):
         return tuple(product.view_as(product) for product in ctx.products)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         gradients: BlockGradients = ctx.gradients
         sizes = [None if grad is None else grad.abs() for grad in grads]

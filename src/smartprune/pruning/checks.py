@@ -38,7 +38,7 @@ def require_arguments(model: nn.Module, method: Method | str, steps: int, seed: 
     """The arguments of attach must have the right types."""
     if not hasattr(method, "rank"):
         raise SmartpruneError(
-            f"attach: method={method!r} is not a method; give its settings, such as smartprune.Smart(), or a name: "
+            f"attach: method={text.show(method)} is not a method; give its settings, such as smartprune.Smart(), or a name: "
             f"{', '.join(METHODS)}"
         )
     if isinstance(method, type):
@@ -97,6 +97,15 @@ def require_blocks_that_fit(plan: Plan) -> None:
             f"attach: blocks of {plan.block} are at least {LARGE_BLOCK} times as large as every layer (the largest is "
             f"{largest.name}, {text.format_shape(largest.grid.weight_shape)}), so only whole layers could be removed; give a "
             "smaller block"
+        )
+
+
+def require_no_transform() -> None:
+    """Inside of vmap, grad and other transforms of torch.func, tensors are not what kernels expect."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise SmartpruneError(
+            "forward: the model runs in a transform of torch.func, such as vmap or grad, which a model with a pruner does not "
+            "support; use torch.autograd, or bake a copy of the model and transform that"
         )
 
 

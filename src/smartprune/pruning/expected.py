@@ -159,6 +159,8 @@ def masked_state(planned: Plan, model: nn.Module, mask: Tensor) -> dict[str, Any
 
 def _has_values(planned: Plan, model: nn.Module) -> bool:
     parameters = dict(model.named_parameters(remove_duplicate=False))
+    if any(isinstance(parameter, nn.UninitializedParameter) for parameter in parameters.values()):
+        return False
     weights = [parameters[layer.weight] for layer in planned.layers]
     if any(weight.is_meta or is_sharded(weight) for weight in weights):
         return False

@@ -36,6 +36,8 @@ def find_pruner(model: nn.Module) -> Pruner | None:
         >>> sp.find_pruner(nn.Sequential(model)) is pruner
         True
     """
+    if not isinstance(model, nn.Module):
+        raise SmartpruneError(f"find_pruner: model is a {type(model).__name__}; give a torch.nn.Module")
     pruners = {name: module.__dict__[LINK] for name, module in model.named_modules() if LINK in module.__dict__}
     if len(pruners) > 1:
         raise SmartpruneError(

@@ -20,6 +20,7 @@ from torch import Tensor
 from ..core.block import Grid, spread
 from ..core.sharding import is_sharded, local_rows, local_tensor
 from ..errors import SmartpruneError
+from .autograd import once_differentiable
 
 CHUNK = 1 << 22  # elements: layers are multiplied in runs of about this size, so that gradients become ready in pieces
 BACKEND = os.environ.get("SMARTPRUNE_MASKING", "auto")  # auto (fused kernels on CUDA), torch or triton
@@ -241,7 +242,7 @@ class _Multiply(torch.autograd.Function):
         return tuple(out)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         multiplier: BlockMultiplier = ctx.multiplier
         sums: list[Tensor] = []
@@ -285,7 +286,7 @@ class _MaskGradients(torch.autograd.Function):
         return tuple(tensor.view_as(tensor) for tensor in tensors[:count])
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         multiplier: BlockMultiplier = ctx.multiplier
         out: list[Tensor | None] = []

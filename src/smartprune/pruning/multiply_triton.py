@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..core.memory import address_of, check_memory
 from ..errors import SmartpruneError
+from .autograd import once_differentiable
 from .multiply_kernels import NOTHING, backward_kernel, forward_kernel, measure_kernel
 from .multiply_tables import Place, Work
 
@@ -177,7 +178,7 @@ class Fused(torch.autograd.Function):
         return tuple(out)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         weights = ctx.weights
         now = [(weight._version, weight.data_ptr()) for weight in weights]

@@ -20,7 +20,7 @@ def one_budget(sparsity: float | None, budget: Budget | None) -> Budget | None:
     """The budget that was given, checked; ``sparsity`` stands for one in blocks."""
     if budget is not None and not isinstance(budget, Budget):
         raise SmartpruneError(
-            f"plan: budget={budget!r} is a {type(budget).__name__}; write sparsity=0.9 for a share of the blocks, or a "
+            f"plan: budget={text.show(budget)} is a {type(budget).__name__}; write sparsity=0.9 for a share of the blocks, or a "
             "budget such as smartprune.params(0.9) or smartprune.macs(0.5, example=x)"
         )
     if sparsity is not None and budget is not None:

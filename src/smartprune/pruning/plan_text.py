@@ -103,13 +103,17 @@ def _expected(plan: Plan) -> list[str]:
         lines.append(f"MACs     {text.percent(expected.macs.kept, total)} left in the model{even}")
     if expected.bytes is not None:
         plain, packed = expected.bytes.total, expected.bytes.kept
-        lines.append(f"packed   {packed:,} of {plain:,} bytes, {plain / packed:.1f}x smaller")
+        lines.append(f"packed   {packed:,} of {plain:,} bytes, {_times(plain, packed)}")
     if expected.cycles is not None:
         dense, pruned, npu = expected.cycles.total, expected.cycles.kept, expected.npu
         array = f"{npu.rows}x{npu.columns} MACs at {npu.clock_mhz:g} MHz"
         lines.append(f"NPU      {npu.ms(pruned):.3g} of {npu.ms(dense):.3g} ms, {dense / max(1, pruned):.1f}x as fast ({array})")
     lines += _expected_speed(expected)
     return lines
+
+
+def _times(plain: int, packed: int) -> str:
+    return f"{plain / packed:.1f}x smaller" if packed <= plain else f"{packed / plain:.1f}x larger"
 
 
 def _expected_speed(expected: Expected) -> list[str]:

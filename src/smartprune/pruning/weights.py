@@ -109,6 +109,7 @@ class LiveWeights:
     def refresh(self, mask: Tensor | None = None) -> list[Tensor]:
         """Makes all masked weights with one solve, unless the mask is given, and one multiplication."""
         search = self.search
+        checks.require_no_transform()
         checks.require_sharded_before_attach(search)
         self.last = None  # first, so that old and new weights are not in memory at the same time
         if torch.is_grad_enabled():

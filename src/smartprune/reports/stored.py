@@ -1,4 +1,4 @@
-"""The stored weights of a model with their receipt: one that was given, one inside the file or folder, or one next to the file."""
+"""The stored weights of a model with their receipt: one that was given, one inside or next to a file, or of this process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch import nn
 
-from ..artifacts.receipt import AnyReceipt, Receipt, as_receipt
+from ..artifacts.receipt import AnyReceipt, Receipt, as_receipt, receipt_of
 from ..artifacts.source import Model, Source, read_source
 from ..artifacts.verify import NOT_FINITE, compare_with_receipt
 from ..core.block import Block
@@ -55,7 +55,10 @@ def read_stored(
             return Stored(source, note=f"the receipt counts blocks of {source.receipt.block}, so its sparsity is not shown")
         return Stored(source, source.receipt, _differences(source, source.receipt))
     path = find_receipt(stored)
-    return Stored(source) if path is None else _with_found(source, path, wanted)
+    if path is not None:
+        return _with_found(source, path, wanted)
+    known = receipt_of(stored) if isinstance(stored, nn.Module) else None
+    return Stored(source) if known is None else _if_matching(source, known, wanted, "the receipt of this model")
 
 
 def find_receipt(stored: object) -> Path | None:
@@ -84,11 +87,16 @@ def _with_found(source: Source, path: Path, wanted: Block | None) -> Stored:
         receipt = Receipt.load(path)
     except SmartpruneError as error:
         return Stored(source, note=f"{path.name} next to the file cannot be used ({error})")
+    return _if_matching(source, receipt, wanted, path.name, " next to the file")
+
+
+def _if_matching(source: Source, receipt: Receipt, wanted: Block | None, name: str, place: str = "") -> Stored:
+    """The source with a receipt that was found. Notes call it ``name``."""
     if problems := _differences(source, receipt):
-        return Stored(source, note=f"{path.name} next to the file is not used, because the weights do not match it ({problems[0]})")
+        return Stored(source, note=f"{name}{place} is not used, because the weights do not match it ({problems[0]})")
     source = replace(source, receipt=receipt)  # also for other blocks, because it gives the axes
     if wanted is not None and wanted != receipt.block:
-        return Stored(source, note=f"{path.name} counts blocks of {receipt.block}, so its sparsity is not shown")
+        return Stored(source, note=f"{name} counts blocks of {receipt.block}, so its sparsity is not shown")
     return Stored(source, receipt)
 
 

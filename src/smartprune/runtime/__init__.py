@@ -133,8 +133,8 @@ def _cpu(model: nn.Module, inputs: Sequence[Call], options: Options, device: str
         raise
     except Exception as error:  # code of the model may raise anything
         raise SmartpruneError(
-            f"accelerate: the model does not run on the example ({first_line(error)}); give one input as the model takes it, or a "
-            "tuple of several"
+            f"accelerate: the model does not run on the example in float32 ({first_line(error)}); give one input as the model "
+            "takes it, or a tuple of several"
         ) from error
     if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in signature_of(model)):  # tracing needs a call
         return out

@@ -93,6 +93,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "NaN": ([torch.randn(4, 3), torch.full((2, 3), torch.nan)], "NaN or infinity"),
     "one tensor": (torch.randn(4, 3), r"batches is a Tensor.*write \[batch\]"),
     "no iterable": (3, "batches is a int"),
+    "meta": ([torch.randn(4, 3, device="meta")], "a batch is on the meta device and has no values"),
     "texts": (["a"], "a batch is a str"),
 }
 

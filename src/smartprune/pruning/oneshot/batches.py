@@ -27,11 +27,16 @@ def read_batches(where: str, model: nn.Module, batches: Iterable[Any], samples: 
         hint = "; write [batch] for one batch" if isinstance(batches, (Tensor, Mapping)) else ""
         raise SmartpruneError(f"{where}: batches is a {type(batches).__name__}; {GIVE}{hint}")
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    if device.type == "meta":
+        raise SmartpruneError(f"{where}: the model is on the meta device and has no values; load them first")
     signature = _Signature.of(model)
     out: list[Any] = []
     seen = 0
     for batch in batches:
-        arguments = _to(_arguments(where, batch, signature), device)
+        arguments = _arguments(where, batch, signature)
+        if any(tensor.is_meta for tensor in tensors_in(arguments)):
+            raise SmartpruneError(f"{where}: a batch is on the meta device and has no values; {GIVE}")
+        arguments = _to(arguments, device)
         if size := size_of(arguments):
             out.append(arguments)
             seen += size
