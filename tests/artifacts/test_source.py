@@ -239,8 +239,8 @@ def test_copies_without_values_are_refused() -> None:
     with torch.device("meta"):
         meta = nn.Sequential(nn.Linear(4, 4))
     for model, problem in (
-        (meta, r"0\.weight is on the meta device and has no values"),
-        (nn.Sequential(nn.LazyLinear(4)), r"0\.weight has no shape yet \(a lazy layer\)"),
+        (meta, r"the model cannot be copied, because 0\.weight is on the meta device and has no values"),
+        (nn.Sequential(nn.LazyLinear(4)), r"the model cannot be copied, because 0\.weight has no shape yet \(a lazy layer\)"),
         (torch.jit.script(nn.Linear(4, 4)), "the model cannot be copied"),
     ):
         with pytest.raises(SmartpruneError, match=f"here: {problem}"):

@@ -154,7 +154,10 @@ def test_none_takes_a_whole_axis() -> None:
         ("16*8", "cannot be read"),
         ("", "cannot be read"),
         ("16xx8", "cannot be read"),
-        (nn.Linear(2, 2), r"^block=<Linear> has the type Linear; write a tuple such as \(16, 8\), and give other arguments.*by name$"),
+        (
+            nn.Linear(2, 2),
+            r"^block=<Linear> has the type Linear; write a tuple such as \(16, 8\), and give other arguments.*by name$",
+        ),
         (16, r"has the type int; write a tuple such as \(16, 8\)"),
     ],
 )

@@ -139,6 +139,8 @@ def test_states_of_other_settings_and_damaged_states_are_refused() -> None:
         pruner.load_state_dict(state((2, 4))[1])
     with pytest.raises(sp.SmartpruneError, match=r"settings=.*l2"):
         pruner.load_state_dict(state(method=sp.Magnitude(norm="l2"))[1])
+    with pytest.raises(sp.SmartpruneError, match="not the state of a pruner"):
+        pruner.load_state_dict({**good, "format": torch.ones(3)})
     for wrong in ({"mask": 3}, {"tensors": []}, {"count": -1}, {"side": torch.ones(3)}, {"tensors": {"mask": 3}}):
         with pytest.raises(sp.SmartpruneError, match="damaged"):
             pruner.load_state_dict({**good, **wrong})

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..core.kinds import CONVOLUTIONS, TRANSPOSED
+from ..core.kinds import is_convolution
 from .compact_attention import attention, contract
 from .compact_graph import Graph, Known, Reader, known, reduce_axes, shrink, where_of
 from .compact_labels import STAYS
@@ -146,7 +146,7 @@ def product(
 def _states_groups(graph: Graph, weight: str) -> bool:
     """Whether the number of groups is that of a module, which can change with its weight."""
     owner, _, attribute = weight.rpartition(".")
-    return attribute == "weight" and isinstance(graph.model.get_submodule(owner), (*CONVOLUTIONS, *TRANSPOSED))
+    return attribute == "weight" and is_convolution(graph.model.get_submodule(owner))
 
 
 def _per_channel(graph: Graph, x: Known, axis: int) -> tuple[Tensor, Tensor, Tensor]:

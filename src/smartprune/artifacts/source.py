@@ -205,7 +205,7 @@ def copy_of(model: nn.Module, where: str) -> nn.Module:
             if is_lazy(x) or x.is_meta:
                 problem = "has no shape yet (a lazy layer); run one forward pass first"
                 problem = problem if is_lazy(x) else "is on the meta device and has no values; load the model first"
-                raise SmartpruneError(f"{where}: {name} {problem}")
+                raise SmartpruneError(f"{where}: the model cannot be copied, because {name} {problem}")
             check_memory(x, where)
         attributes = (value for module in model.modules() for value in vars(module).values())
         # deepcopy cannot copy tensors that are not leaves

@@ -79,8 +79,8 @@ class Block:
         if isinstance(value, Sequence) or (isinstance(value, np.ndarray) and value.ndim == 1):
             return Block(*value)
         raise SmartpruneError(
-            f"block={text.show(value)} has the type {type(value).__name__}; write a tuple such as (16, 8), and give other arguments, "
-            "such as receipt= and example=, by name"
+            f"block={text.show(value)} has the type {type(value).__name__}; write a tuple such as (16, 8), and give other "
+            "arguments, such as receipt= and example=, by name"
         )
 
     def __repr__(self) -> str:

@@ -73,7 +73,7 @@ def load_state_dict(search: SearchState, state: dict[str, Any], adopt_steps: boo
 
 
 def _require_loadable(search: SearchState, state: dict[str, Any], adopt_steps: bool) -> None:
-    if not isinstance(state, dict) or state.get("format") not in (1, FORMAT):
+    if not isinstance(state, dict) or type(state.get("format")) is not int or state["format"] not in (1, FORMAT):
         raise SmartpruneError("pruner.load_state_dict(): this is not the state of a pruner; give what pruner.state_dict() returned")
     if not _is_complete(state, search.blocks.n):
         raise SmartpruneError(DAMAGED)
