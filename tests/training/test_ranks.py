@@ -208,6 +208,32 @@ def test_two_killed_ranks_restarted_by_torchrun_change_no_bit(done: Path, tmp_pa
     assert Receipt.load(out / "receipt.json").met
 
 
+def test_every_restart_has_keys_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun keeps its store, in which the addresses of killed ranks remain."""
+    kept: Any = torch.distributed
+    server = kept.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    server.set("address", "gone")
+    variables = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(server.port),
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+    }
+    for name, value in (variables | {"TORCHELASTIC_USE_AGENT_STORE": "True"}).items():
+        monkeypatch.setenv(name, value)
+    assert ranks.store_after_restart() == {}  # the first start
+    for restart in ("1", "2"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restart)
+        arguments = ranks.store_after_restart()
+        assert (arguments["rank"], arguments["world_size"]) == (1, 2)
+        assert not arguments["store"].check(["address"])
+        arguments["store"].set("address", restart)
+    assert server.get("address") == b"gone"
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # several machines, which count restarts separately
+    assert ranks.store_after_restart() == {}
+
+
 def test_command_restarted_by_torchrun_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With --max-restarts, torchrun repeats the same command, which then resumes the run."""
     from smartprune.cli import main

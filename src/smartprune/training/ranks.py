@@ -67,7 +67,7 @@ def process_group(device: str) -> Iterator[None]:
     try:
         if created:
             backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-            torch.distributed.init_process_group(backend, timeout=TIMEOUT, **_store_after_restart())
+            torch.distributed.init_process_group(backend, timeout=TIMEOUT, **store_after_restart())
         yield
     except SmartpruneError as error:
         if rank() == 0:
@@ -84,7 +84,7 @@ def process_group(device: str) -> Iterator[None]:
             torch.distributed.destroy_process_group()
 
 
-def _store_after_restart() -> dict[str, Any]:
+def store_after_restart() -> dict[str, Any]:
     """Arguments of ``init_process_group`` for ranks that torchrun has restarted.
 
     torchrun keeps its key-value store, in which restarted ranks would find the addresses of ranks that are gone: they then fail to
