@@ -38,9 +38,9 @@ STEPS = 200  # of the loop with torch.distributed.checkpoint; the search takes h
 PER_RUN = 10  # most kills of one run
 LIMIT = 3600.0  # seconds per run
 NOTE = (
-    "One rank of two gets SIGKILL at a random moment after the first new checkpoint of the restarted job, or, one time in four, "
-    "while the ranks start. A run counts as equal if its weights, mask, receipt and metrics are those of the undisturbed run, bit "
-    "by bit. One shared machine, gloo on the CPU, small networks: shows no GPUs, no NCCL, no several machines and no lost disk."
+    "One rank of two gets SIGKILL at random moments of the whole run, and one time in four while the ranks start. A run counts as "
+    "equal if its weights, mask, receipt and metrics are those of the undisturbed run, bit by bit. One shared machine, gloo on the "
+    "CPU, small networks: shows no GPUs, no NCCL, no several machines and no lost disk."
 )
 
 
@@ -69,13 +69,13 @@ def loop_job(out: Path) -> tuple[list[str], Any]:
 
 
 JOBS: dict[str, tuple[Any, ...]] = {
-    "smartprune train, DDP": (command_job, same_command, {}),
-    "own loop, FSDP2, torch.distributed.checkpoint": (loop_job, same_loop, loop.NEW_STORE),
+    "smartprune train, DDP": (command_job, same_command, {}, 7 * 75),
+    "own loop, FSDP2, torch.distributed.checkpoint": (loop_job, same_loop, loop.NEW_STORE, STEPS),
 }
 
 
 def measure(name: str, kills: int, folder: Path, seed: int) -> dict[str, Any]:
-    make, same, variables = JOBS[name]
+    make, same, variables, checkpoints = JOBS[name]
     words, checkpoint = make(folder / "whole")
     Job(words, checkpoint, folder / "whole.log", variables).run(0, LIMIT)
     moments: list[str] = []
@@ -83,8 +83,9 @@ def measure(name: str, kills: int, folder: Path, seed: int) -> dict[str, Any]:
     while len(moments) < kills:
         out = folder / f"killed-{len(equal)}"
         words, checkpoint = make(out)
-        job = Job(words, checkpoint, folder / f"{out.name}.log", variables, random.Random(seed + len(equal)))
-        moments += job.run(min(PER_RUN, kills - len(moments)), LIMIT)
+        left = min(PER_RUN, kills - len(moments))
+        log, moment = folder / f"{out.name}.log", random.Random(seed + len(equal))
+        moments += Job(words, checkpoint, log, variables, moment, spacing=checkpoints / (left + 4)).run(left, LIMIT)
         equal.append(float(same(folder / "whole", out)))
         print(name, f"{len(moments)} kills, runs equal to the undisturbed one: {equal}", flush=True)
     shared = {"model": "small networks", "data": "digits and random numbers", "block": "4x2 and 4x4", "sparsity": None}

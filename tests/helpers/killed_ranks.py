@@ -29,7 +29,8 @@ class Job:
     log: Path
     variables: Mapping[str, str] = field(default_factory=dict)
     moments: random.Random = field(default_factory=lambda: random.Random(0))
-    longest: float = 1.0  # seconds between the first checkpoint of restarted ranks, or their start, and a kill
+    spacing: float = 0.0  # checkpoints between a restart and the next kill, on average
+    longest: float = 0.3  # seconds between such a checkpoint, or the start of the ranks, and the kill
 
     def run(self, kills: int, seconds: float) -> list[str]:
         """Runs the job to its end. Returns when its ranks were killed: "start" or "training", in order.
@@ -65,10 +66,12 @@ class Job:
         while len(ranks) < 2 and launcher.poll() is None:
             ranks = set(_ranks(launcher.pid)) - old
             self._wait(until)
-        before = self.checkpoint()
         moment = "start" if self.moments.random() < AT_START else "training"
-        while moment == "training" and self.checkpoint() == before and launcher.poll() is None:
+        last, left = self.checkpoint(), 1 + self.moments.uniform(0, 2 * self.spacing)
+        while moment == "training" and left > 0 and launcher.poll() is None:
             self._wait(until)
+            if self.checkpoint() != last:
+                last, left = self.checkpoint(), left - 1
         time.sleep(self.moments.uniform(0, self.longest))
         pid = self.moments.choice(sorted(ranks) or [0])
         if not pid or launcher.poll() is not None or not _is_running(pid):
