@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import smartprune as sp
 from smartprune.core.budget import Budget
+from smartprune.pruning import checks
 from smartprune.pruning.consensus import same_on_all_ranks
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
@@ -271,6 +272,25 @@ def test_methods_that_need_whole_weights_refuse_fsdp(tmp_path: Path, method: obj
         fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
         with pytest.raises(sp.SmartpruneError, match=r"needs whole weights, and FSDP has split them; use DDP, or another method"):
             sp.attach(model, method, block=(4, 4), sparsity=0.7, steps=10)  # type: ignore[arg-type]
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_fsdp_refuses_more_blocks_than_every_rank_should_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = make_model()
+        blocks = sp.plan(model, block=(4, 4), sparsity=0.7).n
+        fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
+        monkeypatch.setattr(checks, "MOST_REPLICATED", blocks)
+        sp.attach(model, sp.Smart(), block=(4, 4), sparsity=0.7, steps=4).detach()
+        monkeypatch.setattr(checks, "MOST_REPLICATED", blocks - 1)
+        with pytest.raises(
+            sp.SmartpruneError, match=rf"attach: {blocks} blocks .* at most {blocks - 1} are allowed; give a larger block"
+        ):
+            sp.attach(model, sp.Smart(), block=(4, 4), sparsity=0.7, steps=4)
     finally:
         torch.distributed.destroy_process_group()
 

@@ -38,14 +38,22 @@ class Blocks:
         self.limit = limit
         self.min_keep = min_keep  # [number of layers], or None without a floor
         self._owners = [(model.get_submodule(layer.sites[0][0]), layer.sites[0][1]) for layer in layers]
-        self.sizes = torch.cat([layer.grid.sizes() for layer in layers])
-        self.layer = torch.repeat_interleave(torch.tensor([layer.n for layer in layers], device="cpu"))
+        self.sizes = torch.cat([layer.grid.sizes().to(torch.int32) for layer in layers])  # half the memory of int64
         self.to(self.device)
 
     def to(self, device: torch.device) -> None:
         """Moves the tensors that methods read in every step, because copies from host memory would synchronize the device."""
-        self.sizes, self.layer = self.sizes.to(device), self.layer.to(device)
+        self.sizes = self.sizes.to(device)
         self.counts = torch.tensor([layer.n for layer in self.layers], device=device)
+        self._layer: Tensor | None = None
+
+    @property
+    def layer(self) -> Tensor:
+        """The index of the layer of each block, [n]. It is made at the first use, since not every search needs its memory."""
+        if self._layer is None:
+            with torch.inference_mode(False):
+                self._layer = torch.repeat_interleave(self.counts, output_size=self.n)
+        return self._layer
 
     @property
     def weights(self) -> list[nn.Parameter]:

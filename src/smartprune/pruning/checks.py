@@ -30,6 +30,9 @@ TOO_WARM = 0.1  # if a soft mask is further than this from its hard form, the se
 PATIENCE = 10  # steps of other optimizers that the optimizer of the scores may wait for its turn
 LARGE_BLOCK = 16  # times the layer
 MOST_UNSTEPPED = 200  # optimizer steps without a step of the pruner
+MOST_REPLICATED = 1 << 28  # blocks; with FSDP every rank holds the state of all of them
+REPLICATED_BYTES = 29  # of that state per block, for SMART without the state of the optimizer (records/scale-blocks)
+
 
 # -- attach, and the model -----------------------------------------------------------------------------------------------
 
@@ -74,7 +77,12 @@ def require_capable_device(search: SearchState) -> None:
     if search.is_sharded and search.capabilities.needs_whole_weights:
         name = search.method.name
         raise SmartpruneError(f"attach: {name} needs whole weights, and FSDP has split them; use DDP, or another method")
-
+    if search.is_sharded and search.blocks.n > MOST_REPLICATED:
+        raise SmartpruneError(
+            f"attach: {search.blocks.n:,} blocks of weights that FSDP has split; every rank holds the state of all blocks (about "
+            f"{REPLICATED_BYTES} bytes each, and that of the optimizer), so at most {MOST_REPLICATED:,} are allowed; give a larger "
+            "block, or prune fewer layers (include=, skip=)"
+        )
     if search.capabilities.needs_float64 or search.plan.cost is not None:
         others = [name for name, method in METHODS.items() if not capabilities(method()).needs_float64]
         remedy = f"train on a CPU or a CUDA GPU, or use sparsity= with one of these methods: {', '.join(others)}"
