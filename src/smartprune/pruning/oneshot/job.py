@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...errors import SmartpruneError
-from ...topk import hard_topk
 from ..plan import Plan
 from ..recalibrate import norms_with_statistics
+from .allocate import choose
 from .batches import first_sample, size_of
 from .correct import error, outputs_of, recalibrated, tuned
 from .lockstep import MOST_THREADS, Lockstep, held_bytes, twin
@@ -325,26 +324,3 @@ class Job:
 
 def _append(collected: Rows, use: Use, rows: Tensor) -> None:
     collected.append((use, rows))
-
-
-def choose(plan: Plan, costs: Tensor, part: Fraction = Fraction(1)) -> Tensor:
-    """The hard mask of a plan, bool [n]: the blocks are kept whose removal costs most for what they take of the budget.
-
-    ``part`` of what the budget removes is removed; 1 meets the budget exactly.
-    """
-    rank = costs.double()
-    if plan.cost is not None:
-        rank = rank / plan.cost.double().clamp(min=1e-9)
-    rank = rank.log().nan_to_num(neginf=-1e30, posinf=1e30)
-    owner = torch.cat([torch.full((layer.n,), i) for i, layer in enumerate(plan.layers)])
-    if part == 1 and plan.exact is not None:
-        mask = plan.exact.best(rank, plan.min_keep, owner)
-        if mask is None:
-            raise SmartpruneError(
-                f"prune: the blocks that every layer must keep take more than the {plan.exact.limit:,} {plan.unit} of the budget; "
-                "lower floor, or remove less"
-            )
-        return mask
-    assert plan.limit is not None
-    limit = plan.total - math.floor(part * (plan.total - plan.limit))
-    return hard_topk(rank, limit, plan.cost, plan.min_keep, owner if plan.min_keep is not None else None)
