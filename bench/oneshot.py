@@ -3,7 +3,8 @@
 python bench/oneshot.py --data DIR --weights FILE.pt --train MINUTES [--width 16]    trains a ResNet18 of that width first
 python bench/oneshot.py --data DIR --weights FILE.pt [--sparsities 0.5 0.7 0.8 0.9] [--methods NAME ...] [--out FILE.json]
                         [--split test | validation] [--images 2000] [--calibration 512] [--record NAME --note TEXT]
-python bench/oneshot.py --time MODEL --input 3x224x224 [--calibration 256] [--batch 16]
+python bench/oneshot.py --speed MODEL --input 3x224x224 [--calibration 256] [--batch 16] [--memory 4] [--threads 2]
+                        [--device cuda] [--out FILE.json]
 
 A ResNet18 on CIFAR-10 with 16x8 blocks. The last 2,000 training images are held out: settings were chosen on them, with
 --split validation. The methods are
@@ -13,8 +14,9 @@ A ResNet18 on CIFAR-10 with 16x8 blocks. The last 2,000 training images are held
   squares refit of the kept columns on the inputs of the network that is pruned so far; also with new statistics;
 - prune: sp.prune.
 
-All get the same calibration images, without labels. --time prints seconds and peak memory of sp.prune on a network with random
-weights and random images. Training follows the clock, so its result depends on the machine: the record names the weights.
+All get the same calibration images, without labels. --speed prints seconds and peak memory of sp.prune on a network with random
+weights and random images: processor time is what a shared machine can tell. Training follows the clock, so its result depends on
+the machine: the record names the weights.
 """
 
 from __future__ import annotations
@@ -274,26 +276,42 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     return {"rows": rows}
 
 
-def measure(args: argparse.Namespace) -> None:
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Times sp.prune. Steps are cumulative seconds of wall time at the end of each step."""
     from smartprune.models import build
 
     shape = [int(size) for size in args.input.split("x")]
     torch.manual_seed(0)
-    model = build(args.time).eval()
+    model = build(args.speed).eval().to(args.device)
     batches = [torch.randn(args.batch, *shape) for _ in range(args.calibration // args.batch)]
-    before, began, last = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter(), {}
+    before, began, steps = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter(), {}
 
     def progress(step: str, done: int, total: int) -> None:
-        last[step] = time.perf_counter() - began
+        steps[step] = round(time.perf_counter() - began, 1)
 
-    cpu = time.process_time()
-    sp.prune(model, batches, BLOCK, args.sparsities[0], progress=progress)
+    processor = time.process_time()
+    sp.prune(model, batches, BLOCK, args.sparsities[0], memory=args.memory, progress=progress)
+    if args.device == "cuda":
+        torch.cuda.synchronize()
+    wall, processor = time.perf_counter() - began, time.process_time() - processor
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    print(json.dumps({step: round(seconds, 1) for step, seconds in last.items()}))
-    print(
-        f"{args.time}: {time.perf_counter() - began:.1f} s, {time.process_time() - cpu:.1f} s of CPU, "
-        f"{peak / 2**20:.2f} GiB at most ({before / 2**20:.2f} before)"
-    )
+    print(json.dumps(steps))
+    memory = f"{peak / 2**20:.2f} GiB at most ({before / 2**20:.2f} before)"
+    print(f"{args.speed}: {wall:.1f} s, {processor:.1f} s of processor time, {memory}")
+    values = {"wall time": (wall, "s"), "processor time": (processor, "s"), "peak memory": (peak / 2**20, "GiB")}
+    common = {
+        "model": args.speed,
+        "data": f"{args.calibration} random images of {args.input}",
+        "method": "prune",
+        "block": "16x8",
+        "sparsity": args.sparsities[0],
+        "protocol": f"batches of {args.batch}, {args.threads} threads, {args.device}, memory={args.memory:g}",
+    }
+    rows = [
+        {**common, "metric": name, "unit": unit, "values": [value], "mean": value, "std": None, "n": 1}
+        for name, (value, unit) in values.items()
+    ]
+    return {"rows": rows, "steps": steps, "torch": torch.__version__}
 
 
 def main() -> None:
@@ -309,23 +327,23 @@ def main() -> None:
     parser.add_argument("--calibration", type=int, default=512)
     parser.add_argument("--batch", type=int, default=BATCH)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--time", metavar="MODEL")
+    parser.add_argument("--speed", metavar="MODEL")
+    parser.add_argument("--memory", type=float, default=4.0, help="GiB, for --speed")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="for --speed")
     parser.add_argument("--input", metavar="SHAPE", default="3x32x32")
     parser.add_argument("--out", type=Path, metavar="FILE.json")
     parser.add_argument("--record", metavar="NAME")
     parser.add_argument("--note", default="")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    if args.time:
-        return measure(args)
     if args.train:
         return train(args)
-    result = compare(args)
+    result = measure(args) if args.speed else compare(args)
     if args.out:
         args.out.write_text(json.dumps(result, indent=1) + "\n")
     if args.record:
         settings = {key: str(value) for key, value in vars(args).items() if key not in ("data", "out", "record", "note")}
-        command = "python bench/oneshot.py --data DIR --weights FILE.pt"
+        command = f"python bench/oneshot.py {f'--speed {args.speed}' if args.speed else '--data DIR --weights FILE.pt'}"
         machine = f"{args.threads} thread, torch {torch.__version__}"
         save_record(ROOT / "records" / args.record, result, settings, args.note, [command], [machine])
     return None
