@@ -326,3 +326,17 @@ def test_forms_of_a_pruned_model_find_its_receipt(tmp_path: Path) -> None:
         model[3].weight.fill_(1)
     with pytest.raises(sp.SmartpruneError, match="does not match its receipt"):
         sp.pack(model, tmp_path / "other")
+
+
+def test_packed_files_of_wrapped_models_load_into_plain_ones(tmp_path: Path) -> None:
+    model, _ = zoo.SMALL["plain_cnn"]()
+    wrappers = (torch.compile(model, backend="eager"), nn.DataParallel(model), nn.Sequential(model))
+    for given in wrappers[:2]:
+        sp.pack(given, tmp_path / "p", (4, 4))
+        other, _ = zoo.SMALL["plain_cnn"]()
+        sp.unpack(tmp_path / "p", other)
+        assert all(torch.equal(a, b) for a, b in zip(other.state_dict().values(), model.state_dict().values(), strict=True))
+    sp.pack(model, tmp_path / "p", (4, 4))
+    sp.unpack(tmp_path / "p", wrappers[0])
+    with pytest.raises(sp.SmartpruneError, match="does not fit the model"):
+        sp.unpack(tmp_path / "p", wrappers[2])

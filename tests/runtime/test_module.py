@@ -111,7 +111,7 @@ def test_a_forked_process_starts_its_own_threads(model: nn.Module) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def test_half_precision_runs_in_float32_and_other_devices_are_an_error(model: nn.Module) -> None:
+def test_half_precision_runs_in_float32_and_other_devices_raise(model: nn.Module) -> None:
     x = torch.randn(1, 3, 8, 8)
     fast = sp.accelerate(copy.deepcopy(model).bfloat16())
     assert fast(x.bfloat16()).dtype == torch.float32

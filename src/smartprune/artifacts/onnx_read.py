@@ -304,7 +304,7 @@ class _Graph:
             )
         shape = list(stored.dims)
         if any(n < 0 for n in shape) or len(shape) > 16 or math.prod(shape) > MAX_BYTES:
-            raise SmartpruneError(f"{self.where}: {name} has the shape {str(shape)[:80]}, which no weight has")
+            raise SmartpruneError(f"{self.where}: {name} has the impossible shape {str(shape)[:80]}; the file is damaged")
         try:
             array = np.asarray(self.onnx.numpy_helper.to_array(stored))
         except Exception as error:  # unknown types, too few bytes and others
@@ -324,7 +324,7 @@ class _Graph:
         shape = list(stored.dims)
         values, index = self.decode(stored.values, name), self.decode(stored.indices, f"the indices of {name}")
         if any(n < 0 for n in shape) or len(shape) > 16:
-            raise SmartpruneError(f"{self.where}: {name} has the shape {str(shape)[:80]}, which no weight has")
+            raise SmartpruneError(f"{self.where}: {name} has the impossible shape {str(shape)[:80]}; the file is damaged")
         self.root.claimed += math.prod(shape) * values.element_size()
         if self.root.claimed > self.root.limit:
             raise SmartpruneError(

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from .. import text
 from ..core.block import Block, Layout
 from ..core.kinds import is_masked
+from ..core.layers import plain_name
 from ..errors import SmartpruneError
 from ..files import as_path, check_no_overwrite, check_writable, write_atomic
 from .axes import assumed_axes_lines
@@ -189,6 +190,7 @@ def unpack(path: str | os.PathLike[str], model: nn.Module | None = None, *, limi
     Args:
         path: The packed file.
         model: If given, the weights are loaded into it as well. Names, shapes and dtypes must match; otherwise nothing is loaded.
+            Prefixes of wrappers, such as those of ``torch.compile``, may differ.
         limit: The most bytes that the tensors may take, because a small file can claim any size. The default is 64 MiB, or 256
             times the size of a larger file.
 
@@ -216,8 +218,17 @@ def unpack(path: str | os.PathLike[str], model: nn.Module | None = None, *, limi
     file = read_packed(source, limit)
     state = file.dense()
     if model is not None:
-        load_into(model, state, file.where)
+        load_into(model, _named_like(model, state), file.where)
     return state
+
+
+def _named_like(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors under the names of the model, if only wrappers such as ``torch.compile`` named them differently."""
+    names = {plain_name(name): name for name in model.state_dict()}
+    plain = {plain_name(name): tensor for name, tensor in state.items()}
+    if len(plain) < len(state) or plain.keys() != names.keys():
+        return state
+    return {names[name]: tensor for name, tensor in plain.items()}
 
 
 def _dense_size(source: Source, file: PackedFile) -> int:

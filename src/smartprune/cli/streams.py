@@ -66,7 +66,7 @@ def discard_unwritten(stream: TextIO) -> None:
     except (OSError, ValueError):
         try:
             descriptor = stream.fileno()
-        except (OSError, ValueError):  # closed, or not a file of the system
+        except (OSError, ValueError):  # closed, or not backed by a file of the operating system
             return
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, descriptor)

@@ -109,7 +109,7 @@ class CostTable:
 def _number(value: Any, where: str) -> Fraction:
     number = isinstance(value, (int, float, Fraction, np.integer, np.floating)) and not isinstance(value, bool)
     if isinstance(value, np.floating):
-        value = float(str(value))  # the shortest number that it stands for: 0.1 of 32 bits is a tenth, too
+        value = float(str(value))  # the shortest decimal, so that 0.1 in float32 is a tenth as well
     if not number or not 0 <= value <= MAX_COST:
         raise SmartpruneError(f"{where} costs {str(value)[:40]!r}; a cost must be a number from 0 to {MAX_COST:g}")
     return as_fraction(value)

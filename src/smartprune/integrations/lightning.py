@@ -80,7 +80,7 @@ class PruneCallback(Pruning, Callback):  # type: ignore[misc,unused-ignore]
             pl_module.log("smartprune/undecided", self.search.metrics(wait=True)["smartprune/undecided"])
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        """Comes after ``on_train_end`` of every callback, so averages that are written there are pruned too."""
+        """Runs after ``on_train_end`` of every callback, so that averages written there are pruned as well."""
         self.search.end()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:

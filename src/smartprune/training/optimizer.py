@@ -65,7 +65,7 @@ def lr_factor(config: Config, stage: str, step: int, steps: Callable[[str], int]
 
 
 def set_learning_rates(optimizer: torch.optim.Optimizer, factor: float) -> None:
-    """Sets the learning rate of every group. A tensor, as a CUDA graph reads it, is changed in place."""
+    """Sets the learning rate of every group. A tensor, which a CUDA graph may read, is changed in place."""
     for group in optimizer.param_groups:
         lr = factor * group["initial_lr"]
         if isinstance(group["lr"], Tensor):

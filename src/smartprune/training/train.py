@@ -127,7 +127,7 @@ def _run(folder: Path, config: Config, progress: Callable[[Tick], None], stop: C
 
 @contextmanager
 def _running(folder: Path, config: Config, progress: Callable[[Tick], None]) -> Iterator[Run]:
-    """The run in a folder, at its beginning or at its last checkpoint. No other process can work on it meanwhile."""
+    """The run in a folder, at its beginning or at its last checkpoint. The folder is locked for other processes."""
     with locked(folder) if ranks.rank() == 0 else nullcontext(), deterministic(config), _explain_full_disk(folder):
         run = start_run(folder, config)
         if run.lost_rows:

@@ -210,7 +210,7 @@ def test_a_program_rejects_other_tensors() -> None:
     assert_equal_to_rounding(program.run(fast._pool.address, [x])[0], fast(x))
 
 
-def test_negated_memory_and_other_default_dtypes() -> None:
+def test_negative_views_and_other_default_dtypes_are_read() -> None:
     """The imaginary part of a conjugate is negated lazily, and outputs do not have the default dtype."""
     model = randomly_pruned(nn.Sequential(nn.Linear(8, 8)), 0.4, (4, 4))
     fast = sp.accelerate(model, threads=1)

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from .comparison import Comparison, Row
 
 WIDTH = 100
-METRIC_COLUMNS = 3  # budgets in one table; each has a metric, a difference and n
-MACS_COLUMNS = 5  # budgets in one table; each has one number
+METRIC_COLUMNS = 3  # most budgets in one table of metrics, where each has three columns
+MACS_COLUMNS = 5  # most budgets in one table of MACs, where each has one column
 
 
 def comparison_text(comparison: Comparison, ascii_only: bool) -> str:

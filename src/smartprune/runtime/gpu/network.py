@@ -42,7 +42,7 @@ def on_gpu(model: nn.Module, inputs: Sequence[tuple[Any, ...]], options: Options
         try:
             required_copies = recorder.aliases.required_copies(traced.graph)
         except UnsafeInPlace as error:
-            raise SmartpruneError(f"accelerate: {error}, and this order is not kept on a GPU; use device='cpu'") from error
+            raise SmartpruneError(f"accelerate: {error}, which is not supported on a GPU; use device='cpu'") from error
         out = convert(traced.cpu(), recorder.shapes, dtype, device, required_copies)
         _check_result(out(*values), expected, dtype, options.dtype)
     return out
