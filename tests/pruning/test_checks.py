@@ -211,3 +211,21 @@ def test_devices_without_float64_are_refused_if_the_method_needs_it(method: Any,
     else:
         with pytest.raises(sp.SmartpruneError, match=r"^attach: refused; .*with one of these methods: magnitude, gradual"):
             sp.attach(model, method, block=(4, 4), sparsity=0.5, steps=2)
+
+
+def test_the_state_of_a_search_has_the_bytes_per_block_that_the_message_names() -> None:
+    """In an error about too many blocks under FSDP2, where every rank holds this state."""
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+    pruner = sp.attach(model, sp.Smart(), block=(1, 1), sparsity=0.5, include="*", steps=10)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(3):
+        model(torch.randn(4, 64)).square().mean().backward()
+        optimizer.step()
+        pruner.step()
+        tensors = [*pruner.search.values().values(), *(p.grad for p in pruner.parameters()), pruner.search.telemetry.side]
+        tensors += [value for value in vars(pruner.blocks).values() if isinstance(value, torch.Tensor)]
+        assert pruner.live.last is not None
+        tensors += [pruner.live.last.mask, pruner.live.last.factors]
+        sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if isinstance(t, torch.Tensor)}
+        assert sum(sizes.values()) // pruner.blocks.n == checks.REPLICATED_BYTES
+        optimizer.zero_grad()
