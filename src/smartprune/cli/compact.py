@@ -35,7 +35,11 @@ def add_compact(subparsers: Subparsers) -> None:
     parser.add_argument("--weights", metavar="FILE", help="weights to load into the model: any file that verify can read")
     parser.add_argument("--input", metavar="SHAPE", help="shape of one sample, such as 3x32x32 (default: the task's)")
     parser.add_argument(
-        "--multiple", type=int, default=1, metavar="N", help="keep some empty channels, for layers of a multiple of N, such as 8"
+        "--multiple",
+        type=int,
+        default=1,
+        metavar="N",
+        help="keep some empty channels, for layers of a multiple of N, such as 8 (default: 1)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_trust(parser)
