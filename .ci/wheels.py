@@ -35,6 +35,10 @@ class Target:
     zig: str  # zig's name of the target
     compiler: tuple[str, ...]
 
+    def spelled(self, flag: str) -> str:
+        """A flag as the compiler of the target takes it: zig has its own names of processors, and macOS runs on one kind."""
+        return flag.replace("-march=armv8.2-a", "-mcpu=apple_m1") if self.system == "darwin" else flag
+
     @property
     def link(self) -> tuple[str, ...]:
         return (*ZIG, "-target", self.zig, "-shared")
@@ -73,7 +77,15 @@ def compiled(target: Target, folder: Path) -> list[Path]:
             if key not in objects:
                 objects[key] = folder / f"{key}.o"
                 source = str(SOURCES / unit.source)
-                run(*target.compiler, *flags_of(target.system), *unit.flags, "-c", source, "-o", str(objects[key]))
+                run(
+                    *target.compiler,
+                    *flags_of(target.system),
+                    *map(target.spelled, unit.flags),
+                    "-c",
+                    source,
+                    "-o",
+                    str(objects[key]),
+                )
         path = folder / file
         run(
             *target.link,

@@ -52,6 +52,16 @@ def test_the_portable_file_is_strict_c_without_undefined_behaviour(int8: bool, t
 
 
 @needs_compiler
+def test_words_of_four_pixels_stay_within_the_memory(tmp_path: Path) -> None:
+    """The last window of a depthwise convolution is read in words, which extend beyond the map."""
+    torch.manual_seed(0)
+    layer, x = nn.Conv2d(16, 16, 7, padding=3, groups=16).eval(), torch.randn(1, 16, 5, 7)
+    written = Written(layer, [x], tmp_path, best_set(), int8=True)
+    outputs = written.run("gcc", ("-O1", *SANITIZE))
+    assert max(relative_errors(outputs, written.expected)) < 0.03
+
+
+@needs_compiler
 def test_the_sanitizer_sees_the_memory_of_the_network(tmp_path: Path) -> None:
     """The test above can fail: a network whose memory is too small does not run."""
     written = Written(mixed(), [X], tmp_path, "portable")
