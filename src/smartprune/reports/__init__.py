@@ -36,7 +36,8 @@ def report(
         model: The ``torch.nn.Module`` that a state dict or a file belongs to. It says which layers are transposed or grouped.
             Without it and without a receipt, axes are read as (out, in, ...), and ``assumed`` of the result names those weights.
         receipt: A receipt, its JSON data or its path; it must match the weights. By default the receipt in the file or folder, or
-            a ``receipt.json`` next to the file, or the receipt of a model that this process pruned, if the weights match it.
+            a ``receipt.json`` next to the file, or without ``block`` the receipt of a model that this process pruned, if the
+            weights match it.
         html: A file for the whole report as a page with the layers, a map of the blocks and the receipt. It needs no network.
 
     Returns:

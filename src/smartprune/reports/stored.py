@@ -57,7 +57,7 @@ def read_stored(
     path = find_receipt(stored)
     if path is not None:
         return _with_found(source, path, wanted)
-    known = receipt_of(stored) if isinstance(stored, nn.Module) else None
+    known = receipt_of(stored) if wanted is None and isinstance(stored, nn.Module) else None
     return Stored(source) if known is None else _if_matching(source, known, wanted, "the receipt of this model")
 
 
