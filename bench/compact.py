@@ -13,8 +13,8 @@ dense and with sparse weights and files of the compacted network, in onnxruntime
 runtime. Sizes are those of the weights (torch), of the exported files, and of the packed file (CPU runtime). A form that fails is
 left out, with its error in the record.
 
---files FOLDER keeps the files of every case, and reads those that are there. With --prepare it stops before anything is timed, so
-that the times can be taken later, when nothing else runs.
+--files FOLDER keeps the files of every case, and reads those that are there. With --prepare nothing is timed, so that the times
+can be taken later, when nothing else runs.
 
 --run FOLDER ... measures finished runs instead, with their own learned masks.
 """
@@ -50,8 +50,8 @@ CALLS = 3  # of a round
 
 def block_of(text: str) -> tuple[int | None, ...]:
     """``16x8``, or ``16xNone`` for blocks of whole output channels."""
-    sizes = tuple(None if size == "None" else int(size) for size in text.split("x"))
-    return (*sizes, None, None) if None in sizes else sizes
+    sizes = tuple(None if size in ("None", "*") else int(size) for size in text.split("x"))
+    return (*sizes, None, None) if None in sizes and len(sizes) == 2 else sizes
 
 
 def build(name: str, block: str, sparsity: float) -> nn.Module:
@@ -84,14 +84,15 @@ def build(name: str, block: str, sparsity: float) -> nn.Module:
     return model
 
 
-def load(folder: Path) -> tuple[nn.Module, Tensor, str, float, str]:
-    """The model of a run, an example, the block, the sparsity and the accuracy."""
+def load(folder: Path) -> tuple[nn.Module, Tensor, str, float, dict[str, float]]:
+    """The model of a run, an example, the block, the sparsity and the accuracies."""
     from smartprune.cli.models import load_run
 
     model, example, receipt, _task, config = load_run(folder, trust=False)
     assert receipt is not None
     result = json.loads((folder / "result.json").read_text())
-    return model.eval(), example, str(receipt.block), float(config.sparsity), json.dumps(result.get("metrics", {}))[:200]
+    accuracies = {f"{result['measure']}, %{name}": 100 * result[key] for key, name in (("pruned", ""), ("dense", ", dense"))}
+    return model.eval(), example, str(receipt.block).removesuffix("x1x1"), float(config.sparsity), accuracies
 
 
 def times(calls: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
@@ -217,40 +218,41 @@ def row(data: str, sparsity: float, metric: str, method: str, values: Sequence[f
     }
 
 
-def measure(
-    name: str, data: str, block: str, sparsity: float, model: nn.Module, x: Tensor, rounds: int, folder: Path, known: dict[str, Any]
-) -> list[dict[str, Any]]:
-    small = torch.load(folder / "small.pt", weights_only=False)
-    sizes = known["sizes"]
-    calls: dict[str, Call] = {"torch, dense": lambda: model(x), "torch, compacted": lambda: small(x)}
-    case = Case(model, small, x, block_of(block))
-    calls |= {form: FORMS[form][2](folder / FORMS[form][0], case) for form in sizes if form in FORMS}
-    ms = times(calls, rounds)
+def stored_rows(name: str, data: str, block: str, sparsity: float, known: dict[str, Any]) -> list[dict[str, Any]]:
+    """What compaction leaves, and the sizes of all forms."""
     method = f"{name}, {block}"
     shares = {"params left": known["parameters"], "MACs left": known["macs"]}
     rows = [row(data, sparsity, f"{metric}, %", method, [100 * after / before]) for metric, (before, after) in shares.items()]
-    for form, size in sizes.items():
-        label = f"{method}: {form}"
+    rows[0]["failed"] = known["failed"]
+    return rows + [row(data, sparsity, "MB", f"{method}: {form}", [size / 1e6]) for form, size in known["sizes"].items()]
+
+
+def timed_rows(
+    name: str, data: str, block: str, sparsity: float, case: Case, rounds: int, folder: Path, forms: Iterable[str]
+) -> list[dict[str, Any]]:
+    """Milliseconds of all forms, which take turns, and how many times faster they are than a dense form."""
+    calls: dict[str, Call] = {"torch, dense": lambda: case.model(case.x), "torch, compacted": lambda: case.small(case.x)}
+    calls |= {form: FORMS[form][2](folder / FORMS[form][0], case) for form in forms if form in FORMS}
+    ms, rows = times(calls, rounds), []
+    for form in calls:
+        label = f"{name}, {block}: {form}"
         rows.append(row(data, sparsity, "ms", label, ms[form]))
-        rows.append(row(data, sparsity, "MB", label, [size / 1e6]))
         same = f"{form.partition(',')[0]}, dense"
         for dense, metric in (("torch, dense", "times faster"), (same, "times faster than dense there")):
             if form != dense and dense in ms:
                 ratios = [a / b for a, b in zip(ms[dense], ms[form], strict=True)]
                 rows.append(row(data, sparsity, metric, label, ratios))
-    rows[0]["failed"] = known["failed"]
-    shown = ", ".join(f"{entry['method'].partition(': ')[2]} {entry['metric']} {entry['mean']:.2f}" for entry in rows)
-    print(f"{name} {block} {sparsity}: {shown} {known['failed'] or ''}", file=sys.stderr, flush=True)
     return rows
 
 
-Planned = tuple[str, str, str, float, Callable[[], tuple[nn.Module, Tensor]]]  # name, data, block, sparsity, model and example
+# name, data, block, sparsity, model and example, accuracies
+Planned = tuple[str, str, str, float, Callable[[], tuple[nn.Module, Tensor]], Mapping[str, float]]
 
 
 def cases(args: argparse.Namespace) -> Iterator[Planned]:
     for folder in args.run:
-        model, x, block, sparsity, _ = load(folder)
-        yield type(model).__name__, f"learned, {folder.name}", block, sparsity, lambda model=model, x=x: (model, x)
+        model, x, block, sparsity, accuracies = load(folder)
+        yield f"{type(model).__name__}, learned", folder.name, block, sparsity, lambda model=model, x=x: (model, x), accuracies
     for name in args.models if not args.run else ():
         for block in args.blocks:
             for sparsity in args.sparsity:
@@ -258,7 +260,7 @@ def cases(args: argparse.Namespace) -> Iterator[Planned]:
                 def make(name: str = name, block: str = block, sparsity: float = sparsity) -> tuple[nn.Module, Tensor]:
                     return build(name, block, sparsity), torch.randn(1, 3, SIDES[name], SIDES[name])
 
-                yield name, "random masks", block, sparsity, make
+                yield name, "random masks", block, sparsity, make, {}
 
 
 def main() -> None:
@@ -277,13 +279,19 @@ def main() -> None:
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = json.loads(args.out.read_text())["rows"] if args.append else []
     with tempfile.TemporaryDirectory() as temporary:
-        for name, data, block, sparsity, make in cases(args):
+        for name, data, block, sparsity, make, accuracies in cases(args):
             folder = (args.files or Path(temporary)) / f"{name}-{data.rpartition(' ')[2]}-{block}-{sparsity:g}"
             model, x = make()
             known = prepare(model, x, block, folder, args.forms or (FORMS if args.forms == [] else ()))
+            new = stored_rows(name, data, block, sparsity, known)
+            new += [row(data, sparsity, metric, f"{name}, {block}", [value]) for metric, value in accuracies.items()]
             if not args.prepare:
-                rows += measure(name, data, block, sparsity, model, x, args.rounds, folder, known)
-                write(args, rows)
+                case = Case(model, torch.load(folder / "small.pt", weights_only=False), x, block_of(block))
+                new += timed_rows(name, data, block, sparsity, case, args.rounds, folder, known["sizes"])
+            shown = ", ".join(f"{entry['method'].partition(': ')[2]} {entry['metric']} {entry['mean']:.2f}" for entry in new)
+            print(f"{name} {block} {sparsity}: {shown} {known['failed'] or ''}", file=sys.stderr, flush=True)
+            rows += new
+            write(args, rows)
 
 
 def write(args: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> None:
