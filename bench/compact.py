@@ -84,15 +84,15 @@ def build(name: str, block: str, sparsity: float) -> nn.Module:
     return model
 
 
-def load(folder: Path) -> tuple[nn.Module, Tensor, str, float, dict[str, float]]:
-    """The model of a run, an example, the block, the sparsity and the accuracies."""
+def load(folder: Path) -> tuple[nn.Module, Tensor, str, str, float, dict[str, float]]:
+    """The model of a run, an example, the task, the block, the sparsity and the accuracies."""
     from smartprune.cli.models import load_run
 
     model, example, receipt, _task, config = load_run(folder, trust=False)
     assert receipt is not None
     result = json.loads((folder / "result.json").read_text())
     accuracies = {f"{result['measure']}, %{name}": 100 * result[key] for key, name in (("pruned", ""), ("dense", ", dense"))}
-    return model.eval(), example, str(receipt.block).removesuffix("x1x1"), float(config.sparsity), accuracies
+    return model.eval(), example, result["task"], str(receipt.block).removesuffix("x1x1"), float(config.sparsity), accuracies
 
 
 def times(calls: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
@@ -251,8 +251,8 @@ Planned = tuple[str, str, str, float, Callable[[], tuple[nn.Module, Tensor]], Ma
 
 def cases(args: argparse.Namespace) -> Iterator[Planned]:
     for folder in args.run:
-        model, x, block, sparsity, accuracies = load(folder)
-        yield f"{type(model).__name__}, learned", folder.name, block, sparsity, lambda model=model, x=x: (model, x), accuracies
+        model, x, task, block, sparsity, accuracies = load(folder)
+        yield f"{type(model).__name__}, learned", task, block, sparsity, lambda model=model, x=x: (model, x), accuracies
     for name in args.models if not args.run else ():
         for block in args.blocks:
             for sparsity in args.sparsity:
