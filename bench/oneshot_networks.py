@@ -258,9 +258,9 @@ def rows(bench: Bench, networks: list[Network], chosen: Callable[[Cell], bool]) 
                     continue
                 out.append(
                     {
-                        "model": network.name,
+                        "model": "networks",
                         "data": network.task,
-                        "method": method,
+                        "method": f"{network.name}: {method}",
                         "block": network.block,
                         "sparsity": sparsity,
                         "protocol": f"{bench.args.inputs} inputs without labels, no training",
@@ -305,7 +305,8 @@ def main() -> None:
         return
     result = {"rows": rows(bench, networks, lambda cell: cell["seed"] in args.seeds and cell["split"] == args.split)}
     settings = {network.name: {"task": network.task, **network.training, **network.data} for network in networks}
-    command = f"python bench/oneshot_networks.py --data DIR --out DIR --plan {args.plan}"
+    only = f" --only {' '.join(args.only)}" if args.only else ""
+    command = f"python bench/oneshot_networks.py --data DIR --out DIR --plan {args.plan}{only}"
     machine = f"{bench.device.type}, torch {torch.__version__}"
     save_record(ROOT / "records" / args.record, result, settings, args.note, [command], [machine])
 
