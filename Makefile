@@ -37,7 +37,7 @@ lint: $(VENV)/.dev
 	$(BIN)/mypy
 
 hosts: $(HOSTS)/.ready
-	OMP_NUM_THREADS=1 $(HOSTS)/bin/python -m pytest tests/hosts tests/integrations -n $(JOBS)
+	OMP_NUM_THREADS=1 $(HOSTS)/bin/python -m pytest tests/hosts tests/integrations -n $(JOBS) --dist loadgroup
 
 arm: $(VENV)/.ready
 	.ci/arm_tools

@@ -18,6 +18,12 @@ from smartprune.cli import main
     [
         (["--jobs", "0"], "--jobs 0 must be at least 1"),
         (["--minutes", "0"], "--minutes 0 must be above 0"),
+        (["--cpus", "2"], "--cpus 2 is for runs on Ray; add --on ray"),
+        (["--gpus", "1"], "--gpus 1 is for runs on Ray; add --on ray"),
+        (["--on", "ray", "--cpus", "0"], "--cpus 0 must be at least 1"),
+        (["--on", "ray", "--gpus", "2"], "--gpus 2 must be from 0 to 1"),
+        (["--on", "ray", "--slurm", "a.sh"], "--slurm and --on ray: give only one of them"),
+        (["--on", "ray", "--mps"], "--mps and --on ray: give only one of them"),
         (["--seeds", "a"], "--seeds a must be a list with commas"),
         (["--methods", "snip"], "unknown method 'snip'"),
         (["--set", "start=2"], "write METHOD.NAME=VALUE, such as smart.start=2"),

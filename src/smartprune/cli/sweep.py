@@ -6,7 +6,7 @@ import argparse
 import shlex
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import asdict
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -39,6 +39,7 @@ def add_sweep(subparsers: Subparsers) -> None:
         "  smartprune sweep --task cifar10 --data DIR --methods smart,gradual --seeds 0,1 --jobs 4 --minutes 25\n"
         "  smartprune sweep --methods smart,pdp --set smart.ramp=cubic --search-epochs 20 --out runs/ramp\n"
         "  smartprune sweep --grid grid.json --out runs/grid\n"
+        "  smartprune sweep --grid grid.json --on ray --cpus 4 --gpus 1 --out /shared/runs/grid\n"
         "  smartprune sweep --grid records/paper.json --recorded records --out runs/paper --list\n\n"
         "grid.json is an object, or a list of them, such as\n"
         '  {"label": "small", "methods": ["smart"], "sparsities": [0.9], "seeds": [0, 1], "dense_seed": 0,\n'
@@ -62,6 +63,9 @@ def add_sweep(subparsers: Subparsers) -> None:
     parser.add_argument("--out", metavar="DIR", required=True, help="folder of the sweep, with one run folder per run")
     parser.add_argument("--jobs", type=int, metavar="N", help="runs at once (default: CPU cores; on a GPU, as many as pay off)")
     parser.add_argument("--mps", action="store_true", help="share a GPU under NVIDIA's Multi-Process Service, which it starts")
+    parser.add_argument("--on", choices=("local", "ray"), default="local", help="where to run: this machine, or a Ray cluster")
+    parser.add_argument("--cpus", type=int, metavar="N", help="CPUs of a run on Ray (default: 1)")
+    parser.add_argument("--gpus", type=float, metavar="N", help="GPUs of a run on Ray, such as 0.5 (default: 1 for runs on a GPU)")
     parser.add_argument("--minutes", type=float, metavar="M", help="stop with checkpoints within this time")
     parser.add_argument("--dense-parts", metavar="DIR", help="keep dense models here too, in fp16 files of less than 16 MiB")
     parser.add_argument("--config", metavar="FILE", help="settings from a config.json; other flags take precedence")
@@ -87,6 +91,9 @@ def run_sweep(args: argparse.Namespace) -> int:
             raise SmartpruneError(f"--jobs {args.jobs} must be at least 1")
         if args.minutes is not None and not args.minutes > 0:
             raise SmartpruneError(f"--minutes {args.minutes:g} must be above 0")
+        if args.on == "ray":
+            args.out = str(Path(args.out).absolute())  # workers may start in another folder
+        _check_requests(args)
         check_folder(args.out)
         check_name(Path(args.out).absolute())  # part of the path by which the runs load their dense models
         cells = _chosen(expand_grids(_grids(args)), args.only)
@@ -110,13 +117,32 @@ def run_sweep(args: argparse.Namespace) -> int:
         progress.message(f"{len(known)} of {len(cells)} cells are recorded already")
     if len(known) == len(cells):
         return 0
-    with stop_signals(progress.message) as stop:
-        try:
-            with MultiProcessService() if args.mps else nullcontext():
-                outcome = sweep.run(progress, stop, shlex.join(["smartprune", *without_flags(args.words, ["--only"])]))
-        finally:
-            progress.close()
+    with ExitStack() as stack:
+        if args.on == "ray":
+            from ..experiments.sweep.ray_jobs import on_ray
+
+            with argument_errors(args):
+                stack.enter_context(on_ray(sweep, args.jobs, args.cpus or 1, args.gpus))
+        stop = stack.enter_context(stop_signals(progress.message))
+        stack.callback(progress.close)
+        if args.mps:
+            stack.enter_context(MultiProcessService())
+        outcome = sweep.run(progress, stop, shlex.join(["smartprune", *without_flags(args.words, ["--only"])]))
     return _report(args, outcome, len(sweep.cells))
+
+
+def _check_requests(args: argparse.Namespace) -> None:
+    """Checks the flags of runs on Ray."""
+    for flag, value in (("--cpus", args.cpus), ("--gpus", args.gpus)):
+        if value is not None and args.on != "ray":
+            raise SmartpruneError(f"{flag} {value:g} is for runs on Ray; add --on ray, or leave {flag} out")
+    for flag in ("slurm", "mps"):
+        if getattr(args, flag) and args.on != "local":
+            raise SmartpruneError(f"--{flag} and --on {args.on}: give only one of them")
+    if args.cpus is not None and args.cpus < 1:
+        raise SmartpruneError(f"--cpus {args.cpus} must be at least 1")
+    if args.gpus is not None and not 0 <= args.gpus <= 1:
+        raise SmartpruneError(f"--gpus {args.gpus:g} must be from 0 to 1, because a run uses one GPU")
 
 
 def _chosen(cells: list[Cell], pattern: str | None) -> list[Cell]:

@@ -103,15 +103,20 @@ class Job:
 
     def last_lines(self) -> list[str]:
         """The end of the log."""
-        with self.log.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-            lines = file.read().decode(errors="replace").splitlines()
-        return [line for line in lines if line.strip() and not line.startswith(OWNER)][-TAIL_LINES:]
+        return last_lines(self.log)
 
     def last_line(self) -> str:
         """The last line of the log; empty as long as it holds only the command."""
         lines = self.last_lines()
         return "" if not lines or lines[-1].startswith("$ ") else lines[-1]
+
+
+def last_lines(log: Path) -> list[str]:
+    """The end of a log."""
+    with log.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+        lines = file.read().decode(errors="replace").splitlines()
+    return [line for line in lines if line.strip() and not line.startswith(OWNER)][-TAIL_LINES:]
 
 
 def is_running(process: int) -> bool:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from ...errors import SmartpruneError
 from ...run_files import CONFIG, METRICS, RESULT
@@ -73,6 +73,7 @@ class Sweep:
         self.dense_models = DenseModels(out / MODELS, parts)
         self.durations: dict[tuple[Kind, str], list[float]] = {}  # seconds of finished jobs, by kind and length
         self.running: dict[str, Job] = {}
+        self.launch: Callable[[str, str, Path, Path, list[str], int], Any] = Job  # starts a process on this machine
         self._kinds: dict[str, str] = {}  # of the jobs that were started
         self._lengths: dict[str, str] = {}
         self._next_look = 0.0
@@ -248,7 +249,7 @@ class Sweep:
             arguments = ["train", "--config", str(path), "--out", str(folder)]
         arguments += ["--model", cell.config.model]  # the run imports no other function, even if its folder names one
         arguments += ["--dense-only"] * (kind == "dense")
-        self.running[name] = Job(name, kind, folder, self.out / LOGS / f"{name}.log", arguments, self.slots.most)
+        self.running[name] = self.launch(name, kind, folder, self.out / LOGS / f"{name}.log", arguments, self.slots.most)
         self._kinds[name] = network_of(kind, cell)
         self._lengths[name] = length_of(kind, cell)
 
