@@ -22,7 +22,7 @@ from helpers.torchvision_operators import declare_operators
 declare_operators()
 ROOT = Path(__file__).parents[2]
 EXAMPLES = {"with_accelerate": "accelerate", "with_lightning": "lightning", "with_transformers": "transformers"}
-EXAMPLES["with_ultralytics"] = "ultralytics"
+EXAMPLES |= {"with_ultralytics": "ultralytics", "with_ray": "ray"}  # test_ray.py runs the last one
 
 
 def example(name: str) -> Any:

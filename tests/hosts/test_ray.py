@@ -1,7 +1,8 @@
-"""``smartprune sweep --on ray`` on a Ray cluster of two CPUs, compared with the same runs on this machine."""
+"""``smartprune sweep --on ray`` and ray.train on a Ray cluster of two CPUs, compared with the same runs on this machine."""
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import importlib.util
 import json
@@ -10,14 +11,17 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
+import torch
 
+import smartprune as sp
 from helpers.ray_clusters import ray_cluster
 from helpers.sweeps import CELL, OPTIONS, small_grid, sweep_arguments
 from helpers.training_jobs import assert_same_run, command, environment, small_config
@@ -150,3 +154,30 @@ def test_an_interrupted_sweep_on_ray_resumes_with_the_same_bits(swept: Swept, cl
     assert ["--resume" in line for line in starts(swept.out, DAMAGED)] == [False, True]
     assert all(len(starts(swept.out, name)) == 1 for name in RUNS[1:-1]), "finished runs are not run again"
     assert_same_run(folder, swept.local / DAMAGED)
+
+
+def run_example(folder: Path, variables: dict[str, str], *flags: str) -> dict[str, Any]:
+    script = Path(__file__).parents[2] / "examples" / "with_ray.py"
+    words = [sys.executable, str(script), "--out", str(folder), *flags]
+    done = subprocess.run(words, env={**environment(), **variables}, capture_output=True, text=True, timeout=WAIT)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return dict(ast.literal_eval(done.stdout.splitlines()[-1]))
+
+
+def test_ray_train_with_two_workers_resumes_bit_exactly_in_mid_search(cluster: dict[str, str], tmp_path: Path) -> None:
+    """Both workers have the same weights, with the exact number of blocks, in a plain checkpoint."""
+    whole = run_example(tmp_path / "whole", cluster)
+    assert run_example(tmp_path / "part", cluster, "--epochs", "1") == {"epoch": 1, "phase": "search"}
+    part = run_example(tmp_path / "part", cluster)
+    assert (whole.pop("resumed at"), part.pop("resumed at")) == (0, 1)
+    assert whole == part
+    assert len(whole["weights"]) == 2
+    assert len(set(whole["weights"])) == 1
+    receipt = sp.Receipt.load(tmp_path / "part" / "last" / "receipt.json")
+    weights = torch.load(tmp_path / "part" / "last" / "model.pt")
+    assert list(weights) == ["0.weight", "0.bias", "2.weight", "2.bias", "4.weight", "4.bias"]
+    kept = 0
+    for row in receipt.layers:
+        for rows in weights[row.weight].split(8):
+            kept += sum(bool(block.any()) for block in rows.split(4, dim=1))
+    assert kept == receipt.blocks.kept == receipt.blocks.total // 2
