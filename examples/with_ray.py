@@ -92,6 +92,8 @@ if __name__ == "__main__":
     parser.add_argument("--out", type=Path, default=Path("runs/with_ray"))
     parser.add_argument("--epochs", type=int, default=EPOCHS)
     args = parser.parse_args()
+    if (args.out / "last" / "receipt.json").exists():
+        parser.error(f"--out: {args.out} holds a finished training; choose another folder")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     ray.init(log_to_driver=False)
     print(main(args.out, args.epochs), flush=True)
