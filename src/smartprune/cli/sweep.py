@@ -63,7 +63,7 @@ def add_sweep(subparsers: Subparsers) -> None:
     parser.add_argument("--out", metavar="DIR", required=True, help="folder of the sweep, with one run folder per run")
     parser.add_argument("--jobs", type=int, metavar="N", help="runs at once (default: CPU cores; on a GPU, as many as pay off)")
     parser.add_argument("--mps", action="store_true", help="share a GPU under NVIDIA's Multi-Process Service, which it starts")
-    parser.add_argument("--on", choices=("local", "ray"), default="local", help="where to run: this machine, or a Ray cluster")
+    parser.add_argument("--on", choices=("local", "ray"), default="local", help="this machine, or a Ray cluster (default: local)")
     parser.add_argument("--cpus", type=int, metavar="N", help="CPUs of a run on Ray (default: 1)")
     parser.add_argument("--gpus", type=float, metavar="N", help="GPUs of a run on Ray, such as 0.5 (default: 1 for runs on a GPU)")
     parser.add_argument("--minutes", type=float, metavar="M", help="stop with checkpoints within this time")

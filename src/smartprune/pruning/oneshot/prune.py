@@ -26,6 +26,7 @@ from ..multiply import BlockMultiplier
 from ..plan import Plan, make_plan
 from ..recalibrate import norms_with_statistics
 from ..receipt import make_receipt
+from .allocate import with_barriers
 from .batches import first_sample, read_batches, size_of
 from .job import Job, Progress, Settings
 from .store import Store, key_of
@@ -148,6 +149,7 @@ def saliencies(
 
     Returns:
         How much the loss rises, to second order, when a block is removed after all that cost less: float64, one entry per block.
+        The numbers grow as a layer loses its signal, so the last blocks of a layer have the highest.
 
     Raises:
         SmartpruneError: The data is missing or unusable, a layer is never reached, values are not finite, or an argument is out of
@@ -170,7 +172,7 @@ def saliencies(
         _check_weights(model, plan)
         settings = Settings(seed=int(seed), memory=int(memory * 2**30))
         job = Job(model, plan, inputs, settings, progress or _no_progress, Store(None, ""))
-        return job.costs(torch.zeros(plan.n, dtype=torch.bool, device="cpu"))
+        return with_barriers(plan.layers, job.costs(torch.zeros(plan.n, dtype=torch.bool, device="cpu")))
 
 
 def _key(model: nn.Module, plan: Plan, inputs: Sequence[Any], settings: Settings) -> str:
