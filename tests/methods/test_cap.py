@@ -55,3 +55,13 @@ def test_relaxed_cap_leaves_room_for_the_floor() -> None:
         assert sum(kept) == 76
         assert all(count >= 2 for count in kept[:10])
         assert kept[10] >= 40  # what is left of the cap, 0.4 of it
+
+
+def test_relaxed_cap_takes_the_last_blocks_from_the_smallest_layers() -> None:
+    """Five layers, of 3, 3, 6, 18 and 12 blocks, and a budget of two blocks: one block per layer is too many."""
+    model = nn.Sequential(nn.Linear(1, 3), nn.Linear(3, 1), nn.Linear(1, 6), nn.Linear(6, 3), nn.Linear(3, 4))
+    blocks = sp.plan(model, block=(1, 1), sparsity=1 - 2 / 42, include="*").blocks(model)
+    assert blocks.limit == 2
+    floor = capped_floor(blocks, 0.98, "relax")
+    assert floor is not None
+    assert floor.tolist() == [0, 0, 0, 1, 1]
