@@ -58,6 +58,10 @@ def vit(num_classes: int = 10, in_channels: int = 3) -> nn.Module:
     return VisionTransformer(32, 4, 192, 9, 3, num_classes, in_channels)
 
 
+def vit_small(num_classes: int = 10, in_channels: int = 3) -> nn.Module:
+    return VisionTransformer(32, 4, 128, 6, 4, num_classes, in_channels)
+
+
 def vit_narrow(num_classes: int = 10, in_channels: int = 3) -> nn.Module:
     return VisionTransformer(32, 8, 96, 4, 4, num_classes, in_channels)
 

@@ -106,6 +106,10 @@ PLANS: dict[str, tuple[Network, ...]] = {
         on_cifar10("vit_narrow", 5, **{**SHORT, **ADAMW}),
         on_cifar10("densenet_short", 2, **SHORT),
         on_cifar10("resnet18_quarter", 6, **SHORT),
+        on_cifar10("resnet18_half", 28, **SHORT),
+        on_cifar10("vit_small", 30, **{**SHORT, **ADAMW, "warmup_epochs": 2.0}),
+        Network("bisenetv2", "camvid", "bisenetv2", {"dense_epochs": 40, "threads": 1, "amp": "bf16"}, batch=16),
+        Network("yolov5m", "bccd", "yolov5m", {"dense_epochs": 40, "threads": 1, "amp": "bf16"}, batch=16),
     ),
     "digits": (
         on_digits("resnet8", "resnet8", {"width": 16}),
@@ -124,7 +128,7 @@ PLANS: dict[str, tuple[Network, ...]] = {
         Network("bisenetv2", "camvid", "bisenetv2", FEW, {"height": 64, "width": 64}, batch=4),
     ),
 }
-"""The networks of a plan. gpu has those of the paper and a vision transformer, cpu narrower ones with few epochs,
+"""The networks of a plan. gpu has those of the paper and a vision transformer, cpu has narrower ones and some with fewer epochs,
 and digits small ones that are trained in seconds."""
 
 
