@@ -108,8 +108,6 @@ PLANS: dict[str, tuple[Network, ...]] = {
         on_cifar10("resnet18_quarter", 6, **SHORT),
         on_cifar10("resnet18_half", 28, **SHORT),
         on_cifar10("vit_small", 30, **{**SHORT, **ADAMW, "warmup_epochs": 2.0}),
-        Network("bisenetv2", "camvid", "bisenetv2", {"dense_epochs": 40, "threads": 1, "amp": "bf16"}, batch=16),
-        Network("yolov5m", "bccd", "yolov5m", {"dense_epochs": 40, "threads": 1, "amp": "bf16"}, batch=16),
     ),
     "digits": (
         on_digits("resnet8", "resnet8", {"width": 16}),
