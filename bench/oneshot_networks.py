@@ -106,7 +106,7 @@ PLANS: dict[str, tuple[Network, ...]] = {
         on_cifar10("vit_narrow", 5, **{**SHORT, **ADAMW}),
         on_cifar10("densenet_short", 2, **SHORT),
         on_cifar10("resnet18_quarter", 6, **SHORT),
-        on_cifar10("resnet18_half", 28, **SHORT),
+        on_cifar10("resnet18_half", 16, **SHORT),
         on_cifar10("vit_small", 30, **{**SHORT, **ADAMW, "warmup_epochs": 2.0}),
     ),
     "digits": (
