@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import smartprune as sp
 from helpers.pruned_models import randomly_pruned
 from smartprune.models import MODELS
+from smartprune.runtime import module
 from smartprune.runtime.module import Accelerated
 
 FEW = settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -238,6 +239,22 @@ def test_values_are_clipped_to_the_range_of_the_example() -> None:
     with torch.no_grad():
         assert torch.equal(fast(big), fast(big.clamp(float(x.min()) * 1.5, float(x.max()) * 1.5)))
         assert torch.allclose(fast(clipped), model(clipped), atol=0.05)
+
+
+@pytest.mark.parametrize("outputs", [8, 16])
+@torch.no_grad()
+def test_results_beyond_32_bits_are_clipped(outputs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The two channels of the example cancel, so the result of the first layer is stored with the scale 1."""
+    first, second = nn.Conv2d(2, outputs, 1, bias=False), nn.Conv2d(outputs, outputs, 1, bias=False)
+    first.weight[:, 0], first.weight[:, 1] = 2.0**40, -(2.0**40)
+    second.weight.copy_(torch.eye(outputs)[:, :, None, None])
+    monkeypatch.setattr(module, "TOLERANCE_INT8", float("inf"))
+    example = torch.randint(0, 9, (1, 1, 3, 7)).expand(1, 2, 3, 7) / 8
+    fast = sp.accelerate(nn.Sequential(first, second), dtype="int8", example=example, threads=1)
+    for channel, result in ((0, 255.0), (1, 0.0)):
+        x = torch.zeros(1, 2, 3, 7)
+        x[0, channel] = float(example.max())
+        torch.testing.assert_close(fast(x), torch.full((1, outputs, 3, 7), result))
 
 
 def test_int8_needs_a_finite_example() -> None:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 LANES = 16  # channels of an activation block
 OVERHEAD = 0.35  # cost of an entry besides its products, in vector products per pixel
-HALF = 0.55  # cost of a vector of 8 relative to one of 16: machines with both have two units for the former, one for the latter
+HALF = 0.75  # cost of a vector of 8 relative to one of 16: from 0.5 to 1, depending on the machine
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int32]

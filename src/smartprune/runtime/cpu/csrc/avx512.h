@@ -54,11 +54,16 @@ INLINE void store_quanta(quantum *q, vint bits) { _mm_storeu_si128((__m128i *)q,
 INLINE vquantum largest_quanta(vquantum a, vquantum b) { return (vquantum)_mm_max_epu8((__m128i)a, (__m128i)b); }
 
 #define HAVE_STORE_FOUR
-INLINE void store_four(quantum *q, const vfloat *v) {
+INLINE void store_four(quantum *q, const vfloat *v, const int COUNT, vfloat low, vfloat high) {
   const __m512i turn = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-  const __m512i ab = _mm512_packs_epi32(_mm512_cvtps_epi32((__m512)v[0]), _mm512_cvtps_epi32((__m512)v[1]));
-  const __m512i cd = _mm512_packs_epi32(_mm512_cvtps_epi32((__m512)v[2]), _mm512_cvtps_epi32((__m512)v[3]));
-  _mm512_storeu_si512(q, _mm512_permutexvar_epi32(turn, _mm512_packus_epi16(ab, cd)));
+  const __m512i lowest = _mm512_broadcastb_epi8(_mm512_castsi512_si128(_mm512_cvtps_epi32((__m512)at_most(high, low))));
+  __m512i whole[4]; /* packing saturates: it bounds from below, also numbers beyond those of 32 bits */
+  _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++)
+      whole[i] = i < COUNT ? _mm512_cvtps_epi32((__m512)at_most(high, v[i])) : _mm512_setzero_si512();
+  const __m512i ab = _mm512_packs_epi32(whole[0], whole[1]), cd = _mm512_packs_epi32(whole[2], whole[3]);
+  const __m512i bytes = _mm512_permutexvar_epi32(turn, _mm512_max_epu8(_mm512_packus_epi16(ab, cd), lowest));
+  if (COUNT == 4) _mm512_storeu_si512(q, bytes);
+  else _mm512_mask_storeu_epi32(q, (__mmask16)((1u << 4 * COUNT) - 1), bytes);
 }
 
 #define HAVE_TAPS

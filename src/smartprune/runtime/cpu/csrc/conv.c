@@ -107,22 +107,10 @@ static SEPARATE void finish_quanta(int TH, int TW, const vint *sum, const Op *op
 #define RESULT (__builtin_convertvector(*sum, vfloat) * scale + bias)
 #define SAVE(v) save_quanta(y.data, y_at, v)
 #define BOUNDED(v) at_most(high, at_least(low, v))
-#ifdef HAVE_STORE_FOUR
-#define FOURS(result)                                                                                         \
-  for (; p + 4 <= TW; y_at += 4 * LANES) {                                                                    \
-    vfloat v[4];                                                                                              \
-    UNROLL for (int i = 0; i < 4; i++, p++, sum++, z_at += LANES) v[i] = BOUNDED(result);                     \
-    store_four((quantum *)y.data + y_at, v);                                                                  \
-  }
-#else
-#define FOURS(result)
-#endif
     int p = 0;
     if (op->activation == CLAMP && y.type == QUANTUM && op->addition == ADD_NONE) {
-      FOURS(RESULT)
       for (; p < TW; NEXT) SAVE(BOUNDED(RESULT));
     } else if (op->activation == CLAMP && y.type == QUANTUM && op->addition == ADD_BEFORE) {
-      FOURS(RESULT + load_quanta(z.data, z_at) * ratio)
       for (; p < TW; NEXT) SAVE(BOUNDED(RESULT + load_quanta(z.data, z_at) * ratio));
     } else {
       for (; p < TW; NEXT) {
@@ -145,9 +133,40 @@ static SEPARATE void finish_quanta(int TH, int TW, const vint *sum, const Op *op
 }
 #endif
 
+#if QUANT && defined(HAVE_STORE_FOUR)
+/* The most frequent case of finish_quanta, in registers. */
+INLINE void finish_fours(const int TH, const int TW, const vint *sum, const Op *op, int group, int segment, const int ADDITION) {
+  const int64_t channel = (int64_t)group * WIDTH; /* a group is a block */
+  const quantum *const z = (const quantum *)op->z.data + group * op->z.plane;
+  quantum *const y = (quantum *)op->y.data + group * op->y.plane;
+  const vfloat scale = *(const vfloat_u *)(op->scale + channel), bias = *(const vfloat_u *)(op->bias + channel);
+  const vfloat low = all(op->low), high = all(op->high), ratio = all(ADDITION ? op->z.scale / op->y.scale : 0.0f);
+  UNROLL for (int r = 0; r < TH; r++) {
+    const quantum *const from = ADDITION ? z + op->z_start[segment + r] : 0;
+    quantum *const to = y + op->y_start[segment + r];
+    UNROLL for (int p = 0; p < TW; p += 4) {
+      const int count = TW - p < 4 ? TW - p : 4;
+      vfloat v[4];
+      UNROLL for (int i = 0; i < count; i++) {
+        v[i] = __builtin_convertvector(sum[r * TW + p + i], vfloat) * scale + bias;
+        if (ADDITION) v[i] += from_quanta(from + (p + i) * LANES) * ratio;
+      }
+      store_four(to + p * LANES, v, count, low, high);
+    }
+  }
+}
+#endif
+
 /* Applies bias, activation and addition to the sums of a tile, and stores the results. */
 #if QUANT
 INLINE void finish(const int TH, const int TW, const accumulator *sum, const Op *op, int group, int segment) {
+#ifdef HAVE_STORE_FOUR
+  if (TW >= 4 && op->activation == CLAMP && op->y.type == QUANTUM && op->addition != ADD_AFTER) {
+    if (op->addition == ADD_NONE) finish_fours(TH, TW, sum, op, group, segment, 0);
+    else finish_fours(TH, TW, sum, op, group, segment, 1);
+    return;
+  }
+#endif
   accumulator stored[16]; /* in memory: a loop over pixels is shorter code, and it runs once per tile */
   UNROLL for (int i = 0; i < TH * TW; i++) stored[i] = sum[i];
   finish_quanta(TH, TW, stored, op, group, segment);
@@ -197,7 +216,7 @@ INLINE void products(const int TH, const int TW, const int STRIDE, accumulator *
       if (once) UNROLL for (int i = 0; i < USUAL; i++) __builtin_prefetch(weight + AHEAD + i);
       STEP(USUAL)
     }
-  else if (inner % 3 == 0) /* images of three channels */
+  else if (!QUANT && inner % 3 == 0) /* images of three channels */
     for (int e = 0; e < entries; e++) {
       int64_t at = offsets[e];
       for (int left = inner; left; left -= 3) {
@@ -215,19 +234,42 @@ INLINE void products(const int TH, const int TW, const int STRIDE, accumulator *
 }
 #endif
 
+/* The results of a group without entries, which are the same for all pixels: the first one is computed and copied. */
+static SEPARATE void fill(int TH, int TW, const accumulator *initial, const Op *op, int group, int segment, int count) {
+  const Tensor y = op->y; /* a local copy, see finish_quanta */
+  const int64_t channel = (int64_t)group * WIDTH, y_group = channel / LANES * y.plane + channel % LANES;
+  const int64_t first = y_group + op->y_start[segment];
+  accumulator sum[16] = {*initial};
+  finish(1, 1, sum, op, group, segment);
+  for (int s = segment; s < segment + count * TH; s++) {
+    const int64_t at = y_group + op->y_start[s];
+    if (y.type == FLOAT32) {
+      const vfloat v = *(const vfloat_u *)((const float *)y.data + first);
+      for (int p = 0; p < TW; p++) *(vfloat_u *)((float *)y.data + at + p * LANES) = v;
+    } else {
+      const vquantum v = *(const vquantum_u *)((const quantum *)y.data + first);
+      for (int p = 0; p < TW; p++) *(vquantum_u *)((quantum *)y.data + at + p * LANES) = v;
+    }
+  }
+}
+
 /* Computes `count` tiles of TH segments of TW pixels. STRIDE: words from one pixel of a segment to the next in the input. */
 INLINE void tiles(const int TH, const int TW, const int STRIDE, const Op *op, int group, int segment, int count) {
   const int first = op->group_start[group], entries = op->group_start[group + 1] - first;
   const int inner = op->inner, once = count == 1; /* weights that are used once are prefetched: they are not in the cache */
   const int32_t *const offsets = op->entry_offset + first;
   const accumulator *const weights = (const accumulator *)(op->weight + (int64_t)first * inner * ((int)sizeof(word) * WIDTH));
+#if QUANT
+  const accumulator initial = *(const vint_u *)(op->initial_sum + (int64_t)group * WIDTH);
+#else
+  const accumulator initial = *(const vfloat_u *)(op->bias + (int64_t)group * WIDTH);
+#endif
+  if (!entries && !op->addition) {
+    fill(TH, TW, &initial, op, group, segment, count);
+    return;
+  }
   for (int t = 0; t < count; t++, segment += TH) {
     accumulator sum[16]; /* a fixed size: the compiler keeps arrays of variable size in memory */
-#if QUANT
-    const accumulator initial = *(const vint_u *)(op->initial_sum + (int64_t)group * WIDTH);
-#else
-    const accumulator initial = *(const vfloat_u *)(op->bias + (int64_t)group * WIDTH);
-#endif
     const word *row[8];
     UNROLL for (int r = 0; r < TH; r++) row[r] = (const word *)((const element *)op->x.data + op->x_start[segment + r]);
     products(TH, TW, STRIDE, sum, initial, row, offsets, entries, inner, weights, once);

@@ -9,7 +9,8 @@
    vfloat at_most(vfloat bound, vfloat v)           the smaller of the two; likewise
    vfloat from_quanta(const quantum *q)             WIDTH quantized numbers as floats
    void store_quanta(quantum *q, vint bits)         stores the low 8 bits of every number
-   void store_four(quantum *q, const vfloat *v)     rounds 4 vectors and stores the low 8 bits, one vector after the other
+   void store_four(quantum *q, const vfloat *v, const int COUNT, vfloat low, vfloat high)
+                                                    stores COUNT vectors, at most 4: bounded and rounded, one after the other
    vquantum largest_quanta(vquantum a, vquantum b)  the larger of each pair
    taps load_taps(const quantum *q), ...            products of 4 neighbouring pixels, see windows.h
    void transpose(vfloat *v)                        transposes WIDTH rows of WIDTH numbers

@@ -78,14 +78,12 @@ INLINE vfloat real_taps(Taps t, taps sum) { return __builtin_convertvector(sums_
 /* Rounds TW neighbouring results whose scale, bias and bounds are in quanta of y. */
 INLINE void save_taps(Taps t, quantum *to, const taps *sum, const int TW, float low, float high) {
   vfloat v[4];
-  UNROLL for (int p = 0; p < TW; p++) v[p] = clamp(real_taps(t, sum[p]), low, high);
+  UNROLL for (int p = 0; p < TW; p++) v[p] = real_taps(t, sum[p]);
 #ifdef HAVE_STORE_FOUR
-  if (TW == 4) {
-    store_four(to, v);
-    return;
-  }
+  store_four(to, v, TW, all(low), all(high));
+#else
+  UNROLL for (int p = 0; p < TW; p++) store_quanta(to + p * LANES, (vint)(clamp(v[p], low, high) + MAGIC));
 #endif
-  UNROLL for (int p = 0; p < TW; p++) store_quanta(to + p * LANES, (vint)(v[p] + MAGIC));
 }
 
 /* TH rows of TW results, for kernels of 3x3 pixels and stride 1: four pixels serve two results of a row, and a row of pixels
@@ -117,15 +115,30 @@ INLINE void taps_rows(Taps t, int h, int width, quantum *y, float low, float hig
   if (w < width) taps_tile(t, in + w * LANES, to + w * LANES, low, high, TH, 1);
 }
 
-/* The sums of TW results of a row, for all kernels without horizontal dilation. */
-INLINE void taps_sums(const Op *op, Taps t, const quantum *in, const int TW, taps *sum) {
+/* The sums of TW results of a row, for all kernels without horizontal dilation: KH rows of INNER words. */
+INLINE void taps_sums(const Op *op, Taps t, const quantum *in, const int TW, const int KH, const int INNER, taps *sum) {
+  const int64_t row = op->dh * t.in_row, step = op->sw * LANES;
   UNROLL for (int p = 0; p < TW; p++) sum[p] = no_taps();
-  for (int i = 0; i < op->kh; i++)
-    for (int j = 0; j < op->inner; j++, t.weight += LANES * 4) {
+  for (int i = 0; i < KH; i++, in += row)
+    for (int j = 0; j < INNER; j++, t.weight += LANES * 4) {
       const taps k = weight_taps(t.weight);
-      const quantum *const row = in + i * op->dh * t.in_row + j * 4 * LANES;
-      UNROLL for (int p = 0; p < TW; p++) sum[p] = dot_taps(sum[p], load_taps(row + p * op->sw * LANES), k);
+      UNROLL for (int p = 0; p < TW; p++) sum[p] = dot_taps(sum[p], load_taps(in + j * 4 * LANES + p * step), k);
     }
+}
+
+/* A row of results, if scale, bias and bounds are in quanta of y. */
+INLINE void taps_row(const Op *op, Taps t, const quantum *in, quantum *to, int width, float low, float high, const int KH, const int INNER) {
+  const int64_t step = op->sw * LANES;
+  taps sum[4];
+  int w = 0;
+  for (; w + 4 <= width; w += 4) {
+    taps_sums(op, t, in + w * step, 4, KH, INNER, sum);
+    save_taps(t, to + w * LANES, sum, 4, low, high);
+  }
+  for (; w < width; w++) {
+    taps_sums(op, t, in + w * step, 1, KH, INNER, sum);
+    save_taps(t, to + w * LANES, sum, 1, low, high);
+  }
 }
 
 static void depthwise_taps(const Op *op, int item) {
@@ -145,17 +158,14 @@ static void depthwise_taps(const Op *op, int item) {
   for (; h < y->height; h++) {
     const quantum *const in = t.in + h * op->sh * t.in_row;
     const int64_t out = t.out + h * t.out_row;
-    int w = 0;
-    taps sum[4];
-    for (; simple && w + 4 <= y->width; w += 4) {
-      taps_sums(op, t, in + w * op->sw * LANES, 4, sum);
-      save_taps(t, to + out + w * LANES, sum, 4, low, high);
-    }
-    for (; w < y->width; w++) {
-      taps_sums(op, t, in + w * op->sw * LANES, 1, sum);
-      if (simple) save_taps(t, to + out + w * LANES, sum, 1, low, high);
-      else save(y, out + w * LANES, activated(op, real_taps(t, sum[0])));
-    }
+    if (simple && op->kh == 3 && op->inner == 1) taps_row(op, t, in, to + out, y->width, low, high, 3, 1);
+    else if (simple) taps_row(op, t, in, to + out, y->width, low, high, op->kh, op->inner);
+    else
+      for (int w = 0; w < y->width; w++) {
+        taps sum;
+        taps_sums(op, t, in + w * op->sw * LANES, 1, op->kh, op->inner, &sum);
+        save(y, out + w * LANES, activated(op, real_taps(t, sum)));
+      }
   }
 }
 #endif
