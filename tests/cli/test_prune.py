@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -14,8 +15,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import smartprune as sp
+from helpers.latency_tables import table_of
 from smartprune.cli import main
+from smartprune.cli.prune import _Ticks
 from smartprune.models import build
+from smartprune.runtime import latency
+from smartprune.runtime.latency_table import LatencyTable
 from smartprune.tasks.digits import Digits
 
 
@@ -121,6 +126,36 @@ def test_wrong_arguments_are_refused(name: str, weights: Path, tmp_path: Path, c
         main(["prune", *[names.get(word, word) for word in given], "--out", str(tmp_path / "out")])
     assert caught.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_an_interrupted_command_keeps_the_times_that_it_measured(
+    weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two measurements differ, so the second command must read those of the first."""
+    seeds = itertools.count()
+    monkeypatch.setattr(latency, "measure_latency", lambda model, layers, example, threads: table_of(layers, next(seeds), example))
+
+    class Interrupt(Exception):  # noqa: N818
+        pass
+
+    def interrupt(self: _Ticks, step: str, done: int, total: int) -> None:
+        if step == "refit":
+            raise Interrupt
+
+    out = tmp_path / "pruned"
+    command = words(weights, out)
+    position = command.index("--sparsity")
+    command[position : position + 2] = ["--budget", "latency=0.4"]
+    with monkeypatch.context() as patch:
+        patch.setattr(_Ticks, "__call__", interrupt)
+        with pytest.raises(Interrupt):
+            main(command)
+    assert main(command) == 0
+    assert next(seeds) == 1  # measured once
+    receipt = sp.Receipt.load(out / "receipt.json")
+    assert receipt.requested is not None
+    assert receipt.requested.table is not None
+    assert receipt.requested.table["sha256"] == LatencyTable.load(out / "latency.json").digest
 
 
 def test_a_folder_with_other_files_is_refused(weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

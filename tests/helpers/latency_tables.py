@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
 from smartprune.core.layers import Layer, plain_name
+from smartprune.runtime.latency_measure import show_input
 from smartprune.runtime.latency_table import Curve, LatencyTable
 
 X = torch.zeros(1, 3, 12, 12)
@@ -28,7 +30,7 @@ def net() -> nn.Module:
     )
 
 
-def table_of(layers: Sequence[Layer], seed: int = 0) -> LatencyTable:
+def table_of(layers: Sequence[Layer], seed: int = 0, example: Any = X) -> LatencyTable:
     """Random curves for these layers."""
     draw = np.random.default_rng(seed)
     curves = {}
@@ -40,4 +42,4 @@ def table_of(layers: Sequence[Layer], seed: int = 0) -> LatencyTable:
     middle = (least + most) // 2
     network = Curve((least, middle, most), (10**5 + least, 10**5 + middle + 999, 2 * 10**5 + most))
     grids = {plain_name(layer.weight): layer.grid.shape for layer in layers}
-    return LatencyTable("a machine", 1, "1x3x12x12", grids, curves, network)
+    return LatencyTable("a machine", 1, show_input(example), grids, curves, network)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from helpers.latency_tables import X, net, table_of
 from smartprune import SmartpruneError
 from smartprune.cli import main
 from smartprune.core.budget import InfeasibleBudgetError
-from smartprune.runtime import latency, latency_table
+from smartprune.runtime import latency, latency_measure
 from smartprune.runtime.latency import LatencyBudget
 from smartprune.runtime.latency_table import LatencyTable
 from smartprune.training.train import train
@@ -30,9 +31,9 @@ def table() -> LatencyTable:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(latency_table, "SECONDS", 0.0)
-    monkeypatch.setattr(latency_table, "LEAST_ROUNDS", 2)
-    monkeypatch.setattr(latency_table, "SHARES", (0.0, 0.2, 1.0))
+    monkeypatch.setattr(latency_measure, "SECONDS", 0.0)
+    monkeypatch.setattr(latency_measure, "LEAST_ROUNDS", 2)
+    monkeypatch.setattr(latency_measure, "SHARES", (0.0, 0.2, 1.0))
 
 
 def test_a_file_is_written_once_and_then_decides(quick: None, tmp_path: Path) -> None:
@@ -147,9 +148,50 @@ def test_errors_say_what_is_possible(table: LatencyTable, tmp_path: Path) -> Non
         sp.plan(nn.Sequential(nn.Conv3d(2, 8, 3)), (4, 4), budget=sp.latency(0.5, example=torch.zeros(1, 2, 4, 4, 4)), include="0")
 
 
+def test_a_table_of_other_threads_or_of_another_input_is_refused(table: LatencyTable, tmp_path: Path) -> None:
+    path = tmp_path / "latency.json"
+    table.save(path)
+    with pytest.raises(
+        SmartpruneError, match=r"was measured with threads=1, and threads=2 is given; give threads=1, or another file"
+    ):
+        sp.plan(net(), (4, 4), budget=sp.latency(0.5, example=X, threads=2, table=path))
+    with pytest.raises(SmartpruneError, match=r"with an input of 1x3x12x12, and the example is 2x3x12x12; give such an example"):
+        sp.plan(net(), (4, 4), budget=sp.latency(0.5, example=torch.zeros(2, 3, 12, 12), table=path))
+    replace(table, threads=2).save(path)
+    assert sp.plan(net(), (4, 4), budget=LatencyBudget(Fraction(1, 2), X, table=path)).feasible  # the command line gives no threads
+    for damage, words in ((b"", "not readable as JSON"), (b"{}", "format")):
+        path.write_bytes(damage)
+        with pytest.raises(SmartpruneError, match=words):
+            sp.plan(net(), (4, 4), budget=sp.latency(0.5, example=X, table=path))
+    with pytest.raises(SmartpruneError, match=r"the folder .* does not exist\); create it first"):
+        sp.plan(net(), (4, 4), budget=sp.latency(0.5, example=X, table=tmp_path / "missing" / "latency.json"))
+
+
+def test_plan_and_receipt_say_what_is_promised(table: LatencyTable) -> None:
+    model = net()
+    plan = sp.plan(model, (4, 4), budget=sp.latency(0.4, example=X, table=table))
+    ms = f"{0.6 * table.dense_ps / 1e9:.3g} of {table.dense_ps / 1e9:.3g} ms"
+    promise = "a call takes about 60% of the dense model's time, with both timed in turns"
+    assert f"promise  {promise}\n         {ms} when they were measured (a machine, 1 thread)" in str(plan)
+    receipt = sp.prune(model, [torch.randn(16, 3, 12, 12)], (4, 4), budget=sp.latency(0.4, example=X, table=table))
+    assert receipt.requested is not None
+    assert receipt.requested.table is not None
+    assert receipt.requested.table["promise"] == promise
+
+
+def test_an_interrupted_call_needs_a_stored_table(table: LatencyTable, tmp_path: Path) -> None:
+    """Two measurements differ, so without a file the second call would be refused."""
+    calibration = [torch.randn(16, 3, 12, 12)]
+    with pytest.raises(SmartpruneError, match=r"would measure again; give the budget a file for its measurement"):
+        sp.prune(net(), calibration, (4, 4), budget=sp.latency(0.4, example=X), folder=tmp_path / "steps")
+    table.save(tmp_path / "latency.json")
+    budget = sp.latency(0.4, example=X, table=tmp_path / "latency.json")
+    assert sp.prune(net(), calibration, (4, 4), budget=budget, folder=tmp_path / "steps").met
+
+
 def test_command_line_and_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A run keeps its table, and plan accepts it."""
-    monkeypatch.setattr(latency, "measure_latency", lambda model, layers, example, threads: table_of(layers))
+    monkeypatch.setattr(latency, "measure_latency", lambda model, layers, example, threads: table_of(layers, example=example))
     pytest.importorskip("sklearn")
     run = tmp_path / "run"
     config = training_jobs.small_config(

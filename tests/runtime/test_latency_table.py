@@ -14,7 +14,7 @@ import torch
 import smartprune as sp
 from helpers.latency_tables import X, net, table_of
 from smartprune import SmartpruneError
-from smartprune.runtime import latency_table
+from smartprune.runtime import latency_measure
 from smartprune.runtime.latency_table import Curve, LatencyTable
 
 
@@ -24,12 +24,12 @@ def table() -> LatencyTable:
 
 
 def test_a_measurement_has_every_layer_and_the_whole_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(latency_table, "SECONDS", 0.0)
-    monkeypatch.setattr(latency_table, "LEAST_ROUNDS", 2)
+    monkeypatch.setattr(latency_measure, "SECONDS", 0.0)
+    monkeypatch.setattr(latency_measure, "LEAST_ROUNDS", 2)
     model = net().train()
     before = [p.clone() for p in model.parameters()]
     plan = sp.plan(model, (4, 4), sparsity=0.5)
-    table = latency_table.measure_latency(model, plan.layers, X, 1)
+    table = latency_measure.measure_latency(model, plan.layers, X, 1)
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     assert model.training
     assert set(table.layers) == {layer.weight for layer in plan.layers}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..budgets import budget_fields, budget_names
@@ -32,8 +33,8 @@ def add_budget_flags(parser: Parser, example: str) -> None:
     parser.add_argument("--skip", action="append", metavar="GLOB", default=[], help="do not prune these layers")
 
 
-def find_budget(args: argparse.Namespace, example: Any) -> Budget | None:
-    """The budget from the flags, if there is one."""
+def find_budget(args: argparse.Namespace, example: Any, measured: Path | None = None) -> Budget | None:
+    """The budget from the flags, if there is one. ``measured`` is the file for what it measures, if no other is given."""
     from ..training.config import make_budget, parse_budget
 
     budgets = [(name, getattr(args, name)) for name in budget_names() if getattr(args, name, None) is not None]
@@ -42,4 +43,7 @@ def find_budget(args: argparse.Namespace, example: Any) -> Budget | None:
     fields = budget_fields(budgets[0][0]) if budgets else set()
     if "example" in fields and example is None:
         raise SmartpruneError(f"--{budgets[0][0]} needs the shape of one sample: add --input, such as --input 3x32x32")
-    return make_budget(*budgets[0], example, args.npu or "edge", args.cost_table) if budgets else None
+    table = args.cost_table
+    if table is None and measured is not None and "measured" in fields:
+        table = str(measured)
+    return make_budget(*budgets[0], example, args.npu or "edge", table) if budgets else None

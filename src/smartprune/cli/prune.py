@@ -73,7 +73,7 @@ def run_prune(args: argparse.Namespace) -> int:
         model, block, task = _find(args)
         batches = read_inputs(args.calibration, args.batch) if args.calibration else _task_inputs(args, task, model)
         example = first_sample(batches[0]) if batches else None
-        budget = find_budget(args, example)
+        budget = find_budget(args, example, out / run_files.LATENCY)
         if budget is None:
             raise SmartpruneError("no budget given; add one, such as --sparsity 0.5")
     if args.threads:
@@ -109,7 +109,7 @@ def _check_options(args: argparse.Namespace, out: Path) -> None:
         if getattr(args, name) < least:
             raise SmartpruneError(f"--{name} {getattr(args, name)} must be at least {least}")
     check_name(out)
-    if out.is_dir() and any(path.name != STEPS for path in out.iterdir()):
+    if out.is_dir() and any(path.name not in (STEPS, run_files.LATENCY) for path in out.iterdir()):
         raise SmartpruneError(f"--out {out} is not empty; give a new folder")
     try:
         out.mkdir(parents=True, exist_ok=True)

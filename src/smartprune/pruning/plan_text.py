@@ -86,7 +86,18 @@ def _totals(plan: Plan) -> list[str]:
     limit, total = plan.bound
     wanted = removal(float(plan.share), plan.budget.label, scope(plan.budget))
     lines.append(f"budget   {wanted}: keep {bound} {limit:,} of {total:,} {plan.unit}")
+    lines += _promise(plan)
     return [*lines, *_expected(plan)] if plan.problem is None else [*lines, f"problem  {plan.problem}"]
+
+
+def _promise(plan: Plan) -> list[str]:
+    """What a budget in time promises."""
+    table = {} if plan.resolved is None else plan.resolved.table or {}
+    if "promise" not in table:
+        return []
+    threads = f"{table['threads']} thread{'' if table['threads'] == 1 else 's'}"
+    times = f"{table['promised_ms']:.3g} of {table['dense_ms']:.3g} ms"
+    return [f"promise  {table['promise']}", f"         {times} when they were measured ({table['machine']}, {threads})"]
 
 
 def _expected(plan: Plan) -> list[str]:

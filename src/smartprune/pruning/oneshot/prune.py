@@ -97,6 +97,11 @@ def prune(
     _check_arguments("prune", model, samples, memory, seed)
     if sparsity is None and budget is None:
         raise SmartpruneError("prune: no budget given; give sparsity=0.5, or budget=smartprune.macs(0.5, example=x)")
+    if folder is not None and hasattr(budget, "measured") and getattr(budget, "table", None) is None:
+        raise SmartpruneError(
+            f"prune: folder={str(folder)!r} is for calls that continue with the same bits, and this budget would measure again; "
+            "give the budget a file for its measurement, such as table='latency.json'"
+        )
     with torch.inference_mode(False), torch.no_grad():
         inputs = read_batches("prune", model, batches, int(samples))
     with torch.inference_mode(False), torch.no_grad(), _own_state(model, int(seed)):
