@@ -110,6 +110,42 @@ def test_reasons_name_the_layer_that_needs_a_channel() -> None:
     assert not report.changed
 
 
+def test_reasons_name_every_layer_that_keeps_empty_channels() -> None:
+    """Also layers whose weight other code reads, and channels that stay because others with them are in use."""
+    torch.manual_seed(0)
+    model = Net(
+        lambda m, x: m.head(m.norm(m.first(x) + m.second(x)) + m.attention(m.first(x), m.first(x), m.first(x))[0]),
+        first=nn.Linear(8, 8),
+        second=nn.Linear(8, 8),
+        norm=nn.Linear(8, 8),
+        attention=nn.MultiheadAttention(8, 2, batch_first=True),
+        head=nn.Linear(8, 3),
+        unused=nn.Linear(8, 8),
+    )
+    nn.utils.parametrizations.weight_norm(model.norm)
+    with torch.no_grad():
+        for layer in (model.second, model.attention.out_proj, model.unused):
+            layer.weight[:2] = 0
+        model.norm.parametrizations.weight.original0[:2] = 0
+    report = sp.compaction(sp.compact(model, torch.randn(2, 5, 8)))
+    assert {layer.weight: (layer.empty, layer.reason) for layer in report.layers if layer.empty} == {
+        "second.weight": (2, "norm computes its weight"),
+        "attention.out_proj.weight": (2, "attention is an attention of torch, whose widths are fixed"),
+        "norm.weight": (2, "the weight is computed from other parameters"),
+        "unused.weight": (2, "the model does not use this layer for the example"),
+    }
+    plain = Net(
+        lambda m, x: m.last(F.relu(m.a(x) + m.b(x))),
+        a=nn.Conv2d(3, 8, 1),
+        b=nn.Conv2d(3, 8, 1),
+        last=nn.Conv2d(8, 2, 1),
+    )
+    with torch.no_grad():
+        plain.b.weight[:2] = 0
+    layers = sp.compaction(sp.compact(plain, torch.randn(1, 3, 4, 4))).layers
+    assert (layers[1].empty, layers[1].reason) == (2, "tied to channels of a that are in use")
+
+
 def test_a_model_without_empty_channels_gives_an_equal_copy() -> None:
     model, x = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2)), torch.randn(2, 4)
     small = sp.compact(model, x)

@@ -22,7 +22,6 @@ from smartprune.artifacts.compact_rules import record
 PATTERNS = 4
 SHRINKS = set(NETS) - {  # their channels may all stay
     "attention_of_torch",
-    "padded_shortcut",
     "recurrent_use",
     "repeated_by_tensor",
     "slices",
@@ -224,3 +223,89 @@ def test_a_layer_keeps_one_channel() -> None:
     model = nn.Sequential(nn.Linear(4, 9), nn.ReLU(), nn.Linear(9, 3))
     zero(model[0].weight, 0, list(range(9)))
     assert shapes(model, torch.randn(2, 4)) == {"0": (1, 4), "2": (3, 1)}
+
+
+def test_a_constant_that_a_shared_layer_reads_each_time_goes_into_its_bias() -> None:
+    """The hidden layer runs twice; its empty outputs are the same constants both times. The last bias takes them over once."""
+    torch.manual_seed(0)
+    model, x = NETS["two_poolings"]()
+    with torch.no_grad():
+        model.down.bias.copy_(torch.tensor([0.5, -1.0, 2.0, 1.0, 0.3, 0.2]))
+    zero(model.down.weight, 0, [0, 1, 2, 3])
+    assert shapes(model, x)["down"] == (2, 9)
+
+
+def test_an_empty_layer_that_runs_twice_keeps_its_constants() -> None:
+    torch.manual_seed(0)
+    model, x = NETS["two_poolings"]()
+    zero(model.down.weight, 0, list(range(6)))
+    assert shapes(model, x)["up"] == (9, 1)
+
+
+def test_a_shared_head_with_padding_keeps_one_constant_channel() -> None:
+    torch.manual_seed(0)
+    model, x = NETS["shared_head"]()
+    with torch.no_grad():
+        model.head.bias.uniform_(0.5, 1.5)
+    zero(model.head.weight, 0, [0, 1, 2, 3, 4, 5])
+    assert shapes(model, x)["box"] == (4, 5, 3, 3)
+
+
+def test_a_shared_layer_keeps_channels_that_are_another_constant_each_time() -> None:
+    """Channels 0 to 3 are constant on both levels: two with one value, which the largest of them carries, and two with two."""
+    torch.manual_seed(0)
+    model, x = NETS["shared_head"]()
+    with torch.no_grad():
+        model.high.bias[:4] = torch.tensor([0.5, 1.0, 0.2, 0.3])
+        model.low.bias[:4] = torch.tensor([0.5, 1.0, 0.4, -1.0])
+    for layer in (model.high, model.low):
+        zero(layer.weight, 0, [0, 1, 2, 3])
+    assert shapes(model, x)["head"] == (10, 7, 3, 3)
+
+
+def test_each_group_keeps_one_constant_channel() -> None:
+    """Three of the six channels of every group are constant, and the padding makes them differ at the border."""
+    torch.manual_seed(0)
+    model, x = NETS["groups_with_padding"]()
+    zero(model[0].weight, 0, [0, 1, 2, 6, 8, 10, 15, 16, 17])
+    assert shapes(model, x)["2"] == (9, 4, 3, 3)
+
+
+def test_the_zeros_of_a_padded_shortcut_let_other_channels_go() -> None:
+    """Channels 3 to 8 of the sum are those of the first layer. Two of them are empty in both summands."""
+    torch.manual_seed(0)
+    model, x = NETS["padded_shortcut"]()
+    zero(model.first.weight, 0, [1, 4, 5])
+    zero(model.first.bias, 0, [1, 4, 5])
+    zero(model.conv.weight, 0, [0, 3, 4, 7, 11])
+    assert shapes(model, x) == {"first": (4, 3, 1, 1), "conv": (10, 4, 3, 3), "last": (4, 10, 1, 1)}
+
+
+def test_stacked_branches_lose_what_all_of_them_lose() -> None:
+    torch.manual_seed(0)
+    model, x = NETS["stacked_branches"]()
+    zero(model.a.weight, 0, [0, 1, 2, 3])
+    zero(model.b.weight, 0, [2, 3, 4])
+    for layer in (model.c, model.d):
+        zero(layer.weight, 0, [2, 3])
+    zero(model.last.weight, 1, [3])
+    assert shapes(model, x)["last"] == (4, 11, 1, 1)
+
+
+def test_the_feedforward_layers_of_an_encoder_of_torch_shrink() -> None:
+    torch.manual_seed(0)
+    model, x = NETS["encoder_layer"]()
+    zero(model.linear1.weight, 0, list(range(8)))
+    result = shapes(model, x)
+    assert (result["linear1"], result["linear2"]) == ((12, 12), (12, 12))
+
+
+def test_normalizations_without_parameters_have_the_new_number_of_channels() -> None:
+    """Torch warns about another number, and warnings are errors here."""
+    torch.manual_seed(0)
+    model, x = NETS["instance_norms"]()
+    zero(model[0].weight, 0, [0, 1, 2])
+    graph = export(model.double().eval(), (x.double(),), {})
+    small = compacted(graph, model)
+    assert (small[1].num_features, small[4].num_features) == (9, 8)  # type: ignore[index, union-attr]
+    torch.testing.assert_close(small(x.double()), model(x.double()), rtol=1e-9, atol=1e-9)

@@ -128,3 +128,62 @@ def attention_of_torch() -> Made:
 
     attention = nn.MultiheadAttention(12, 3, batch_first=True)
     return Net(forward, first=nn.Linear(12, 12), attention=attention, last=nn.Linear(12, 4)), torch.randn(2, 7, 12)
+
+
+def shared_head() -> Made:
+    """Two layers that the model runs on two levels, as in a detector."""
+
+    def forward(m: Any, x: Tensor) -> Any:
+        high = F.relu(m.high(x))
+        low = F.relu(m.low(high))
+        return [m.box(F.relu(m.head(level))) for level in (high, low)]
+
+    layers = {"high": nn.Conv2d(3, 8, 3), "low": nn.Conv2d(8, 8, 3, stride=2), "head": nn.Conv2d(8, 10, 3, padding=1)}
+    return Net(forward, **layers, box=nn.Conv2d(10, 4, 3, padding=1)), image(side=12)
+
+
+def two_poolings() -> Made:
+    """Two layers that the model runs on the mean and on the largest value of each channel."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        y = m.first(x)
+        gates = [m.up(F.relu(m.down(z))) for z in (y.mean((2, 3)), y.amax((2, 3)))]
+        return m.last(y * (gates[0] + gates[1]).sigmoid()[:, :, None, None])
+
+    return Net(forward, first=nn.Conv2d(3, 9, 3), down=nn.Linear(9, 6), up=nn.Linear(6, 9), last=nn.Conv2d(9, 4, 1)), image()
+
+
+def groups_with_padding() -> Made:
+    return nn.Sequential(nn.Conv2d(3, 18, 1), nn.ELU(), nn.Conv2d(18, 9, 3, padding=1, groups=3), nn.Conv2d(9, 4, 1)), image()
+
+
+def gated_linear_unit() -> Made:
+    return nn.Sequential(nn.Conv2d(3, 16, 3), nn.GLU(1), nn.Conv2d(8, 12, 1), nn.GLU(1), nn.Conv2d(6, 4, 1)), image()
+
+
+def stacked_branches() -> Made:
+    """Branches that are stacked, weighted by a softmax over them, and added."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        y = torch.stack([F.relu(m.a(x)), F.relu(m.b(x))])
+        z = y.sum(0).mean((2, 3))
+        weights = torch.stack([m.c(z), m.d(z)]).softmax(0)
+        return m.last((y * weights[..., None, None]).sum(0))
+
+    branches = {"a": nn.Conv2d(3, 12, 3, padding=1), "b": nn.Conv2d(3, 12, 1)}
+    return Net(forward, **branches, c=nn.Linear(12, 12), d=nn.Linear(12, 12), last=nn.Conv2d(12, 4, 1)), image()
+
+
+def encoder_layer() -> Made:
+    return nn.TransformerEncoderLayer(12, 3, 20, batch_first=True), torch.randn(2, 7, 12)
+
+
+def instance_norms() -> Made:
+    return nn.Sequential(
+        nn.Conv2d(3, 12, 3),
+        nn.InstanceNorm2d(12),
+        nn.ReLU(),
+        nn.Conv2d(12, 8, 3),
+        nn.InstanceNorm2d(8, affine=True),
+        nn.Conv2d(8, 4, 1),
+    ), image()

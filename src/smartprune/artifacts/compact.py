@@ -22,7 +22,7 @@ from .compact_apply import apply
 from .compact_choose import Choice, Frozen, choose, roots_by_weight
 from .compact_graph import Graph, call_arguments, export
 from .compact_layers import RULES
-from .compact_report import CompactedLayer, Compaction
+from .compact_report import CompactedLayer, Compaction, other_layers
 from .compact_rules import record
 from .source import check_not_masked, copy_of
 
@@ -315,6 +315,7 @@ class _Work:
             reasons = Counter(choice.reason(int(label)) for label in labels[idle]) if len(idle) else Counter[str]()
             reason = reasons.most_common(1)[0][0] if reasons else ""
             layers[reader.weight] = CompactedLayer(reader.weight, tuple(old.shape), tuple(new.shape), int(idle.sum()), reason)
+        layers |= {layer.weight: layer for layer in other_layers(graph, choice) if layer.weight not in layers}
         before = dict(self.model.named_parameters())
         added = tuple(key for key in after if key not in before and key not in dict(self.model.named_buffers()))
         stated = tuple(line for line, allowed in self.frozen.items() if any(value.axes() for value in graph.reshapes[line]))

@@ -27,20 +27,23 @@ def apply(graph: Graph, choice: Choice, model: nn.Module) -> None:
     _store(graph, model, resized, added, choice)
     for name, module in model.named_modules():
         _state_sizes(module, groups.get(f"{name}.weight" if name else "weight"))
+        if name in graph.widths and isinstance(module, nn.modules.batchnorm._NormBase):
+            module.num_features = int((~choice.of(graph.widths[name])).sum())
 
 
 def _add_constants(graph: Graph, choice: Choice, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Changes tensors for the constants that are removed. Returns new biases, by the name of the weight."""
-    new = {}
+    new: dict[str, Tensor] = {}
+    shifted = set[str]()  # biases of layers that the model runs several times
     for index, reader in enumerate(graph.readers):
         gone = choice.of(reader.label) & reader.constant
         weight = graph.tensors[reader.weight]
         merged = {k: v for k, v in choice.merged.get(index, {}).items() if bool(gone[k])}
         if merged:
             changed = weight.clone()
-            columns = changed.movedim(reader.axes, (0, 1))
             for channel, carrier in merged.items():
-                columns[:, carrier] += columns[:, channel] * (reader.value[channel] / reader.value[carrier])
+                factor = reader.value[channel] / reader.value[carrier]
+                reader.kernels(changed, carrier).add_(reader.kernels(changed, channel) * factor)
             tensors[reader.weight] = changed
         target = choice.targets[index]
         value = torch.where(gone, reader.value, torch.zeros_like(reader.value))
@@ -48,7 +51,8 @@ def _add_constants(graph: Graph, choice: Choice, tensors: dict[str, Tensor]) -> 
             continue
         shift = reader.response(weight, value).to(weight.dtype)
         if target == BIAS and reader.bias is not None:
-            tensors[reader.bias] = tensors[reader.bias] + shift
+            tensors[reader.bias] = tensors[reader.bias] + shift * (reader.bias not in shifted)
+            shifted.add(reader.bias)
         elif target == MEAN:
             mean = mean_of(graph, reader)
             tensors[mean] = tensors[mean] - shift

@@ -56,7 +56,7 @@ def choose(graph: Graph, frozen: Frozen, held: Collection[int] = (), multiple: i
     for value in values:
         needed = value.label[value.live & ~value.constant]
         for root in roots[needed].unique().tolist():
-            why.setdefault(root, f"{value.where or 'the model'} needs them")
+            why.setdefault(root, f"tied to channels of {value.where or 'the model'} that are in use")
     for labels in graph.products:
         for root in roots[labels()].unique().tolist():
             why.setdefault(root, "they are multiplied with each other")
@@ -66,7 +66,7 @@ def choose(graph: Graph, frozen: Frozen, held: Collection[int] = (), multiple: i
             why.setdefault(root, f"{reader.weight.rpartition('.')[0]} reads them")
     for root in held:
         why.setdefault(root, "the code of the model depends on their number")
-    targets = [_target(graph, reader) for reader in graph.readers]
+    targets = _targets(graph)
     merged = _constants(graph, targets, roots, why)
     possible[list(why)] = False
     choice = Choice(possible[roots], merged, targets, why, roots)
@@ -85,20 +85,44 @@ def roots_by_weight(graph: Graph, choice: Choice) -> list[frozenset[int]]:
     return [part for part in parts if part]
 
 
-def _target(graph: Graph, reader: Reader) -> str | None:
-    """Where the effect of constant inputs on a layer can go: its bias, the mean of the next normalization, or a new bias."""
-    if reader.border or _count(graph, reader.weight) > 1:
+def _targets(graph: Graph) -> list[str | None]:
+    """For each reader, where the effect of constant inputs can go: its bias, the mean of the next normalization, or a new bias."""
+    found = {}
+    for weight, calls in _calls(graph).items():
+        found[weight] = None if _count(graph, weight) > len(calls) else _target(graph, calls)
+    return [found[reader.weight] for reader in graph.readers]
+
+
+def _calls(graph: Graph) -> dict[str, list[Reader]]:
+    """The readers of each weight: several if the model runs a layer several times."""
+    calls: dict[str, list[Reader]] = {}
+    for reader in graph.readers:
+        calls.setdefault(reader.weight, []).append(reader)
+    return calls
+
+
+def _target(graph: Graph, calls: list[Reader]) -> str | None:
+    if any(reader.border for reader in calls):
         return None
-    if reader.bias is not None:
-        return BIAS if _count(graph, reader.bias) == 1 else None
-    users = list(reader.node.users)
-    if len(users) == 1 and name_of(users[0]) in ("batch_norm", "_native_batch_norm_legit_no_training"):
-        mean = graph.parameter(arguments(users[0])["running_mean"])
-        if mean is not None and _count(graph, mean) == 1:
-            return MEAN
-    owner = graph.model.get_submodule(reader.weight.rpartition(".")[0])
-    plain = isinstance(owner, LAYER_TYPES) and reader.weight.rpartition(".")[2] == "weight"
+    weight, bias = calls[0].weight, calls[0].bias
+    if bias is not None:
+        return BIAS if _count(graph, bias) == len(calls) == sum(reader.bias == bias for reader in calls) else None
+    if any(reader.bias is not None for reader in calls):
+        return None
+    if all(_has_mean(graph, reader) for reader in calls):
+        return MEAN
+    owner = graph.model.get_submodule(weight.rpartition(".")[0])
+    plain = isinstance(owner, LAYER_TYPES) and weight.rpartition(".")[2] == "weight"
     return NEW if plain and owner._parameters.get("bias", owner) is None else None
+
+
+def _has_mean(graph: Graph, reader: Reader) -> bool:
+    """Whether the outputs are only read by a normalization with a mean of its own."""
+    users = list(reader.node.users)
+    if len(users) != 1 or name_of(users[0]) not in ("batch_norm", "_native_batch_norm_legit_no_training"):
+        return False
+    mean = graph.parameter(arguments(users[0])["running_mean"])
+    return mean is not None and _count(graph, mean) == 1
 
 
 def mean_of(graph: Graph, reader: Reader) -> str:
@@ -117,26 +141,32 @@ def _constants(graph: Graph, targets: list[str | None], roots: Tensor, why: dict
     """Decides what happens to constant channels that a layer reads and that no bias can replace.
 
     A layer with zero padding gives another result at the border. There, one constant channel takes over the weights of the
-    others, since they differ by a factor only.
+    others, since they differ by a factor only. In a grouped convolution, each group has such a channel.
     """
     carried: dict[int, dict[int, int]] = {}  # root -> reader -> channel
+    calls = _calls(graph)
     for index, reader in enumerate(graph.readers):
-        used = (reader.reads & reader.live_outputs()[:, None]).any(0)
-        channels = (used & reader.constant & (reader.value != 0)).nonzero().flatten()
-        if targets[index] is not None or not len(channels):
+        alike = _alike(calls[reader.weight])
+        channels = reader.constants() & ~alike if targets[index] in (BIAS, NEW) else reader.constants()
+        if targets[index] == MEAN or not bool(channels.any()):
             continue
         where = reader.weight.rpartition(".")[0]
-        shared, several = _count(graph, reader.weight) > 1, Counter(roots[reader.label].tolist())
-        for channel, root in zip(channels.tolist(), roots[reader.label[channels]].tolist(), strict=True):
-            if shared or reader.groups > 1 or several[root] > 1:
+        known, several = _count(graph, reader.weight) == len(calls[reader.weight]), Counter(roots[reader.label].tolist())
+        for channel in channels.nonzero().flatten().tolist():
+            root = int(roots[reader.label[channel]])
+            if not bool(alike[channel]):
+                why.setdefault(root, f"{where} reads other constants each time the model runs it")
+            elif several[root] > 1 or not known:
                 why.setdefault(root, f"{where} reads them as a constant that no bias can replace")
             carried.setdefault(root, {})[index] = channel
-    by_readers: dict[tuple[int, ...], list[int]] = {}
+    by_readers: dict[tuple[tuple[int, int], ...], list[int]] = {}
     for root, places in carried.items():
         if root not in why:
-            by_readers.setdefault(tuple(places), []).append(root)
+            key = tuple((index, graph.readers[index].group(channel)) for index, channel in places.items())
+            by_readers.setdefault(key, []).append(root)
     merged: dict[int, dict[int, int]] = {}
-    for readers, members in by_readers.items():
+    for members in by_readers.values():
+        readers = list(carried[members[0]])
         sizes = {root: min(abs(float(graph.readers[i].value[carried[root][i]])) for i in readers) for root in members}
         carrier = max(members, key=sizes.__getitem__)
         others = "" if len(members) == 1 else ", for all channels that are constant there"
@@ -144,6 +174,15 @@ def _constants(graph: Graph, targets: list[str | None], roots: Tensor, why: dict
         for i in readers:
             merged.setdefault(i, {}).update({carried[root][i]: carried[carrier][i] for root in members if root != carrier})
     return merged
+
+
+def _alike(calls: list[Reader]) -> Tensor:
+    """The inputs of a layer that are the same constant each time the model runs it, bool [inputs]."""
+    first = calls[0]
+    alike = torch.ones_like(first.constant)
+    for reader in calls[1:]:
+        alike &= (reader.constant == first.constant) & (reader.value == first.value)
+    return alike
 
 
 class _Shapes:
@@ -155,6 +194,7 @@ class _Shapes:
         self.values = [value for value in values if bool(choice.of(value.label).any())]
         self.keep = {id(value): {axis: mask.clone() for axis, mask in value.keep.items()} for value in self.values}
         self.changed = False
+        self.stated = {id(value) for line in frozen for value in graph.reshapes[line]}
         for line, allowed in frozen.items():
             for value in graph.reshapes[line]:
                 for axis in value.axes():
@@ -213,9 +253,8 @@ class _Shapes:
             covered = covered | slab.view(shape)
         left = gone & ~covered
         if bool(left.any()):
-            self._stay(
-                value.label[left], "a layer keeps one channel" if bool(gone.all()) else "the shapes of the model do not allow it"
-            )
+            reason = "a layer keeps one channel" if bool(gone.all()) else "the shapes of the model do not allow it"
+            self._stay(value.label[left], "the code of the model states their number" if id(value) in self.stated else reason)
 
     def _keep_alike(self, group: list[tuple[Known, int]]) -> None:
         """The same positions are removed from an axis of several tensors."""

@@ -17,6 +17,14 @@ from .compact_labels import STAYS, Labels
 TORCH_FILES = ("/torch/", "\\torch\\")
 
 
+def _gated(x: Tensor, dim: int = -1) -> Tensor:
+    first, gate = x.chunk(2, dim)
+    return first * gate.sigmoid()
+
+
+PARTS: dict[Any, Callable[..., Any]] = {torch.ops.aten.glu.default: _gated}  # operations that are read as several others
+
+
 @dataclass
 class Known:
     """What is known about a tensor of the graph, entry by entry.
@@ -104,6 +112,23 @@ class Reader:
         """The outputs that a later operation may depend on, bool [outputs]."""
         return self.out.live.reshape(-1)
 
+    def constants(self) -> Tensor:
+        """The constant inputs that outputs depend on, bool [inputs]. An output that is constant counts as well."""
+        outputs = (self.out.live | self.out.constant).reshape(-1)
+        return (self.reads & outputs[:, None]).any(0) & self.constant & (self.value != 0)
+
+    def group(self, channel: int) -> int:
+        """The group of a grouped convolution that an input belongs to."""
+        return channel * self.groups // self.reads.shape[1]
+
+    def kernels(self, weight: Tensor, channel: int) -> Tensor:
+        """The part of the weight that an input is multiplied by, as a view."""
+        if self.groups == 1:
+            return weight.movedim(self.axes, (0, 1))[:, channel]
+        rows, per_group = self.reads.shape[0] // self.groups, self.reads.shape[1] // self.groups
+        group = self.group(channel)
+        return weight[group * rows : (group + 1) * rows, channel - group * per_group]
+
     def response(self, weight: Tensor, value: Tensor) -> Tensor:
         """What channels of these values add to the outputs, double [outputs]. Values are [inputs], mostly zero."""
         kernels = weight.movedim(self.axes, (0, 1)) if self.groups == 1 else weight
@@ -140,6 +165,7 @@ class Graph:
     alike: list[list[tuple[Known, int]]] = field(default_factory=list)  # axes that lose the same positions
     balanced: list[list[Tensor]] = field(default_factory=list)  # parts that must lose equally many entries
     reshapes: dict[str, list[Known]] = field(default_factory=dict)  # line of code -> results whose sizes it may state
+    widths: dict[str, Tensor] = field(default_factory=dict)  # normalization without parameters -> labels of its channels
     tensors: dict[str, Tensor] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
 
@@ -202,7 +228,7 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
             exported = torch.export.export(model, args, dict(kwargs), strict=False)
-            program = exported.run_decompositions({})  # without operations that write to their inputs
+            program = exported.run_decompositions(PARTS)  # without operations that write to their inputs
     except Exception as error:  # the code of the model and torch.export raise many types of errors
         line = (str(error).strip().splitlines() or [""])[0]
         remedy = "remove control flow that depends on values of the input"

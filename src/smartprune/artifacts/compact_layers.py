@@ -39,7 +39,7 @@ POOLS |= {f"max_pool{n}d_with_indices": n for n in (2, 3)}
 POOLS |= {"upsample_nearest1d": 1, "upsample_nearest2d": 2, "upsample_nearest3d": 3, "upsample_linear1d": 1}
 POOLS |= {"upsample_bilinear2d": 2, "upsample_bicubic2d": 2, "upsample_trilinear3d": 3}
 POOLS |= {f"_upsample_nearest_exact{n}d": n for n in (1, 2, 3)}
-REDUCTIONS = names("mean sum amax amin var std logsumexp prod var_mean std_mean")
+REDUCTIONS = names("mean sum amax amin var std logsumexp prod var_mean std_mean linalg_vector_norm")
 
 
 def convolution(graph: Graph, node: fx.Node) -> Any:
@@ -101,7 +101,7 @@ def product(
     weight, bias = graph.parameter(parameters[0]), graph.parameter(parameters[1])
     where = where_of(node)
     if weight is None or (parameters[1] is not None and bias is None):
-        return fixed(graph, node, f"{where} computes its weight")
+        return fixed(graph, node, f"{where or 'the model'} computes its weight")
     if weight in graph.forms:
         graph.fix(graph.forms[weight], f"{weight} is also read as a tensor")
     if groups > 1 and not _states_groups(graph, weight):
@@ -213,6 +213,8 @@ def batch_norm(graph: Graph, node: fx.Node) -> Any:
         graph.labels.unite(label, parameter.label, f"{where_of(node)} is shared")
         label = torch.where(label == STAYS, parameter.label, label)
     constant = torch.broadcast_to(x.constant, label.shape) if rank > 1 else x.constant
+    if not given and label.shape[1] == x.shape[1]:
+        graph.widths[where_of(node)] = shrink(label, [i for i in range(rank) if i != 1]).reshape(-1)
     weight, bias, mean, var = (None if p is None else p.value.view(shape) for p in (*parameters, None, None)[:4])
     value = x.value
     if per_sample:  # a constant minus itself
@@ -268,7 +270,7 @@ def pad(graph: Graph, node: fx.Node) -> Any:
     x, widths = read(graph, args["self"]), args["pad"]
     axes = [len(x.shape) - 1 - i for i in range(len(widths) // 2) if widths[2 * i] or widths[2 * i + 1]]
     if any(x.label.shape[axis] > 1 for axis in axes):
-        return fixed(graph, node, f"{where_of(node) or 'the model'} pads the axis of channels")
+        return _more_channels(graph, node, x)
     constant = x.constant
     if args.get("mode", "constant") == "constant":
         constant = constant & (x.value == (args.get("value") or 0))
@@ -277,21 +279,58 @@ def pad(graph: Graph, node: fx.Node) -> Any:
     return out
 
 
+def _more_channels(graph: Graph, node: fx.Node, x: Known) -> Any:
+    """Constant channels are added before and after those of the input. The code states how many, so they stay."""
+    args = arguments(node)
+    widths, fill = list(args["pad"]), float(args.get("value") or 0)
+    places = [len(x.shape) - 1 - i for i in range(len(widths) // 2) for _ in range(2)]
+    if args.get("mode", "constant") != "constant" or min(widths) < 0:
+        return fixed(graph, node, f"{where_of(node) or 'the model'} pads the axis of channels")
+    varied = [width if x.label.shape[axis] > 1 else 0 for width, axis in zip(widths, places, strict=True)]
+    constant, value = x.constant, x.value
+    if any(width and not extra for width, extra in zip(widths, varied, strict=True)):
+        constant = constant & (value == fill)
+    label = torch.nn.functional.pad(x.label, varied, value=STAYS)
+    constant = torch.nn.functional.pad(constant, varied, value=True)
+    out = known(node.meta["val"].shape, label, constant, torch.nn.functional.pad(value, varied, value=fill))
+    inside = [-width for width in varied]
+    graph.backward.append(lambda: add_live(x, torch.nn.functional.pad(out.live & ~out.constant, inside)))
+    return out
+
+
+def _alike_along(graph: Graph, x: Known, axes: list[int], where: str) -> bool:
+    """Whether the labels of a tensor differ along another axis than these, along which positions are then tied."""
+    others = [axis for axis, size in enumerate(x.label.shape) if size > 1 and axis not in axes]
+    if all(axis in reduce_axes(x.label) for axis in others):
+        return False
+    graph.labels.unite(x.label, shrink(x.label, axes), f"{where} combines them with values that are not removed")
+    for axis in axes:
+        x.keep_positions(axis, torch.ones(x.shape[axis], dtype=torch.bool))
+    return True
+
+
 def reduction(graph: Graph, node: fx.Node) -> Any:
     args = arguments(node)
     x, meta = read(graph, args["self"]), node.meta["val"]
     dims = args.get("dim")
     dims = list(range(len(x.shape))) if dims in (None, []) else [dims] if isinstance(dims, int) else list(dims)
     dims = [axis % len(x.shape) for axis in dims]
-    uniform = reduce_axes(x.label)
-    if not isinstance(meta, Tensor) or any(x.label.shape[axis] > 1 and axis not in uniform for axis in dims):
-        return fixed(graph, node, f"{where_of(node) or 'the model'} computes the {name_of(node)} over all of them")
+    uniform, where = reduce_axes(x.label), where_of(node) or "the model"
+    varied = [axis for axis in dims if x.label.shape[axis] > 1 and axis not in uniform]
+    if not isinstance(meta, Tensor) or (varied and not _alike_along(graph, x, varied, where)):
+        kind = {"linalg_vector_norm": "norm"}.get(name_of(node), name_of(node))
+        return fixed(graph, node, f"{where} computes the {kind} over all of them")
     first = shrink(x.value, dims)
     constant = x.constant & (x.value == first)
     for axis in dims:
         constant = constant.all(axis, keepdim=True)
     if name_of(node) not in ("mean", "amax", "amin"):
-        constant = constant & (first == 0 if name_of(node) == "sum" else torch.zeros_like(constant))
+        zero_stays = name_of(node) in ("sum", "linalg_vector_norm")
+        constant = constant & (first == 0 if zero_stays else torch.zeros_like(constant))
+    if varied == dims and name_of(node) == "sum":  # such as branches that are stacked and added
+        constant, first = x.constant, x.value
+        for axis in dims:
+            constant, first = constant.all(axis, keepdim=True), first.sum(axis, keepdim=True)
     shape = [size for axis, size in enumerate(first.shape) if axis not in dims or meta.dim() == len(x.shape)]
     out = known(meta.shape, shrink(x.label, dims).reshape(shape), constant.reshape(shape), first.reshape(shape).to(meta.dtype))
     graph.backward.append(lambda: add_live(x, (out.live & ~out.constant).reshape(first.shape)))
@@ -302,10 +341,10 @@ def softmax(graph: Graph, node: fx.Node) -> Any:
     args = arguments(node)
     x = read(graph, args["self"])
     axis = args["dim"] % len(x.shape)
-    if x.label.shape[axis] > 1:
+    if x.label.shape[axis] > 1 and not _alike_along(graph, x, [axis], where_of(node) or "the model"):
         return norm(graph, node)
     out = known(x.shape, x.label, torch.zeros_like(x.constant), x.value)
-    graph.backward.append(lambda: add_live(x, out.live))
+    graph.backward.append(lambda: add_live(x, out.live.any(axis, keepdim=True)))
     return out
 
 

@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
+from torch import Tensor
+
 from .. import text
+from ..core.kinds import is_layer, stores_inputs_first
+from .compact_choose import Choice
+from .compact_graph import Graph
 
 WIDTH = 120
 MOST_REASONS = 12
@@ -119,3 +124,26 @@ def _less(before: tuple[int, ...], after: tuple[int, ...]) -> str:
             count *= size
         counts.append(count)
     return text.percent(counts[0] - counts[1], counts[0])
+
+
+def other_layers(graph: Graph, choice: Choice) -> Iterator[CompactedLayer]:
+    """Layers that keep their shape, because other code than theirs reads the weight, as in an attention of torch, or none does."""
+    read = {graph.parameter(node) for node in graph.nodes if node.op == "placeholder" and node.users}
+    for prefix, module in graph.model.named_modules():
+        weight = getattr(module, "weight", None) if is_layer(module) else None
+        if not isinstance(weight, Tensor) or weight.dim() < 2:
+            continue
+        name = f"{prefix}.weight" if prefix else "weight"
+        axis = int(stores_inputs_first(module))
+        empty = (weight == 0).movedim(axis, 0).flatten(1).all(1)
+        labels = graph.weights.get(graph.aliases.get(name, ""), {}).get(axis)
+        if name not in graph.aliases:
+            reason = "the weight is computed from other parameters"
+        elif graph.aliases[name] not in read:
+            reason = "the model does not use this layer for the example"
+        elif labels is not None and len(labels) == len(empty) and bool(empty.any()):
+            reason = choice.reason(int(labels[empty][0]))
+        else:
+            reason = "other code than that of the layer reads the weight"
+        shape, count = tuple(weight.shape), int(empty.sum())
+        yield CompactedLayer(graph.aliases.get(name, name), shape, shape, count, reason if count else "")

@@ -15,7 +15,7 @@ from .compact_labels import STAYS
 
 Rule = Callable[[Graph, fx.Node], Any]
 MAX_ENTRIES = 1 << 18  # of parameters that are followed entry by entry; larger ones stay as they are
-FIXED_WIDTH = ("torch.nn.modules.activation.MultiheadAttention", "torch.nn.modules.transformer.")  # they check their widths
+FIXED_WIDTH = "torch.nn.modules.activation.MultiheadAttention"  # it checks its widths
 
 
 def names(text: str) -> frozenset[str]:
