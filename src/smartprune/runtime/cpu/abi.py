@@ -70,12 +70,24 @@ class External(ctypes.Structure):
     _fields_ = (("data", ctypes.c_void_p), *((name, ctypes.c_int64) for name in ("image", "channel", "row", "column")))
 
 
+class Parts(ctypes.Structure):
+    """The parts of a batch. Mirrors ``Parts`` in runtime.h."""
+
+    _fields_ = (
+        ("ops", ctypes.c_void_p),
+        ("external", ctypes.c_void_p),
+        *((name, ctypes.c_int32) for name in ("count", "arenas", "externals", "parts", "images", "together")),
+    )
+
+
 def declare(code: ctypes.CDLL) -> None:
     """Sets the argument and result types of the functions of a library."""
     code.sp_pool_new.restype = ctypes.c_void_p
     code.sp_pool_new.argtypes = (ctypes.c_int,)
     code.sp_run.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
     code.sp_run.restype = None
+    code.sp_run_parts.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
+    code.sp_run_parts.restype = None
 
 
 def check(code: ctypes.CDLL, file: str) -> None:
@@ -90,7 +102,7 @@ def check(code: ctypes.CDLL, file: str) -> None:
         compiled = () if function is None else tuple(function().decode().lower().split())
         if compiled != names:
             raise _stale(file, f"its {table} are {', '.join(compiled) or 'missing'}", ", ".join(names))
-    for structure in (Tensor, Op, External):
+    for structure in (Tensor, Op, External, Parts):
         size, expected = getattr(code, f"sp_{structure.__name__.lower()}_size")(), ctypes.sizeof(structure)
         if size != expected:
             raise _stale(file, f"its structure {structure.__name__} has {size} bytes", f"{expected} bytes")

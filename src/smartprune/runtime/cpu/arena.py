@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 from torch import fx
 
 from ...errors import SmartpruneError
@@ -99,6 +100,14 @@ class Arena:
         for address, elements, zero in self.margins:
             start = address + self.base - self.memory.ctypes.data
             self.memory[start : start + elements * isa.quantum_bytes].view(isa.quantum)[:] = zero
+
+    def copied(self) -> tuple[npt.NDArray[np.uint8], int]:
+        """Memory of another arena, and the distance of its numbers from those of this one in bytes."""
+        memory = np.zeros_like(self.memory)
+        base = -(-memory.ctypes.data // ALIGN) * ALIGN
+        first, other = self.base - self.memory.ctypes.data, base - memory.ctypes.data
+        memory[other : other + self.size] = self.memory[first : first + self.size]
+        return memory, base - self.base
 
     def element_bytes(self, value: Value) -> int:
         return 4 if value.type == abi.FLOAT32 else self._isa.quantum_bytes

@@ -19,6 +19,7 @@ from . import abi
 from .build import Library
 from .compiled import Compiled, as_map
 from .emit import Packed
+from .parts import Parts, images_of_part
 
 CPU = torch.device("cpu")
 WHERE = "accelerated model"  # in errors
@@ -43,18 +44,17 @@ class Program:
         ranges: Mapping[fx.Node, tuple[float, float]] | None = None,
     ) -> None:
         self.inputs, self.outputs = list(inputs), list(outputs)
-        compiled = Compiled(steps, inputs, outputs, shapes, library.isa, threads, packed, ranges)
+        batch, images = images_of_part(steps, inputs, outputs, shapes)
+        part = {node: (images, *shape[1:]) for node, shape in shapes.items()} if images < batch else shapes
+        compiled = Compiled(steps, inputs, outputs, part, library.isa, threads, packed, ranges)
         self._compiled, self.layers = compiled, compiled.layers
-        self._operations = (abi.Op * len(compiled.operations))(*compiled.operations)
+        self._count = len(compiled.operations)
+        self._parts = Parts(compiled, batch // images, images, threads, len(inputs) + len(outputs))
         self._light = np.asarray(compiled.light, np.uint8)
         self._external = (abi.External * (len(inputs) + len(outputs)))()
-        self._function: Callable[[int, int, int, int, int], None] = library.code.sp_run
-        self._arguments = (
-            ctypes.addressof(self._operations),
-            len(self._operations),
-            self._light.ctypes.data,
-            ctypes.addressof(self._external),
-        )
+        self._run_operations = library.code.sp_run
+        self._run_parts: Callable[[int, int, int, int], None] = library.code.sp_run_parts
+        self._arguments = ctypes.addressof(self._parts.fields), self._light.ctypes.data, ctypes.addressof(self._external)
         self._sources = [(i, torch.Size(shapes[node]), compiled.values[node].rows) for i, node in enumerate(inputs)]
         self._targets = [(i, shapes[node], compiled.values[node].rows) for i, node in enumerate(outputs, len(inputs))]
 
@@ -68,25 +68,30 @@ class Program:
             _views, outputs = self._set_externals(tensors)  # views must exist until the call returns
         except NoMemoryError:
             raise InputMismatch from None
-        self._function(pool, *self._arguments)
+        self._run_parts(pool, *self._arguments)
         return outputs
 
     @contextmanager
     def timer(self) -> Iterator[list[int]]:
-        """While it is open, operations run one by one, and the list has the nanoseconds of the fastest run of each."""
-        run, fastest = self._function, [sys.maxsize] * len(self._operations)
+        """While it is open, operations run one by one, and the list has the nanoseconds of the fastest run of each, for the whole
+        batch."""
+        run, fastest = self._run_parts, [sys.maxsize] * self._count
 
-        def timed(pool: int, operations: int, count: int, light: int, external: int) -> None:
-            for i in range(count):
-                start = time.perf_counter_ns()
-                run(pool, operations + i * ctypes.sizeof(abi.Op), 1, light + i, external)
-                fastest[i] = min(fastest[i], time.perf_counter_ns() - start)
+        def timed(pool: int, _: int, light: int, external: int) -> None:
+            times = [0] * self._count
+            for part in range(self._parts.fields.parts):
+                tensors = self._parts.tensors(part, self._external)
+                for i in range(self._count):
+                    start = time.perf_counter_ns()
+                    self._run_operations(pool, self._parts.operation(i), 1, light + i, tensors)
+                    times[i] += time.perf_counter_ns() - start
+            fastest[:] = map(min, fastest, times)
 
-        self._function = timed
+        self._run_parts = timed
         try:
             yield fastest
         finally:
-            self._function = run
+            self._run_parts = run
 
     def _set_externals(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Stores the addresses of inputs and new outputs for the kernels. Returns the views of inputs that it made, and the

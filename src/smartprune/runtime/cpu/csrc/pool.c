@@ -27,14 +27,42 @@ typedef struct {
   int64_t process;
   _Atomic uint64_t state; /* number of the operation << 32 | open << 31 | working threads */
   _Atomic int next, sleepers;
-  const Op *op;
+  const Op *op; /* the operation whose items are shared; 0: parts are shared */
   const External *external;
+  const Parts *parts;
+  _Atomic int arenas; /* taken by threads that work on parts */
   Lock lock;
   Condition wake;
 } Pool;
 
+/* The tensors of the caller from an image on. */
+static const External *from_image(const Parts *parts, int arena, int64_t image, const External *external) {
+  External *own = parts->external + (int64_t)arena * parts->externals;
+  for (int i = 0; i < parts->externals; i++) {
+    own[i] = external[i];
+    own[i].data = (const float *)external[i].data + image * external[i].image;
+  }
+  return own;
+}
+
+static void take_parts(Pool *pool) {
+  const Parts *parts = pool->parts;
+  const int arena = atomic_fetch_add_explicit(&pool->arenas, 1, memory_order_relaxed);
+  if (arena >= parts->arenas) return;
+  const Op *ops = parts->ops + (int64_t)arena * parts->count;
+  for (int part; (part = atomic_fetch_add_explicit(&pool->next, 1, memory_order_relaxed)) < parts->together;) {
+    const External *own = from_image(parts, arena, (int64_t)part * parts->images, pool->external);
+    for (int i = 0; i < parts->count; i++)
+      for (int item = 0; item < ops[i].items; item++) sp_work(&ops[i], item, own);
+  }
+}
+
 static void take(Pool *pool) {
   const Op *op = pool->op;
+  if (!op) {
+    take_parts(pool);
+    return;
+  }
   for (int item; (item = atomic_fetch_add_explicit(&pool->next, 1, memory_order_relaxed)) < op->items;)
     sp_work(op, item, pool->external);
 }
@@ -72,6 +100,7 @@ static void share(Pool *pool, const Op *op, const External *external) {
   pool->op = op;
   pool->external = external;
   atomic_store_explicit(&pool->next, 0, memory_order_relaxed);
+  atomic_store_explicit(&pool->arenas, 0, memory_order_relaxed);
   const uint64_t number = (atomic_load(&pool->state) >> 32) + 1;
   atomic_store(&pool->state, (number & 0xffffffffu) << 32 | OPEN);
   if (atomic_load(&pool->sleepers)) {
@@ -118,10 +147,25 @@ EXPORTED void sp_run(Pool *pool, const Op *ops, int count, const uint8_t *light,
   }
 }
 
+/* Runs the program on a batch part by part. Threads work on different parts while there is one for each of them; they divide
+   the operations of the last parts. */
+EXPORTED void sp_run_parts(Pool *pool, const Parts *parts, const uint8_t *light, const External *external) {
+  if (pool->process != this_process()) start(pool);
+  int part = 0;
+  if (pool->threads && parts->together) {
+    pool->parts = parts;
+    share(pool, 0, external);
+    part = parts->together;
+  }
+  for (; part < parts->parts; part++)
+    sp_run(pool, parts->ops, parts->count, light, from_image(parts, 0, (int64_t)part * parts->images, external));
+}
+
 /* Layout and names, for the check in abi.py. */
 EXPORTED int sp_tensor_size(void) { return (int)sizeof(Tensor); }
 EXPORTED int sp_op_size(void) { return (int)sizeof(Op); }
 EXPORTED int sp_external_size(void) { return (int)sizeof(External); }
+EXPORTED int sp_parts_size(void) { return (int)sizeof(Parts); }
 
 #define NAME(name) #name " "
 EXPORTED const char *sp_operations(void) { return OPERATIONS(NAME); }

@@ -87,6 +87,14 @@ typedef struct {
   int64_t image, channel, row, column;
 } External; /* a float32 tensor of the caller with arbitrary strides */
 
+typedef struct {
+  const Op *ops;      /* [arenas][count] the operations, with a copy for each arena */
+  External *external; /* [arenas][externals] memory for the tensors of a part */
+  int32_t count, arenas, externals;
+  int32_t parts, images; /* parts of a batch, and images of a part */
+  int32_t together;      /* parts that run at the same time as others */
+} Parts;
+
 typedef void (*Kernel)(const Op *op, int group, int segment, int tiles); /* by its index from sp_kernel_... of conv.c */
 
 /* Computes one item of an operation. For all operations but convolutions and shifts, an item is one block of 16 channels of
