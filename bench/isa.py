@@ -33,8 +33,8 @@ NETWORKS, SIDE, SHARE, BLOCK = ("resnet18", "mobilenetv2"), 32, 0.9, (16, 8)
 CELLS = {"float32": ("avx2", "avx512", "neon"), "int8": ("avx2", "avx512", "avx512vnni", "neon", "neon_dot", "neon_i8mm")}
 NOTE = (
     "Processor time of one thread, the least of the calls of a round. Other programs used the machine: differences below 10 % are "
-    "noise. Masks are random and remove 90 % of the blocks of every layer alike. 'before' is the checkout before the kernels for "
-    "ARM and the int8 depthwise kernels; the ratio compares times of one round."
+    "noise. Masks are random and remove 90 % of the blocks of every layer alike. 'before' is the checkout before int8 results were "
+    "stored from registers and batches run in parts; the ratio compares times of one round."
 )
 
 

@@ -7,9 +7,10 @@ python bench/threads.py [--models resnet18 ...] [--batch 1 8 32] [--threads 2] [
 time of its calls, and a speed-up compares times of one round. It needs a machine with as many idle cores as threads: another
 program on one of them halves the speed-up.
 
-The limit is computed from the times of the operations in one thread: small operations run in one thread, and the others consist
-of items of equal cost, of which some thread gets the most. It leaves out that cores share memory and caches. Operations are timed
-one by one, so the limit can be measured on a busy machine: --limits-only.
+The efficiency is the speed-up over the number of threads. Its limit is computed from the times of the operations in one thread.
+Threads work on different parts of a batch, if there are enough. Otherwise they divide every operation: small ones run in one
+thread, and the others consist of items of equal cost, of which some thread gets the most. The limit leaves out that cores share
+memory and caches. Operations are timed one by one, so it can be measured on a busy machine: --limits-only.
 """
 
 from __future__ import annotations
@@ -34,9 +35,10 @@ from smartprune.experiments.compare.record import save_record
 SHARE = 0.9
 SIDES = {**bench.SIDES, "googlenet": 32, "densenet": 32}
 NOTE = (
-    "Random masks remove 90 % of the blocks of every layer alike. The limit is computed from the least times of operations in one "
-    "thread: small ones run in one thread, and the others have whole items. It leaves out what cores share. The efficiency is the "
-    "speed-up over the number of threads. A speed-up, where there is one, compares the least wall times of the calls of a round."
+    "Random masks remove 90 % of the blocks of every layer alike. The efficiency is the speed-up over the number of threads, and a "
+    "speed-up compares the least wall times of the calls of a round. The limit of the efficiency is computed from the least times "
+    "of operations in one thread: threads work on different parts of a batch, or small operations run in one thread and the others "
+    "have whole items. It leaves out what cores share."
 )
 
 
@@ -51,17 +53,20 @@ def least(call: Callable[[], object], seconds: float) -> float:
             return best
 
 
-def limit(fast: Any, x: Tensor, threads: int, calls: int = 5) -> float:
-    """The largest speed-up that the number of items and the small operations allow."""
+def limit(single: Any, several: Any, x: Tensor, threads: int, calls: int = 5) -> float:
+    """The largest speed-up that the numbers of parts and items and the small operations allow."""
     one = many = 0.0
-    for program in fast.plan(x).programs:
-        with program.timer() as times:
+    for alone, shared in zip(single.plan(x).programs, several.plan(x).programs, strict=True):
+        with alone.timer() as times:
             for _ in range(calls):
-                fast(x)
-        for operation, is_light, nanoseconds in zip(program._operations, program._light, times, strict=True):
+                single(x)
+        parts, divided = shared._parts.fields, 0.0
+        for operation, is_light, nanoseconds in zip(shared._compiled.operations, shared._light, times, strict=True):
             items = operation.items
-            one += nanoseconds
-            many += nanoseconds if is_light or items < 2 else nanoseconds * math.ceil(items / threads) / items
+            divided += nanoseconds if is_light or items < 2 else nanoseconds * math.ceil(items / threads) / items
+        together = parts.together / parts.parts  # the share of the batch that whole threads work on
+        one += sum(times)
+        many += together * sum(times) / parts.arenas + (1 - together) * divided
     return one / many
 
 
@@ -76,20 +81,14 @@ def measure(name: str, batch: int, args: argparse.Namespace) -> list[dict[str, A
         for _ in range(0 if args.limits_only else args.rounds):
             a, b = (least(lambda fast=fast: fast(x), args.seconds) for fast in (single, several))  # type: ignore[misc]
             ratios.append(a / b)
-        bound = limit(several, x, args.threads)
-    common = {
-        "model": name,
-        "data": "random",
-        "method": f"{args.threads} threads",
-        "block": "16x8",
-        "sparsity": SHARE,
-        "unit": "times",
-    }
-    common |= {"protocol": f"batch {batch}"}
+        bound = limit(single, several, x, args.threads)
+    measured = [] if args.limits_only else [("efficiency", [ratio / args.threads for ratio in ratios])]
     out = []
-    for metric, values in (("limit", [bound]),) if args.limits_only else (("speed-up", ratios), ("limit", [bound])):
+    for metric, values in (*measured, ("limit", [bound / args.threads])):
         spread = statistics.stdev(values) if len(values) > 1 else None
-        out.append({**common, "metric": metric, "values": values, "mean": statistics.mean(values), "std": spread, "n": len(values)})
+        common = {"model": "networks", "data": "random", "method": name, "block": "16x8", "sparsity": SHARE, "unit": "of linear"}
+        common |= {"protocol": f"batch {batch}", "metric": metric, "values": values}
+        out.append({**common, "mean": statistics.mean(values), "std": spread, "n": len(values)})
     shown = ", ".join(f"{ratio:.2f}" for ratio in ratios) or "not measured"
     print(f"{name:12s} batch {batch:2d}: speed-up with {args.threads} threads {shown}; limit {bound:.2f}", flush=True)
     return out
