@@ -53,10 +53,17 @@ def size_of(batch: Any) -> int:
 
 def first_sample(batch: Any) -> Any:
     """The first sample, as a batch of one. The whole batch, if its tensors do not all have one entry per sample."""
-    size = size_of(batch)
-    if any(not tensor.dim() or tensor.shape[0] != size for tensor in tensors_in(batch)):
-        return batch
-    return _map(batch, lambda tensor: tensor[:1])
+    return samples_of(batch, 0, 1) if divisible(batch, size_of(batch)) else batch
+
+
+def divisible(batch: Any, size: int) -> bool:
+    """Whether each tensor has one entry for each of ``size`` samples."""
+    return all(tensor.dim() > 0 and tensor.shape[0] == size for tensor in tensors_in(batch))
+
+
+def samples_of(batch: Any, first: int, stop: int) -> Any:
+    """Some samples of a batch that is divisible."""
+    return _map(batch, lambda tensor: tensor[first:stop])
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from ...core.trace import tensors_in
 from ..recalibrate import measure, norms_with_statistics, store
+from .batches import divisible, samples_of, size_of
 from .uses import run_with
 
 
@@ -60,8 +62,12 @@ def tuned(
     steps: int,
     rate: float,
     on_step: Callable[[int], None] = lambda done: None,
+    at_once: float = math.inf,
 ) -> nn.Module:
-    """A copy whose scales and offsets, the parameters of one axis, follow the outputs of the dense network."""
+    """A copy whose scales and offsets, the parameters of one axis, follow the outputs of the dense network.
+
+    A step uses ``at_once`` samples of a batch, or all if its samples cannot be told apart.
+    """
     out = copy.deepcopy(model)
     parameters = [p for p in out.parameters() if p.dim() == 1 and p.is_floating_point()]
     needed = {id(p) for p in parameters}
@@ -71,14 +77,15 @@ def tuned(
         return out
     optimizer = torch.optim.Adam(parameters, lr=rate)
     for step in range(steps):
-        number = step % len(batches)
+        turn, number = divmod(step, len(batches))
+        batch, target = _part(batches[number], targets[number], turn, at_once)
         result: list[Tensor] = []
         optimizer.param_groups[0]["lr"] = rate * (1 - step / steps)
         with torch.enable_grad():
-            outputs = run_with(out, batches[number], torch.enable_grad())
+            outputs = run_with(out, batch, torch.enable_grad())
             logits = getattr(outputs, "logits", None)
             result = [t for t in tensors_in(outputs if logits is None else logits) if t.is_floating_point()]
-            loss = distance(result, targets[number])
+            loss = distance(result, target)
         if not bool(loss.isfinite()) or not loss.requires_grad:
             break
         gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
@@ -87,3 +94,13 @@ def tuned(
         optimizer.step()
         on_step(step + 1)
     return out
+
+
+def _part(batch: Any, targets: Sequence[Tensor], turn: int, at_once: float) -> tuple[Any, Sequence[Tensor]]:
+    """The samples of a batch that are used at its turn."""
+    size = size_of(batch)
+    if size <= at_once or not divisible(batch, size) or not divisible(targets, size):
+        return batch, targets
+    count = math.ceil(size / at_once)
+    first, stop = size * (turn % count) // count, size * (turn % count + 1) // count
+    return samples_of(batch, first, stop), [target[first:stop] for target in targets]

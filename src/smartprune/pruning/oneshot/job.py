@@ -28,6 +28,7 @@ from .store import Store
 from .uses import Use
 
 HELD_OUT = 8  # one batch in so many, and at least one of several, decides which corrections are kept
+FEWEST_TUNED = 8  # samples of each step of the tuning, if there are so many
 
 Pairs = Callable[[int], Iterator[list[Rows]]]  # layer -> for each batch, its inputs in the dense and in the pruned network
 Progress = Callable[[str, int, int], None]  # the name of the step, how much of it is done, and of how much
@@ -45,6 +46,7 @@ class Settings:
     memory: int = 2**32  # bytes for moments and inverses
     tuning_steps: int = 64  # of the scales and offsets at the end; 0 for none
     tuning_rate: float = 0.01
+    tuning_passes: float = 2  # how often the tuning sees each sample, if batches can be divided
 
 
 class Job:
@@ -236,7 +238,15 @@ class Job:
         if not steps or not 0 < lowest < math.inf:
             return
         rate = self.settings.tuning_rate * min(1.0, math.sqrt(lowest))  # errors are quadratic in what is to be changed
-        tune = tuned(self.work, self.batches[:split], targets[:split], steps, rate, lambda n: self.progress("tune", n, steps))
+        tune = tuned(
+            self.work,
+            self.batches[:split],
+            targets[:split],
+            steps,
+            rate,
+            lambda n: self.progress("tune", n, steps),
+            max(FEWEST_TUNED, math.ceil(self.settings.tuning_passes * self.samples / steps)),
+        )
         if error(tune, held_out, goal) < lowest:
             self.work = tune
 

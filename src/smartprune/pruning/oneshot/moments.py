@@ -20,6 +20,7 @@ from .uses import Use, UseReader, run_with
 Rows = list[tuple[Use, Tensor]]  # uses of one layer in one batch, and the rows that they multiply
 
 ROWS_PER_INPUT, FEWEST_ROWS = 16, 16_384  # rows that a moment of so many inputs is averaged over, if there are so many
+SPAN = 512  # rows of a moment that are computed at once
 
 
 class Stop(SmartpruneError):  # noqa: N818 (not an error: it ends a forward pass)
@@ -44,7 +45,7 @@ class Moment:
     """Sums over the rows of the inputs of one layer.
 
     Attributes:
-        second: The sum of ``x x^T``, float64 [parts or 1, inputs, inputs].
+        second: The sum of ``x x^T``, float64 [parts or 1, inputs, inputs]. The entries below the diagonal may be missing.
         first: The sum of ``x``, float64 [parts or 1, inputs].
         cross: The sum of ``x y^T`` with the outputs y of the dense layer, [parts, inputs, outputs], if these were given.
         target: The sum of ``y``, [parts, outputs].
@@ -73,7 +74,8 @@ class Moment:
         """Adds rows [parts or 1, rows, inputs]."""
         kinds = parts if self.second.shape[0] > 1 else slice(0, 1)
         x = x.float()
-        self.second[kinds] += x.mT @ x
+        for first in range(0, x.shape[2], SPAN):  # the product is symmetric, so half of it is enough
+            self.second[kinds, first : first + SPAN, first:] += x[:, :, first : first + SPAN].mT @ x[:, :, first:]
         self.first[kinds] += x.sum(1)
         self.rows[kinds] += x.shape[1]
         if y is not None and self.cross is not None and self.target is not None:
@@ -85,6 +87,7 @@ class Moment:
         rows = self.rows.clamp(min=1)[:, None]
         mean = self.first / rows
         out = self.second / rows[..., None]
+        out = out.triu() + out.triu(1).mT
         return out - mean[:, :, None] * mean[:, None] if centered else out
 
     def mean_cross(self, centered: bool) -> Tensor:

@@ -2,12 +2,14 @@
 
 Removing the columns S of a row of weights w changes the layer's output. If the other columns make up for it as well as they can,
 the mean squared change is ``w_S [H^-1]_SS^-1 w_S``, where H is the second moment of the inputs. All rows of a row group lose the
-same columns, so they share one inverse, from which removed columns are eliminated.
+same columns, so they share one inverse, from which removed columns are eliminated. In layers with very many inputs only the
+columns of the same piece make up for each other here; the refit uses all of them.
 """
 
 from __future__ import annotations
 
 import math
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -16,6 +18,7 @@ from .matrix import Tiles
 
 ROUND = 16  # each round removes 1/16 of the column groups that are left, and at least one
 DROP = 0.8  # removed columns are dropped when this share of the column groups is left
+MOST_INPUTS = 2304  # layers with more inputs are ordered in pieces: the time grows with the cube
 
 
 def removal_costs(
@@ -40,29 +43,38 @@ def removal_costs(
         rounds: Each round removes one in so many of the column groups that are left.
         removed: Blocks that are removed already, bool [n]. Their weights are zero, and they come first.
 
-    Within a row group the costs do not decrease in the order of removal, so a threshold over all blocks follows that order.
+    Within a row group (and a piece, see ``MOST_INPUTS``) the costs do not decrease in the order of removal, so a threshold over
+    all blocks follows that order.
     """
     device = weight.device
-    rows, columns = tiles.rows.to(device), tiles.columns.to(device)
+    rows, every = tiles.rows.to(device), tiles.columns.to(device)
     scaled = weight.float() * row_weights.clamp(min=0).sqrt().float()[..., None]
     out = torch.zeros(tiles.index.numel(), dtype=torch.float64, device=device)
-    groups, size = columns.shape
     inverse = None
-    for part in range(weight.shape[0]):
-        if inverse is None or moment.shape[0] > 1:
+    for piece, part in product(_pieces(every), range(weight.shape[0])):
+        columns = every[piece]
+        groups, size = columns.shape
+        if inverse is None or part == 0 or moment.shape[0] > 1:
             damped = _damped(_padded(moment[min(part, moment.shape[0] - 1)], columns), columns.reshape(-1) >= 0, damping)
             inverse = torch.cholesky_inverse(cholesky(damped)).float() if groups > 1 else damped
         matrix = _pad_columns(scaled[part], columns)
         matrix = torch.where((rows >= 0)[..., None], matrix[rows.clamp(min=0)], 0.0)  # [row groups, rows, columns]
         if groups == 1:  # nothing is left that could make up for the removal
-            out[tiles.index[part, :, 0].to(device)] = ((matrix.to(damped) @ damped) * matrix).sum((1, 2)).double()
+            out[tiles.index[part, :, piece.start].to(device)] = ((matrix.to(damped) @ damped) * matrix).sum((1, 2)).double()
             continue
         at_once = max(1, int(memory // (4 * (groups * size) ** 2 * _matrices_per_row_group(groups, rounds))))
         for first in range(0, len(rows), at_once):
-            index = tiles.index[part, first : first + at_once].to(device)
+            index = tiles.index[part, first : first + at_once, piece].to(device)
             gone = torch.zeros_like(index, dtype=torch.bool) if removed is None else removed.to(device)[index]
             out[index] = eliminate(matrix[first : first + at_once], inverse, size, rounds, gone)
     return out
+
+
+def _pieces(columns: Tensor) -> list[slice]:
+    """The column groups in pieces of equal size with at most ``MOST_INPUTS`` columns, if groups are not larger."""
+    groups, size = columns.shape
+    step = math.ceil(groups / math.ceil(groups * size / max(size, MOST_INPUTS)))
+    return [slice(first, min(groups, first + step)) for first in range(0, groups, step)]
 
 
 def eliminate(weight: Tensor, inverse: Tensor, size: int, rounds: int, gone: Tensor) -> Tensor:
