@@ -106,7 +106,8 @@ def prune(
         inputs = read_batches("prune", model, batches, int(samples))
     with torch.inference_mode(False), torch.no_grad(), _own_state(model, int(seed)):
         sample = first_sample(inputs[0]) if example is None else example
-        plan = make_plan(model, block, sparsity, budget, floor=floor, include=include, skip=skip, example=sample).require()
+        with _own_buffers(model):
+            plan = make_plan(model, block, sparsity, budget, floor=floor, include=include, skip=skip, example=sample).require()
         _check_weights(model, plan)
         settings = Settings(seed=int(seed), memory=int(memory * 2**30))
         store = Store(folder, "" if folder is None else _key(model, plan, inputs, settings))
@@ -173,7 +174,8 @@ def saliencies(
         inputs = read_batches("saliencies", model, batches, int(samples))
     with torch.inference_mode(False), torch.no_grad(), _own_state(model, int(seed)):
         sample = first_sample(inputs[0]) if example is None else example
-        plan = make_plan(model, block, None, None, floor=None, include=include, skip=skip, example=sample).require()
+        with _own_buffers(model):
+            plan = make_plan(model, block, None, None, floor=None, include=include, skip=skip, example=sample).require()
         _check_weights(model, plan)
         settings = Settings(seed=int(seed), memory=int(memory * 2**30))
         job = Job(model, plan, inputs, settings, progress or _no_progress, Store(None, ""))
@@ -206,6 +208,24 @@ def _own_state(model: nn.Module, seed: int) -> Iterator[None]:
         stack.enter_context(torch.random.fork_rng(sorted(devices, key=str)))
         torch.manual_seed(seed)
         yield
+
+
+@contextmanager
+def _own_buffers(model: nn.Module) -> Iterator[None]:
+    """Buffers that the model changes in forward passes, such as counters, get their values back."""
+    before = [
+        (module, name, buffer, buffer.clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and not buffer.is_inference() and not buffer.is_meta
+    ]
+    try:
+        yield
+    finally:
+        for module, name, buffer, value in before:
+            if not torch.equal(buffer, value):
+                buffer.copy_(value)
+            module._buffers[name] = buffer
 
 
 def _no_progress(step: str, done: int, total: int) -> None:
