@@ -72,6 +72,30 @@ def test_tuning_changes_only_parameters_of_one_axis_and_comes_closer() -> None:
     assert changed == {"0.bias", "1.weight", "1.bias", "4.bias"}
 
 
+def test_tuning_in_parts_uses_every_sample_in_turn() -> None:
+    model, seen = network(), []
+    targets = [[y[0] + 1] for y in (outputs_of(model, x) for x in DATA)]
+    model[0].register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    tuned(model, DATA, targets, 9, 0.01, at_once=7)
+    assert [len(x) for x in seen] == [5, 5, 5, 5, 5, 5, 6, 6, 6]
+    for number, x in enumerate(DATA):
+        assert torch.equal(torch.cat(seen[number::3]), x)
+
+
+def test_batches_that_cannot_be_divided_are_tuned_whole() -> None:
+    class Pooled(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            sizes.append(len(x))
+            return super().forward(x).mean(0, keepdim=True)  # type: ignore[no-any-return]
+
+    sizes: list[int] = []
+    model = Pooled(*network())
+    targets = [[y[0] + 1] for y in (outputs_of(model, x) for x in DATA)]
+    sizes.clear()
+    tuned(model, DATA, targets, 3, 0.01, at_once=7)
+    assert sizes == [16, 16, 16]
+
+
 def test_a_model_without_scales_is_returned_as_it_is() -> None:
     model = nn.Sequential(nn.Linear(4, 3, bias=False))
     x = torch.randn(8, 4)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from smartprune.core.block import Block
 from smartprune.core.layers import Layer, find_layers
 from smartprune.errors import SmartpruneError
+from smartprune.pruning.oneshot import moments
 from smartprune.pruning.oneshot.moments import Moment, collect_rows, layer_inputs, pick_rows, sampled_loss, sensitivities, survey
 
 
@@ -19,7 +20,9 @@ def layers_of(model: nn.Module) -> tuple[Layer, ...]:
     return find_layers(model, Block(2, 2), include="*")[0]
 
 
-def test_moments_are_those_of_numpy() -> None:
+@pytest.mark.parametrize("span", [2, moments.SPAN])
+def test_moments_are_those_of_numpy(span: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moments, "SPAN", span)
     torch.manual_seed(0)
     x, w = torch.randn(3, 40, 5) + 2, torch.randn(3, 4, 5)
     moment = Moment.zeros(3, False, 5, torch.device("cpu"), 4)

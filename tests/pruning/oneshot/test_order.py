@@ -11,6 +11,7 @@ from torch import Tensor
 
 from smartprune.core.block import Block
 from smartprune.core.layers import Layer
+from smartprune.pruning.oneshot import order
 from smartprune.pruning.oneshot.matrix import Tiles
 from smartprune.pruning.oneshot.order import cholesky, removal_costs
 
@@ -87,6 +88,32 @@ def test_little_memory_gives_the_same_costs() -> None:
     weight, x = torch.randn(1, 12, 10), torch.randn(40, 10)
     args = weight, (x.T @ x / 40)[None].double(), torch.ones(1, 12), tiles_of(12, 10, (4, 2))
     assert torch.allclose(removal_costs(*args), removal_costs(*args, memory=1), rtol=1e-4)
+
+
+def test_layers_with_many_inputs_are_ordered_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The inputs of one piece are ordered as those of a layer of their own, damped by their own mean."""
+    torch.manual_seed(0)
+    weight, x, ones = torch.randn(2, 6, 11), torch.randn(2, 60, 11) @ torch.randn(11, 11), torch.rand(2, 6)
+    moment, tiles = (x.mT @ x / 60).double(), tiles_of(6, 11, (3, 2), parts=2)
+    monkeypatch.setattr(order, "MOST_INPUTS", 4)
+    costs = removal_costs(weight, moment, ones, tiles)[tiles.index]
+    for first, groups in ((0, 2), (2, 2), (4, 2)):
+        columns = slice(2 * first, min(11, 2 * first + 4))
+        monkeypatch.setattr(order, "MOST_INPUTS", 10**6)
+        inputs = columns.stop - columns.start
+        alone = tiles_of(6, inputs, (3, 2), parts=2)
+        expected = removal_costs(weight[..., columns], moment[:, columns, columns], ones, alone)[alone.index]
+        assert torch.allclose(costs[..., first : first + groups], expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e30])
+def test_costs_of_very_large_and_small_numbers_are_in_proportion(scale: float) -> None:
+    torch.manual_seed(0)
+    weight, x, tiles = torch.randn(1, 4, 6), torch.randn(40, 6), tiles_of(4, 6, (2, 2))
+    moment, ones = (x.T @ x / 40)[None].double(), torch.ones(1, 4)
+    expected = removal_costs(weight, moment, ones, tiles)
+    assert torch.allclose(removal_costs(scale * weight, moment, ones, tiles) / scale**2, expected, rtol=1e-5)
+    assert torch.allclose(removal_costs(weight, scale * moment, ones, tiles) / scale, expected, rtol=1e-5)
 
 
 def test_inputs_that_are_always_zero_cost_nothing() -> None:

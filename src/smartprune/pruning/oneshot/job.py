@@ -116,10 +116,11 @@ class Job:
         return {str(index): row for index, row in enumerate(rows)}
 
     def _layer_costs(self, index: int, moments: dict[int, Moment], rows: Tensor, removed: Tensor) -> dict[str, Tensor]:
-        weight = self._matrices(self.work, index)
+        weight, moment = self._matrices(self.work, index), moments.pop(index)
+        moment.require_finite(self.layers[index])
         costs = removal_costs(
             weight,
-            moments.pop(index).mean(self._has_offset(index)),
+            moment.mean(self._has_offset(index)),
             rows.to(weight.device),
             self.tiles[index],
             self.settings.damping,
@@ -167,6 +168,7 @@ class Job:
         """The new weight of a layer, and what is added to its outputs."""
         dense = self._matrices(self.model, index).float()
         moment = self._paired_moment(index, dense, pairs)
+        moment.require_finite(self.layers[index])
         offset = self._has_offset(index)
         weight = refit(dense, moment.mean(offset), moment.mean_cross(offset), keep, self.tiles[index], self.settings.refit_damping)
         if not offset:

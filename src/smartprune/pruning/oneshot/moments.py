@@ -82,6 +82,13 @@ class Moment:
             self.cross[parts] += x.mT @ y
             self.target[parts] += y.sum(1)
 
+    def require_finite(self, layer: Layer) -> None:
+        for values in (self.second, self.cross):
+            if values is not None and not bool(values.isfinite().all()):
+                raise SmartpruneError(
+                    f"prune: the inputs of {layer.name} are too large: their squares overflow; scale down the data or the weights"
+                )
+
     def mean(self, centered: bool) -> Tensor:
         """The mean of ``x x^T``, or the covariance, in place of the sum."""
         rows = self.rows.clamp(min=1)[:, None]

@@ -48,25 +48,31 @@ def removal_costs(
     """
     device = weight.device
     rows, every = tiles.rows.to(device), tiles.columns.to(device)
-    scaled = weight.float() * row_weights.clamp(min=0).sqrt().float()[..., None]
+    scaled = weight.double() * row_weights.clamp(min=0).sqrt().double()[..., None]
+    unit = scaled.abs().max()  # numbers around 1 do not overflow
+    unit = torch.where(unit > 0, unit, 1.0)
+    scaled = (scaled / unit).float()
     out = torch.zeros(tiles.index.numel(), dtype=torch.float64, device=device)
     inverse = None
     for piece, part in product(_pieces(every), range(weight.shape[0])):
         columns = every[piece]
         groups, size = columns.shape
         if inverse is None or part == 0 or moment.shape[0] > 1:
-            damped = _damped(_padded(moment[min(part, moment.shape[0] - 1)], columns), columns.reshape(-1) >= 0, damping)
+            padded, real = _padded(moment[min(part, moment.shape[0] - 1)], columns), columns.reshape(-1) >= 0
+            mean = padded.diagonal()[real].mean()
+            mean = torch.where(mean > 0, mean, 1.0)
+            damped, factor = _damped(padded / mean, real, damping), unit.square() * mean
             inverse = torch.cholesky_inverse(cholesky(damped)).float() if groups > 1 else damped
         matrix = _pad_columns(scaled[part], columns)
         matrix = torch.where((rows >= 0)[..., None], matrix[rows.clamp(min=0)], 0.0)  # [row groups, rows, columns]
         if groups == 1:  # nothing is left that could make up for the removal
-            out[tiles.index[part, :, piece.start].to(device)] = ((matrix.to(damped) @ damped) * matrix).sum((1, 2)).double()
+            out[tiles.index[part, :, piece.start].to(device)] = factor * ((matrix.to(damped) @ damped) * matrix).sum((1, 2))
             continue
         at_once = max(1, int(memory // (4 * (groups * size) ** 2 * _matrices_per_row_group(groups, rounds))))
         for first in range(0, len(rows), at_once):
             index = tiles.index[part, first : first + at_once, piece].to(device)
             gone = torch.zeros_like(index, dtype=torch.bool) if removed is None else removed.to(device)[index]
-            out[index] = eliminate(matrix[first : first + at_once], inverse, size, rounds, gone)
+            out[index] = factor * eliminate(matrix[first : first + at_once], inverse, size, rounds, gone)
     return out
 
 
@@ -223,7 +229,7 @@ def _matrices_per_row_group(groups: int, rounds: int) -> float:
 
 
 def _damped(moment: Tensor, real: Tensor, damping: float) -> Tensor:
+    """A moment whose mean is 1, damped."""
     moment = moment.double() if len(moment) <= 1536 else moment.float()
-    mean = moment.diagonal()[real].mean()
-    mean = torch.where(mean > 0, mean, 1.0)
-    return moment + torch.diag(torch.where(real, damping * mean, mean))
+    moment.diagonal().add_(torch.where(real, damping, 1.0))
+    return moment
