@@ -104,6 +104,27 @@ FUNCTIONS: dict[str, Callable[[Tensor], Any]] = {
     "pixel_unshuffle": lambda x: F.pixel_unshuffle(F.interpolate(x, size=(4, 6)), 2),
     "group_norm": lambda x: F.group_norm(x, 3, VECTOR, VECTOR - 1),
     "instance_norm": lambda x: F.instance_norm(x, weight=VECTOR, bias=VECTOR),
+    "selu": F.selu,
+    "celu": lambda x: F.celu(x, 1.5),
+    "glu": lambda x: F.glu(x, 1),
+    "log": lambda x: (x * x + 1).log(),
+    "log_softmax": lambda x: F.log_softmax(100 * x, 1),
+    "norm": lambda x: F.normalize(x, dim=1),
+    "norm of all": lambda x: torch.linalg.vector_norm(x).view(1),
+    "sum of magnitudes": lambda x: torch.linalg.vector_norm(x, 1, dim=(2, 3)),
+    "rms_norm": lambda x: F.rms_norm(x, (7,), torch.linspace(0.5, 2, 7)),
+    "unbind": lambda x: x.unbind(1)[2] * x.unbind(1)[3] + x.unbind(-1)[4].mean(1)[:, :, None],
+    "queries, keys and values": lambda x: F.scaled_dot_product_attention(
+        *x.reshape(2, 2, 3, 5, 7).permute(2, 0, 1, 3, 4).unbind(0)
+    ),
+    "max": lambda x: x.max(1, keepdim=True)[0],
+    "min": lambda x: x.min(-1).values,
+    "amin": lambda x: x.amin((2, 3)),
+    "max_pool1d": lambda x: F.max_pool1d(x.flatten(2), 3, 2, padding=1),
+    "avg_pool1d": lambda x: F.avg_pool1d(x.flatten(2), 3, 2),
+    "adaptive_avg_pool1d": lambda x: F.adaptive_avg_pool1d(x.flatten(2), 5),
+    "einsum": lambda x: torch.einsum("bchw,cd->bdhw", x, torch.linspace(-1, 1, 24).view(6, 4)),
+    "einsum of activations": lambda x: torch.einsum("bchw,bdhw->bcd", x, x.relu()),
     "dropout": lambda x: F.dropout(x, training=False),
 }
 

@@ -13,16 +13,9 @@ from torch import Tensor, fx, nn
 from .. import text
 from ..errors import SmartpruneError
 from .compact_labels import STAYS, Labels
+from .decompose import decompose
 
 TORCH_FILES = ("/torch/", "\\torch\\")
-
-
-def _gated(x: Tensor, dim: int = -1) -> Tensor:
-    first, gate = x.chunk(2, dim)
-    return first * gate.sigmoid()
-
-
-PARTS: dict[Any, Callable[..., Any]] = {torch.ops.aten.glu.default: _gated}  # operations that are read as several others
 
 
 @dataclass
@@ -228,7 +221,7 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
             exported = torch.export.export(model, args, dict(kwargs), strict=False)
-            program = exported.run_decompositions(PARTS)  # without operations that write to their inputs
+            program = decompose(exported)
     except Exception as error:  # the code of the model and torch.export raise many types of errors
         line = (str(error).strip().splitlines() or [""])[0]
         remedy = "remove control flow that depends on values of the input"

@@ -2,13 +2,36 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from .litert_graph import Handle, Net, unsupported
-from .litert_ops import add, concatenate, layer_norm, multiply, pad, permute, reflect, relu, subtract, take, unary, view
+from .litert_layers import RULES as LAYERS
+from .litert_ops import (
+    add,
+    concatenate,
+    elu,
+    largest,
+    layer_norm,
+    mean,
+    multiply,
+    pad,
+    permute,
+    reflect,
+    relu,
+    select,
+    squeeze,
+    subtract,
+    take,
+    total,
+    unary,
+    unsqueeze,
+    view,
+)
 
 
 def negative(net: Net, x: Handle) -> Handle:
@@ -32,6 +55,69 @@ def softplus(net: Net, x: Handle, beta: float = 1, threshold: float = 20) -> Han
 
 def mish(net: Net, x: Handle) -> Handle:
     return multiply(net, x, unary("TANH", net, softplus(net, x)))
+
+
+def selu(net: Net, x: Handle) -> Handle:
+    factor, alpha = 1.0507009873554805, 1.6732632423543772  # of the definition of SELU
+    return multiply(net, add(net, unary("RELU", net, x), multiply(net, _below_zero(net, x), alpha)), factor)
+
+
+def celu(net: Net, x: Handle, alpha: float = 1.0) -> Handle:
+    return multiply(net, elu(net, multiply(net, x, 1 / alpha)), alpha)
+
+
+def _below_zero(net: Net, x: Handle) -> Handle:
+    """``exp(min(x, 0)) - 1``"""
+    return elu(net, negative(net, relu(net, negative(net, x))))
+
+
+def log_softmax(net: Net, x: Handle, dim: int, *rest: Any) -> Handle:
+    """``x - max - log(sum(exp(x - max)))``, in which no number becomes infinite."""
+    shifted = subtract(net, x, largest(net, x, [dim], True))
+    return subtract(net, shifted, unary("LOG", net, total(net, unary("EXP", net, shifted), [dim], True)))
+
+
+def vector_norm(
+    net: Net, x: Handle, order: float = 2, dims: Sequence[int] | None = None, keepdim: bool = False, **settings: Any
+) -> Handle:
+    if order == 2:
+        return unary("SQRT", net, total(net, multiply(net, x, x), dims, keepdim))
+    if order in (1, math.inf):
+        return (total if order == 1 else largest)(net, unary("ABS", net, x), dims or (), keepdim)
+    raise unsupported(net.node, f"a norm of order {order}", "the orders are 1, 2 and inf")
+
+
+def rms_norm(net: Net, x: Handle, size: Sequence[int], weight: Any = None, eps: float | None = None) -> Handle:
+    epsilon = 1.1920928955078125e-07 if eps is None else eps  # of float32, as in torch
+    squares = mean(net, multiply(net, x, x), list(range(-len(size), 0)), True)
+    out = multiply(net, x, unary("RSQRT", net, add(net, squares, epsilon)))
+    return out if weight is None else multiply(net, out, weight)
+
+
+def unbind(net: Net, x: Handle, dim: int = 0) -> list[Handle]:
+    return [select(net, x, dim, index) for index in range(x.shape[dim % len(x.order)])]
+
+
+def smallest(net: Net, x: Handle, dims: Sequence[int] = (), keepdim: bool = False) -> Handle:
+    return negative(net, largest(net, negative(net, x), dims, keepdim))
+
+
+def largest_of_axis(net: Net, x: Handle, dim: int, keepdim: bool = False) -> tuple[Handle]:
+    """The values alone, without their places."""
+    return (largest(net, x, [dim], keepdim),)
+
+
+def smallest_of_axis(net: Net, x: Handle, dim: int, keepdim: bool = False) -> tuple[Handle]:
+    return (smallest(net, x, [dim], keepdim),)
+
+
+def pool_of_one_axis(name: str, net: Net, x: Handle, *settings: Any) -> Handle:
+    """A pooling of signals, as one of images that are one pixel high."""
+    wide = [[1, *part] if len(part) == 1 else list(part) for part in settings[:1]]
+    for i, part in enumerate(settings[1:], 1):
+        zero_or_one = 0 if i == 2 else 1  # the padding
+        wide.append([zero_or_one, *part] if isinstance(part, (list, tuple)) and len(part) == 1 else part)
+    return squeeze(net, LAYERS[name](net, unsqueeze(net, x, 2), *wide), 2)
 
 
 def pixel_shuffle(net: Net, x: Handle, factor: int) -> Handle:
@@ -89,7 +175,19 @@ def _pad_by_parts(net: Net, x: Handle, amounts: Sequence[int], circular: bool) -
 
 
 RULES: dict[str, Callable[..., Any]] = {
+    **{f"{name}1d": partial(pool_of_one_axis, f"{name}2d") for name in ("max_pool", "avg_pool", "adaptive_avg_pool")},
     "prelu": prelu,
+    "selu": selu,
+    "celu": celu,
+    "log_softmax": log_softmax,
+    "_log_softmax": log_softmax,
+    "linalg_vector_norm": vector_norm,
+    "rms_norm": rms_norm,
+    "unbind": unbind,
+    "max.dim": largest_of_axis,
+    "min.dim": smallest_of_axis,
+    "amin": smallest,
+    "log": partial(unary, "LOG"),
     "softplus": softplus,
     "mish": mish,
     "pixel_shuffle": pixel_shuffle,

@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 from .. import text
 from ..errors import SmartpruneError
 from . import litert_composed, litert_layers, litert_ops
+from .decompose import decompose
 from .litert_graph import NHWC, Handle, Net, Value, plain_order
 from .onnx_inputs import Arguments, Batch
 
@@ -52,7 +53,7 @@ def _record(model: nn.Module, arguments: Arguments, batch: Batch) -> Any:
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
             exported = torch.export.export(model, arguments.positional(batch), arguments.keywords(batch), strict=False)
-            return exported.run_decompositions({})  # without operations that write to their inputs
+            return decompose(exported)
     except Exception as error:  # the code of the model and torch.export raise many types of errors
         line = (str(error).strip().splitlines() or [""])[0]
         raise SmartpruneError(
