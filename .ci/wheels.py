@@ -18,6 +18,7 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from smartprune.runtime import DTYPES
 from smartprune.runtime.cpu.build import PREBUILT, SOURCES, Unit, flags_of, libraries_of, library_name, probe_of, stem_of, units_of
 from smartprune.runtime.cpu.instruction_sets import ARCHITECTURES, INSTRUCTION_SETS
 
@@ -37,7 +38,7 @@ class Target:
 
     def spelled(self, flag: str) -> str:
         """A flag as the compiler of the target takes it: zig has its own names of processors, and macOS runs on one kind."""
-        return flag.replace("-march=armv8.2-a", "-mcpu=apple_m1") if self.system == "darwin" else flag
+        return flag.replace("-march=armv8.2-a", "-mcpu=apple_m1").replace("+fp16", "+fullfp16") if self.system == "darwin" else flag
 
     @property
     def link(self) -> tuple[str, ...]:
@@ -63,7 +64,7 @@ def libraries(target: Target) -> dict[str, list[Unit]]:
     machine = ARCHITECTURES.get(target.machine, target.machine)
     rows = tuple(row for row in INSTRUCTION_SETS if row.architecture in (None, machine))
     named = {"probe": [probe_of(rows)]}
-    named |= {library_name(row, int8): units_of(row, int8) for row in rows for int8 in (False, True)}
+    named |= {library_name(row, dtype): units_of(row, dtype) for row in rows for dtype in DTYPES}
     return {f"{stem_of(name, units, target.system, target.machine)}.so": units for name, units in named.items()}
 
 

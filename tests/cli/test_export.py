@@ -153,6 +153,14 @@ def test_a_c_file_by_its_suffix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     np.save(tmp_path / "x.npy", torch.randn(40, 3, 8, 8).numpy())
     assert run_cli(*command, "m8.c", "--c", "--int8", "--calibration", "x.npy", "--json") == 0
     assert 0 < json.loads(capsys.readouterr().out)["int8_error"] < 0.1
+    assert run_cli(*command, "m16.c", "--c", "--fp16", "--target", "neon_fp16", "--json") == 0
+    half = json.loads(capsys.readouterr().out)
+    assert half["target"] == "neon_fp16"
+    assert half["memory"] < 0.6 * data["memory"]
+    assert run_cli(*command, "m.onnx", "--block", "4x4", "--fp16") == 2
+    assert "--fp16 is for C files" in capsys.readouterr().err
+    assert run_cli(*command, "m.c", "--fp16", "--int8", "--calibration", "x.npy") == 2
+    assert "--int8 and --fp16 exclude each other" in capsys.readouterr().err
     assert run_cli(*command, "m.onnx", "--c") == 2
     assert "--c is for C files, and --out is m.onnx" in capsys.readouterr().err
     assert run_cli(*command[:-1], "--c") == 2

@@ -42,15 +42,17 @@ needs_arm = pytest.mark.skipif(
 class Written:
     """A model as C in a folder, for one instruction set."""
 
-    def __init__(self, model: nn.Module, inputs: Sequence[Tensor], folder: Path, target: str, int8: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, inputs: Sequence[Tensor], folder: Path, target: str, int8: bool = False, fp16: bool = False
+    ) -> None:
         with torch.no_grad():
             arguments, batch = read_example(model, tuple(inputs))
             graph = Graph(model, arguments, batch)
-            if int8:
+            if int8 or fp16:
                 graph.measure([batch])
             self.expected = torch.utils._pytree.tree_leaves(model(*inputs))
         self.inputs, self.folder, self.isa = inputs, folder, SETS[target]
-        self.network: Network = graph.network(self.isa)
+        self.network: Network = graph.network(self.isa, "int8" if int8 else "float16" if fp16 else "float32")
         folder.mkdir(exist_ok=True)
         self.source = f'#include "net.h"\n\n{self.network.source("net")}'
         (folder / "net.c").write_text(self.source)

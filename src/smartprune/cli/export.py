@@ -26,6 +26,7 @@ def add_export(subparsers: Subparsers) -> None:
         "  smartprune export runs/mine --int8 --out small.onnx\n"
         "  smartprune export runs/mine --int8 --out small.tflite\n"
         "  smartprune export runs/mine --c --target neon\n"
+        "  smartprune export runs/mine --c --target neon_fp16 --fp16\n"
         "  smartprune export runs/mine --int8 --out net.c --target neon_dot\n"
         "  smartprune export mypackage.net:build --weights model.safetensors --input 3x224x224 --block 16x8 --out model.onnx\n\n"
         "With an ONNX file comes one with the mask of the zero blocks (docs/format.md), and with a C file its header.\n"
@@ -39,6 +40,7 @@ def add_export(subparsers: Subparsers) -> None:
     parser.add_argument("--block", metavar="SIZE", help="block size to check, output x input channels (default: the receipt's)")
     parser.add_argument("--receipt", metavar="FILE", help="receipt to store in the file (default: the run folder's)")
     parser.add_argument("--int8", action="store_true", help="quantize weights and activations to 8 bit")
+    parser.add_argument("--fp16", action="store_true", help="weights and activations in float16, in a .c file")
     parser.add_argument("--calibration", metavar="FILE", help="inputs for --int8, an .npy array (default: the run's training data)")
     parser.add_argument(
         "--sparse",
@@ -73,6 +75,7 @@ def run_export(args: argparse.Namespace) -> int:
             ("--channels-last", args.channels_last, LITERT),
             ("--c", args.c, C),
             ("--target", args.target, C),
+            ("--fp16", args.fp16, C),
         ):
             if given and out.suffix != suffix:
                 raise SmartpruneError(
@@ -85,6 +88,8 @@ def run_export(args: argparse.Namespace) -> int:
         if out.suffix == C:
             outputs["the header of --out"] = out.with_suffix(HEADER_SUFFIX)
         check_outputs(outputs, {**inputs, **files_of_run(folder)})
+        if args.int8 and args.fp16:
+            raise SmartpruneError("--int8 and --fp16 exclude each other; give one of them")
         if args.calibration and not args.int8:
             raise SmartpruneError("--calibration is only used with --int8; add --int8 or remove it")
         if folder.is_dir():
@@ -130,7 +135,7 @@ def _write_litert(args: argparse.Namespace, *what: Any, **settings: Any) -> Any:
 def _write_c(args: argparse.Namespace, model: Any, out: Path, example: Any, block: Any, **settings: Any) -> Any:
     from ..runtime.c_source.export import export_c
 
-    return export_c(model, out, example, target=args.target or "portable", **settings)
+    return export_c(model, out, example, target=args.target or "portable", fp16=args.fp16, **settings)
 
 
 WRITERS: dict[str, Callable[..., Any]] = {ONNX: _write_onnx, LITERT: _write_litert, C: _write_c}

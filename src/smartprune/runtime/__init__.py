@@ -21,7 +21,7 @@ from .fallback import replace_layers
 from .module import Accelerated, Options, inference_copy
 from .trace.tracer import trace
 
-DTYPES = ("float32", "int8")
+DTYPES = ("float32", "float16", "int8")
 BACKENDS = ("auto", "native", "reference")
 MOST_THREADS = 256
 
@@ -47,15 +47,15 @@ def accelerate(
     and the model. The faster one runs from then on, and ``print`` of the module says where that is torch.
 
     In these cases the model's own code runs, with its convolutions and linear layers replaced (except those inside modules of
-    torch, such as attention) where that is faster. With int8 they raise an error:
+    torch, such as attention) where that is faster. With int8 and float16 they raise an error:
 
     - models that neither tracer can trace, or whose traced graph gives another result;
     - more than four shapes of the inputs of a model that only torch.export can trace;
     - models that change inputs or buffers, or that change values in place in an order that may matter;
     - calls with inputs of an unknown class.
 
-    Results agree with the model to float rounding, or to int8 rounding. The first result for every structure, shape and dtype of
-    the inputs is compared with the model, and so is a result for random inputs. If rounding alone changes the result, because the
+    Results agree with the model to float rounding, or to that of float16 or int8. The first result for every structure, shape and
+    dtype of the inputs is compared with the model, and so is a result for random inputs. If rounding alone changes the result, because the
     model sorts or selects, only the layers are compared. Inputs must be finite: a skipped block does not turn infinity into NaN.
     There are no gradients, and later changes of the model's weights have no effect.
 
@@ -63,14 +63,16 @@ def accelerate(
         model: The pruned model.
         block: If given, an error is raised unless some block of this size is empty.
         example: An input, or a list of inputs; a tuple is one input of several tensors, and a dictionary holds keyword arguments.
-            int8 needs it to measure the range of activations. With float32 it makes the first call faster, and torch.export is
-            only tried with it.
-        dtype: ``"float32"`` or ``"int8"``; on a GPU ``"float32"``, ``"bfloat16"`` or ``"float16"``.
+            int8 and float16 need it to measure the range of activations. With float32 it makes the first call faster, and
+            torch.export is only tried with it.
+        dtype: ``"float32"``, ``"float16"`` or ``"int8"``; on a GPU ``"float32"``, ``"bfloat16"`` or ``"float16"``. On a CPU,
+            float16 takes half the memory, and pays where the processor multiplies float16 numbers, as ARM from v8.2 on may do.
+            Other processors convert them, which is slower than float32.
         threads: The number of threads. Defaults to the number that torch uses.
         device: ``"cpu"`` or ``"cuda"``.
         backend: ``"auto"``; ``"native"``, which uses the kernels without timing them, so that equal calls give equal bits in every
             process; or ``"reference"``, which runs the graph in torch: it needs no C compiler, and is not faster than the model.
-            int8 is not timed.
+            int8 and float16 are not timed.
 
     Returns:
         A module that is called like the model.
@@ -113,17 +115,17 @@ def _options(dtype: str, threads: int, backend: str) -> Options:
 def _cpu(model: nn.Module, inputs: Sequence[Call], options: Options, device: str) -> nn.Module:
     if options.dtype not in DTYPES:
         raise SmartpruneError(f"accelerate: dtype={options.dtype!r} is not one of {', '.join(DTYPES)}")
-    if options.dtype == "int8":
+    if not options.is_float32:
         if not inputs:
             raise SmartpruneError(
-                "accelerate: int8 needs example= to measure the range of activations; pass a list of typical inputs, for example "
-                "a few dozen images"
+                f"accelerate: {options.dtype} needs example= to measure the range of activations; pass a list of typical inputs, "
+                "for example a few dozen images"
             )
         if options.reference:
             raise SmartpruneError('accelerate: backend="reference" supports only float32; leave backend or dtype out')
-    out = Accelerated(model, options, {} if options.dtype == "int8" else None)
+    out = Accelerated(model, options, None if options.is_float32 else {})
     try:
-        if options.dtype == "int8":
+        if not options.is_float32:
             out.measure(inputs)
         if inputs:
             args, kwargs = inputs[0]

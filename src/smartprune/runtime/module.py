@@ -29,7 +29,7 @@ from .trace.inputs import UnsupportedInput, call_key, graph_key, map_leaves
 from .trace.tracer import Opaque, Recorder, describe, trace, version
 
 TOLERANCE = 1e-3  # largest difference of the first result of a plan from torch's, as a share of its largest number
-TOLERANCE_INT8 = 0.5  # quantization errors add up in random deep networks; larger ones are a fault
+TOLERANCES = {"float32": TOLERANCE, "float16": 3e-2, "int8": 0.5}  # int8 errors add up in random deep networks
 PERTURBATIONS = (1e-7, 1e-6, 1e-5)  # relative changes of weights, about as large as rounding errors
 MOST_PLANS, MOST_GRAPHS = 32, 8  # kept at a time; the least recently used ones are dropped
 MOST_EXPORTS = 4  # exported graphs hold for one shape and take seconds: calls with more shapes run the model's own code
@@ -46,6 +46,11 @@ class Options:
     threads: int
     reference: bool
     timed: bool = False  # whether torch runs what it computes faster than the kernels
+
+    @property
+    def is_float32(self) -> bool:
+        """Other types need the ranges of activations, and the model's own code does not run instead of a graph."""
+        return self.dtype == "float32"
 
 
 @dataclass(eq=False)
@@ -88,7 +93,7 @@ class Accelerated(Opaque):
         self._graphs: OrderedDict[Any, TracedGraph] = OrderedDict()
         self._exports = 0
         self._own = ForkLock(threading.Lock)
-        self._library = None if options.reference else build.load(options.dtype == "int8")
+        self._library = None if options.reference else build.load(options.dtype)
         self._pool = shared_pool(self._library, options.threads)
         super().train(False)
 
@@ -159,7 +164,7 @@ class Accelerated(Opaque):
         return plan
 
     def measure(self, calls: Sequence[Call]) -> None:
-        """Records the range of every activation, for int8."""
+        """Records the range of every activation, for int8 and float16."""
         assert self.ranges is not None
         for given in calls:
             call = in_order(self._names, *given)
@@ -170,7 +175,7 @@ class Accelerated(Opaque):
                     traced = self._trace(call)
                 except Exception as error:  # model code may raise anything when it gets a symbol instead of a tensor
                     raise SmartpruneError(
-                        "accelerate: neither torch.fx nor torch.export can trace the model, and int8 needs that "
+                        f"accelerate: neither torch.fx nor torch.export can trace the model, and {self.options.dtype} needs that "
                         f"({type(error).__name__}: {error}); use float32"
                     ) from error
                 try:
@@ -179,8 +184,8 @@ class Accelerated(Opaque):
                     self._run_model(self._model[0], call, clone_tensors(values))  # an error of the model itself comes first
                     first_line = next(iter(str(error).splitlines()), "")
                     raise SmartpruneError(
-                        f"accelerate: the traced graph does not run ({type(error).__name__}: {first_line}), and int8 "
-                        "needs it; use float32"
+                        f"accelerate: the traced graph does not run ({type(error).__name__}: {first_line}), and "
+                        f"{self.options.dtype} needs it; use float32"
                     ) from error
 
     def _trace(self, call: Call) -> fx.GraphModule:
@@ -211,7 +216,7 @@ class Accelerated(Opaque):
                     plan = self._checked_plan(call, values, tracer, expected)
                     return self._faster(plan, call, values)
                 except SmartpruneError as error:
-                    if self.options.dtype == "int8":
+                    if not self.options.is_float32:
                         raise
                     failure = error
                 except Exception as error:  # tracing and lowering arbitrary models may raise anything
@@ -219,13 +224,16 @@ class Accelerated(Opaque):
                 reason = f"{type(failure).__name__}: {failure}"
             if not attempts or isinstance(failure, ResultMismatch):
                 self._check_deterministic(call, values, expected)
-        if self.options.dtype == "int8":
-            raise SmartpruneError(f"accelerate: int8 needs a model that can be traced ({reason}); use float32") from failure
+        if not self.options.is_float32:
+            raise SmartpruneError(
+                f"accelerate: {self.options.dtype} needs a model that can be traced ({reason}); use float32"
+            ) from failure
         return Fallback(reason, expected)
 
     def _can_export(self, call: Call) -> bool:
-        """Whether calls of this shape have an exported graph, or may get one. int8 needs the graph whose ranges were measured."""
-        if self.options.dtype == "int8" and any((graph_key(call, t == "fixed"), t) in self._graphs for t in ("fx", "fixed")):
+        """Whether calls of this shape have an exported graph, or may get one. Types other than float32 need the graph
+        whose ranges were measured."""
+        if not self.options.is_float32 and any((graph_key(call, t == "fixed"), t) in self._graphs for t in ("fx", "fixed")):
             return False
         return self._exports < MOST_EXPORTS or (call_key(call, []), "export") in self._graphs
 
@@ -262,12 +270,13 @@ class Accelerated(Opaque):
         compare(plan.recorded, expected, TOLERANCE)
         plan.recorded = None
         try:
-            compare(plan.run(clone_tensors(values)), expected, TOLERANCE_INT8 if self.options.dtype == "int8" else TOLERANCE)
+            compare(plan.run(clone_tensors(values)), expected, TOLERANCES[self.options.dtype])
         except ResultMismatch as mismatch:
-            if self.options.dtype != "int8":
+            if self.options.is_float32:
                 raise
             raise SmartpruneError(
-                f"accelerate: {mismatch}; int8 is too coarse for the model, or the example differs from this input; use float32"
+                f"accelerate: {mismatch}; {self.options.dtype} is too coarse for the model, or the example differs from this "
+                "input; use float32"
             ) from mismatch
         noise = random_like(values)
         if noise is not None:
@@ -275,7 +284,7 @@ class Accelerated(Opaque):
                 expected = self._run_model(self._model[0], call, clone_tensors(noise))
             except Exception:  # the model does not accept random numbers
                 return plan
-            if self.options.dtype == "int8":  # its scales are not made for such numbers: compare only the graph
+            if not self.options.is_float32:  # its scales are not made for such numbers: compare only the graph
                 compare(plan.run_in_torch(clone_tensors(noise)), expected, TOLERANCE)
             else:
                 compare(plan.run(clone_tensors(noise)), expected, TOLERANCE)
@@ -287,8 +296,8 @@ class Accelerated(Opaque):
         ranges = self.ranges.get(describe(graph.traced.graph))
         if ranges is None:
             raise SmartpruneError(
-                "accelerated model: int8 needs an example for every kind of call, and no example had inputs like these; "
-                "add one to example="
+                f"accelerated model: {self.options.dtype} needs an example for every kind of call, and no example had inputs like "
+                "these; add one to example="
             )
         return ranges
 
@@ -350,8 +359,10 @@ class Accelerated(Opaque):
         return False
 
     def _run_unsupported(self, error: UnsupportedInput, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.options.dtype == "int8":
-            raise SmartpruneError(f"accelerated model: an input is {error}, which int8 does not support; use float32")
+        if not self.options.is_float32:
+            raise SmartpruneError(
+                f"accelerated model: an input is {error}, which {self.options.dtype} does not support; use float32"
+            )
         return self._make_replaced()(*args, **kwargs)
 
 

@@ -85,7 +85,8 @@ class Plan:
             inputs, outputs, body = part
             nodes = [step.node for step in body]
             fused = fuse(body, set(outputs))
-            program = Program(fused, inputs, outputs, recorder.shapes, library, options.threads, packed, ranges)
+            settings = (library, options.threads, packed, options.dtype, ranges)
+            program = Program(fused, inputs, outputs, recorder.shapes, *settings)
             self.parts.append(program)
             self._nodes[program] = nodes
             used = dict.fromkeys(side for node in nodes for side in sides[node])

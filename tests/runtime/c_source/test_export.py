@@ -32,23 +32,23 @@ def best_set() -> str:
 
 
 @needs_compiler
-@pytest.mark.parametrize("dtype", ["float32", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int8"])
 @pytest.mark.parametrize("name", ["mixed", "resnet18", "mobilenetv2"])
 def test_results_are_those_of_the_accelerated_model_bit_for_bit(name: str, dtype: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = mixed() if name == "mixed" else randomly_pruned(MODELS[name](), 0.9)
     x = X if name == "mixed" else torch.randn(1, 3, 32, 32)
     fast = sp.accelerate(model, example=x, dtype=dtype, threads=1, backend="native" if dtype == "float32" else "auto")
-    (output,) = Written(model, [x], tmp_path, best_set(), dtype == "int8").run()
+    (output,) = Written(model, [x], tmp_path, best_set(), dtype == "int8", dtype == "float16").run()
     assert torch.equal(output, fast(x))
 
 
 @needs_compiler
-@pytest.mark.parametrize("int8", [False, True])
-def test_the_portable_file_is_strict_c_without_undefined_behaviour(int8: bool, tmp_path: Path) -> None:
-    written = Written(mixed(), [X], tmp_path, "portable", int8)
+@pytest.mark.parametrize(("dtype", "error"), [("float32", 1e-5), ("float16", 2e-3), ("int8", 0.03)])
+def test_the_portable_file_is_strict_c_without_undefined_behaviour(dtype: str, error: float, tmp_path: Path) -> None:
+    written = Written(mixed(), [X], tmp_path, "portable", dtype == "int8", dtype == "float16")
     outputs = written.run("gcc", (*STRICT, "-Wno-psabi", "-O1", *SANITIZE))
-    assert max(relative_errors(outputs, written.expected)) < (0.03 if int8 else 1e-5)
+    assert max(relative_errors(outputs, written.expected)) < error
 
 
 @needs_compiler
@@ -126,6 +126,29 @@ def test_int8_is_measured_on_the_calibration(tmp_path: Path) -> None:
 
 
 @needs_compiler
+def test_float16_is_compared_with_the_model(tmp_path: Path) -> None:
+    """For a target that this machine lacks, with kernels that convert. Rounding is larger than that of float32."""
+    target = "neon_fp16" if "neon_fp16" not in build.supported_sets() else "avx2"
+    exported = sp.export_c(mixed(), tmp_path / "net.c", X, target=target, fp16=True)
+    assert (exported.target, exported.compared, exported.int8_error) == (target, "portable", None)
+    assert 1e-5 * exported.scale < exported.difference < 1e-2 * exported.scale
+    text = (tmp_path / "net.c").read_text()
+    assert text.startswith(f"/* net: a network in float16 for {target}, ")
+    assert "static const uint16_t data" in text
+    with pytest.raises(sp.SmartpruneError, match="the graph's outputs differ from the model's by"):
+        sp.export_c(mixed(), tmp_path / "net.c", X, fp16=True, tolerance=1e-5)
+
+
+@needs_compiler
+def test_float16_of_large_activations(tmp_path: Path) -> None:
+    """They are beyond the range of float16, and scaled."""
+    model = mixed()
+    exported = sp.export_c(model, tmp_path / "net.c", 1e6 * X, fp16=True)
+    assert exported.scale > 1e5
+    assert exported.difference < 1e-2 * exported.scale
+
+
+@needs_compiler
 def test_a_target_of_another_machine_is_compared_with_portable_kernels(tmp_path: Path) -> None:
     target = "neon" if "neon" not in build.supported_sets() else "avx2"
     exported = sp.export_c(mixed(), tmp_path / "net.c", X, target=target)
@@ -171,6 +194,9 @@ def test_errors_name_what_is_wrong(tmp_path: Path) -> None:
         ((model, good, x), {"target": "z80"}, "target='z80' is not one of portable, avx2"),
         ((model, good, x), {"int8": True}, "int8 needs calibration="),
         ((model, good, x), {"calibration": [x]}, "calibration= is for int8=True"),
+        ((model, good, x), {"int8": True, "fp16": True, "calibration": [x]}, "int8=True and fp16=True exclude each other"),
+        ((model, good, x), {"fp16": True, "calibration": [x]}, "calibration= is for int8=True"),
+        ((model, good, torch.inf * x), {"fp16": True}, "not finite for the example, and float16 needs finite ones"),
         ((model, good, x), {"receipt": 3}, "receipt is a int"),
         ((model, good, x.double()), {}, r"float64|Double|dtype"),
         ((Sorted(), good, x), {}, "the kernels do not have these operations: sort"),

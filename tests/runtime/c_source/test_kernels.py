@@ -21,16 +21,16 @@ def test_indices_of_tiles() -> None:
 
 @pytest.mark.parametrize("isa", INSTRUCTION_SETS, ids=lambda isa: isa.name)
 def test_every_unit_has_its_own_names_and_leaves_no_macro(isa: InstructionSet) -> None:
-    tiles = {(lanes, quantized): [1] for lanes in isa.lanes for quantized in (0, 1)}
+    tiles = {(lanes, number): [1] for lanes in isa.lanes for number in (abi.FLOAT32, abi.QUANTUM)} | {(8, abi.FLOAT16): [1]}
     text = kernels(isa, tiles, [CONV, ADD])
     units = re.split(r"^/\* ---- .*\*/$", text, flags=re.M)[1:]
-    assert len(units) == 2 * len(isa.lanes) + 1
+    assert len(units) == 2 * len(isa.lanes) + 2
     for unit in units:
         defined = set(re.findall(r"^\s*#\s*define (\w+)", unit, re.M))
         removed = set(re.findall(r"^#undef (\w+)", unit, re.M))
         assert defined <= removed
         assert {"vfloat", "vint", "all", "choose"} <= removed
-    renamed = [set(re.findall(r"^#define \w+ (\w+_(?:f32_8|f32_16|i8_8|i8_16|ops))$", unit, re.M)) for unit in units]
+    renamed = [set(re.findall(r"^#define \w+ (\w+_(?:f32_8|f32_16|i8_8|i8_16|f16_8|ops))$", unit, re.M)) for unit in units]
     assert sum(len(names) for names in renamed) == len(set().union(*renamed))
     assert not re.search(r'^#include "', text, re.M)
 

@@ -20,6 +20,8 @@ pytestmark = needs_arm
 ARM = [row.name for row in INSTRUCTION_SETS if row.architecture == "aarch64"]
 FAST = tuple("-O1" if flag == "-O2" else flag for flag in FLAGS)  # compiling takes most of the time
 INT8_ERROR = 0.03
+HALF_ERROR = 2e-3
+HALF = ["neon", "neon_fp16"]  # one converts float16 numbers, and one multiplies them
 
 
 def run(written: Written, flags: tuple[str, ...] = FAST) -> list[torch.Tensor]:
@@ -49,10 +51,19 @@ def test_int8_kernels_of_all_shapes(target: str, tmp_path: Path) -> None:
     assert max(relative_errors(run(written), written.expected)) < INT8_ERROR
 
 
-def tiles_in_source() -> int:
-    """The number of tiles that an instruction set with 8 pixels has."""
+@pytest.mark.parametrize("target", HALF)
+def test_float16_kernels_of_all_shapes(target: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = kernels()
+    written = Written(model, model.inputs(), tmp_path, target, fp16=True)
+    assert max(relative_errors(run(written), written.expected)) < HALF_ERROR
+
+
+def tiles_in_source(most_pixels: int = 8) -> int:
+    """The number of tiles that an instruction set with this many pixels has."""
     text = (build.SOURCES / "conv.c").read_text()
-    lists = [text.split(f"#define TILES_{pixels}(F)")[1].split("#define")[0] for pixels in (6, 8)]
+    sizes = [pixels for pixels in (6, 8, 12, 16) if pixels <= most_pixels]
+    lists = [text.split(f"#define TILES_{pixels}(F)")[1].split("#define" if pixels < 16 else "#ifndef")[0] for pixels in sizes]
     return sum(len(re.findall(r"F\(\d+, \d+, \d\)", part)) for part in lists)
 
 
@@ -70,6 +81,26 @@ def test_every_tile(target: str, int8: bool, tmp_path: Path) -> None:
         assert max(relative_errors(outputs, written.expected)) < INT8_ERROR
     else:
         assert_equal_to_rounding(outputs, written.expected)
+
+
+@pytest.mark.parametrize(("target", "most_pixels"), [("neon", 8), ("neon_fp16", 16)])
+def test_every_tile_in_float16(target: str, most_pixels: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = randomly_pruned(Tiles(), 0.3, (4, 4))
+    sizes = [(1, 7, width) for width in range(1, 33)] + [(batch, 9, width) for width in range(1, 17) for batch in (1, 3)]
+    maps = [torch.randn(batch, 8, height, width) for batch, height, width in sizes]
+    written = Written(model, maps, tmp_path, target, fp16=True)
+    (used,) = written.network.tiles().values()
+    assert len(used) == tiles_in_source(most_pixels)
+    assert max(relative_errors(run(written), written.expected)) < HALF_ERROR
+
+
+@pytest.mark.parametrize("target", HALF)
+def test_float16_depthwise_tiles_and_tails(target: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Depthwise().eval()
+    written = Written(model, model.inputs(), tmp_path, target, fp16=True)
+    assert max(relative_errors(run(written), written.expected)) < HALF_ERROR
 
 
 @pytest.mark.parametrize("target", ["neon", "neon_dot"])
@@ -104,6 +135,14 @@ def test_operations(target: str, int8: bool, tmp_path: Path) -> None:
         assert_equal_to_rounding(outputs, written.expected)
 
 
+@pytest.mark.parametrize("target", HALF)
+def test_operations_in_float16(target: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = randomly_pruned(Everything(), 0.3, (8, 4))
+    written = Written(model, (torch.randn(2, 20, 9, 12), torch.randn(2, 6, 11, 9)), tmp_path, target, fp16=True)
+    assert max(relative_errors(run(written), written.expected)) < HALF_ERROR
+
+
 def test_int8_sums_do_not_depend_on_the_instruction_set(tmp_path: Path) -> None:
     """Sums are exact, so all sets round the same numbers. They differ in the order of the float operations after the sums."""
     torch.manual_seed(0)
@@ -121,6 +160,23 @@ def test_sanitizers_find_nothing(target: str, int8: bool, tmp_path: Path) -> Non
     written = Written(model, [x], tmp_path, target, int8)
     outputs = written.run(CROSS, (*FAST, *SANITIZE), ON_ARM)
     assert max(relative_errors(outputs, written.expected)) < INT8_ERROR
+
+
+@pytest.mark.parametrize("target", HALF)
+def test_sanitizers_find_nothing_in_float16(target: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = randomly_pruned(Mixed(), 0.5, (8, 4)), torch.randn(1, 3, 13, 10)
+    written = Written(model, [x], tmp_path, target, fp16=True)
+    outputs = written.run(CROSS, (*FAST, *SANITIZE), ON_ARM)
+    assert max(relative_errors(outputs, written.expected)) < HALF_ERROR
+
+
+@pytest.mark.parametrize("name", ["resnet18", "mobilenetv2"])
+def test_models_in_float16(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = randomly_pruned(MODELS[name](), 0.9), torch.randn(1, 3, 32, 32)
+    written = Written(model, [x], tmp_path, "neon_fp16", fp16=True)
+    assert max(relative_errors(run(written), written.expected)) < HALF_ERROR
 
 
 @pytest.mark.parametrize("int8", [False, True])

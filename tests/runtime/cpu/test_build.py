@@ -188,7 +188,7 @@ def test_failing_compiler_is_an_error_with_its_message(empty_cache: Path, tmp_pa
 def test_the_libraries_of_a_wheel_need_no_compiler(empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are used if they were compiled from the same sources, and nothing is compiled."""
     rows = build.of_this_architecture()
-    portable = build.units_of(rows[0], False)
+    portable = build.units_of(rows[0], "float32")
     prebuilt = tmp_path / "prebuilt"
     prebuilt.mkdir()
     for name, units in (("probe", [build.probe_of(rows)]), ("portable", portable)):

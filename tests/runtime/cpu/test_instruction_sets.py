@@ -34,6 +34,18 @@ def check_results(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert_equal_to_rounding(fast(x), model(x))
 
 
+def test_float16_uses_the_best_set_that_multiplies_it() -> None:
+    rows = {row.name: row for row in INSTRUCTION_SETS}
+    for names, float16, others in (
+        (["portable", "neon", "neon_fp16", "neon_dot", "neon_i8mm"], "neon_fp16", "neon_i8mm"),
+        (["portable", "neon"], "neon", "neon"),
+        (["portable", "avx2", "avx512"], "avx512", "avx512"),
+    ):
+        supported = {name: rows[name] for name in names}
+        assert build.best_set(supported, "float16") == float16
+        assert build.best_set(supported, "float32") == build.best_set(supported, "int8") == others
+
+
 @pytest.mark.parametrize("name", names())
 def test_every_supported_set_agrees_with_torch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check_results(name, monkeypatch)

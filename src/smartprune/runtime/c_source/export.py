@@ -12,7 +12,7 @@ from torch import nn
 
 from ... import __version__
 from ...artifacts.litert_run import in_batches
-from ...artifacts.onnx_check import FLOAT_TOLERANCE, check_model, compare_tensors, relative_error
+from ...artifacts.onnx_check import FLOAT_TOLERANCE, HALF_TOLERANCE, check_model, compare_tensors, relative_error
 from ...artifacts.onnx_inputs import Batch, Example, calibration_batches, random_batches, read_example, run_model
 from ...artifacts.receipt import Receipt
 from ...errors import SmartpruneError
@@ -88,6 +88,7 @@ def export_c(
     target: str = "portable",
     receipt: Receipt | None = None,
     int8: bool = False,
+    fp16: bool = False,
     calibration: Iterable[Example] | None = None,
     tolerance: float | None = None,
 ) -> ExportedC:
@@ -104,11 +105,15 @@ def export_c(
         example: An input with a batch axis, a tuple of them, or a dictionary of keyword arguments. The function takes inputs of
             exactly these sizes.
         target: The instruction set: ``"portable"`` for any processor, or one of those of the CPU runtime, such as ``"avx2"``,
-            ``"neon"`` or ``"neon_dot"``.
+            ``"neon"``, ``"neon_fp16"`` or ``"neon_dot"``.
         receipt: The receipt of the pruning. The model is compared with it, and the file names its mask.
         int8: Whether to compute in int8. Inputs and outputs stay float32. Needs ``calibration``.
+        fp16: Whether to store and multiply float16 numbers: half the memory, and twice the products per instruction with the target
+            ``"neon_fp16"``. Other targets convert them, which is slower than float32. Inputs and outputs stay float32. Numbers may
+            be 8,000 times as large as with the example; larger ones are cut off.
         calibration: Batches of inputs that set the ranges of the int8 activations.
-        tolerance: The largest allowed difference of the float outputs, relative to the largest output; 1e-4 by default.
+        tolerance: The largest allowed difference of the float outputs, relative to the largest output; 1e-4 by default, and 1e-2
+            with ``fp16``.
 
     Returns:
         Sizes, the command to compile the file, and differences. ``print`` shows them.
@@ -125,7 +130,8 @@ def export_c(
         >>> exported.function
         'int net_run(const float *input, float *output)'
     """
-    isa = _check_arguments(model, target, receipt, int8, calibration)
+    isa = _check_arguments(model, target, receipt, int8, fp16, calibration)
+    dtype = "int8" if int8 else "float16" if fp16 else "float32"
     file = as_path(path, f"{WHERE}: path")
     name = file.stem
     if file.suffix != SUFFIX or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
@@ -151,8 +157,10 @@ def export_c(
             )
         graph.measure(batches)
         expected = [run_model(copied, arguments, each, WHERE) for each in batches]
-    network = graph.network(isa)
-    comment = _comment(name, isa, receipt, int8)
+    elif fp16:
+        graph.measure(batches)
+    network = graph.network(isa, dtype)
+    comment = _comment(name, isa, receipt, dtype)
     source, declarations = _texts(network, name, comment)
     result = ExportedC(
         path=str(file),
@@ -166,7 +174,8 @@ def export_c(
         operations=len(network.compiled.operations),
         inputs=len(batches),
     )
-    result = _compare(result, graph, network, name, batches, expected, FLOAT_TOLERANCE if tolerance is None else tolerance)
+    allowed = HALF_TOLERANCE if fp16 else FLOAT_TOLERANCE
+    result = _compare(result, graph, network, dtype, name, batches, expected, allowed if tolerance is None else tolerance)
     write_atomic(header, declarations.encode())
     write_atomic(file, source.encode())
     return result
@@ -185,6 +194,7 @@ def _compare(
     result: ExportedC,
     graph: Graph,
     network: Network,
+    dtype: str,
     name: str,
     batches: Sequence[Batch],
     expected: Sequence[list[torch.Tensor]],
@@ -196,21 +206,23 @@ def _compare(
     except SmartpruneError:  # there is no compiler
         return result
     if network.isa.name not in supported:
-        network = graph.network(INSTRUCTION_SETS[0])
+        network = graph.network(INSTRUCTION_SETS[0], dtype)
     shapes = [shape for _, shape in network.outputs]
     run = compile_and_load(*_texts(network, name, ""), name, network.isa, shapes)
     pairs = [(graph.arranged(run(graph.tensors(b))), wanted) for b, wanted in zip(batches, expected, strict=True)]
-    if graph.ranges:
+    if dtype == "int8":
         return replace(result, compared=network.isa.name, int8_error=relative_error(pairs, WHERE))
     difference, scale = compare_tensors(pairs, tolerance, WHERE)
     return replace(result, compared=network.isa.name, difference=difference, scale=scale)
 
 
-def _check_arguments(model: object, target: str, receipt: object, int8: bool, calibration: object) -> InstructionSet:
+def _check_arguments(model: object, target: str, receipt: object, int8: bool, fp16: bool, calibration: object) -> InstructionSet:
     if not isinstance(model, nn.Module):
         raise SmartpruneError(f"{WHERE}: model is a {type(model).__name__}; give a torch.nn.Module")
     if receipt is not None and not isinstance(receipt, Receipt):
         raise SmartpruneError(f"{WHERE}: receipt is a {type(receipt).__name__}; give a Receipt, such as Receipt.load(path)")
+    if int8 and fp16:
+        raise SmartpruneError(f"{WHERE}: int8=True and fp16=True exclude each other; give one of them")
     if int8 and calibration is None:
         raise SmartpruneError(f"{WHERE}: int8 needs calibration=, a few batches of real inputs, for the range of activations")
     if not int8 and calibration is not None:
@@ -222,14 +234,14 @@ def _check_arguments(model: object, target: str, receipt: object, int8: bool, ca
     raise SmartpruneError(f"{WHERE}: target={target!r} is not one of {names}; portable runs everywhere")
 
 
-def _comment(name: str, isa: InstructionSet, receipt: Receipt | None, int8: bool) -> str:
+def _comment(name: str, isa: InstructionSet, receipt: Receipt | None, dtype: str) -> str:
     pruned = (
         ""
         if receipt is None
         else f"   Pruned: {receipt.blocks.removed:,} of {receipt.blocks.total:,} blocks. Mask: {receipt.mask_hash}\n"
     )
     return (
-        f"/* {name}: a network in {'int8' if int8 else 'float32'} for {isa.name}, written by smartprune {__version__}.\n\n{pruned}"
+        f"/* {name}: a network in {dtype} for {isa.name}, written by smartprune {__version__}.\n\n{pruned}"
         f"   Compile: {command_line(name, isa)}\n   Link: -lm\n"
         "   Needs gcc 9 or clang 11 or newer. Without -ffp-contract=fast, results differ by rounding. */\n"
     )

@@ -1,4 +1,4 @@
-"""From a model to one network for the kernels: tracing, lowering, and the ranges of activations for int8."""
+"""From a model to one network for the kernels: tracing, lowering, and the ranges of activations for int8 and float16."""
 
 from __future__ import annotations
 
@@ -47,16 +47,16 @@ class Graph:
         self._positions = [placeholders.index(n) for n in self.inputs]
 
     def measure(self, batches: Sequence[Batch]) -> None:
-        """Records the range of every activation, for int8."""
+        """Records the range of every activation, for int8 and float16."""
         for batch in batches:
             Recorder(self.traced, self.ranges).run(*self._values(batch))
 
-    def network(self, isa: InstructionSet) -> Network:
-        """The network for an instruction set; in int8 if ranges were measured."""
+    def network(self, isa: InstructionSet, dtype: str = "float32") -> Network:
+        """The network for an instruction set. Types other than float32 need measured ranges."""
         shapes = self.recorder.shapes
         ranges = {node: self.ranges[node.name] for node in shapes if node.name in self.ranges} if self.ranges else None
         fused = fuse(self.steps, set(self.outputs))
-        compiled = Compiled(fused, self.inputs, self.outputs, shapes, isa, 1, {}, ranges)
+        compiled = Compiled(fused, self.inputs, self.outputs, shapes, isa, 1, {}, dtype, ranges)
         inputs, outputs = ([(node, shapes[node]) for node in nodes] for nodes in (self.inputs, self.outputs))
         return Network(compiled, isa, inputs, outputs)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ..cpu import abi
 from ..cpu.build import SOURCES
-from ..cpu.instruction_sets import InstructionSet
+from ..cpu.instruction_sets import HALF_LANES, InstructionSet
 
 LOCAL_HEADERS = ("vectors.h", "values.h", "windows.h")
 _INCLUDE = re.compile(r'^#include\s+(?:"([^"]+)"|<([^>]+)>|(ISA_HEADER)).*\n', re.M)
@@ -46,23 +46,26 @@ class Tile:
         return f"F({self.rows}, {self.columns}, {self.step})"
 
 
-Variant = tuple[int, int]  # lanes, and whether the numbers are quantized
+Variant = tuple[int, int]  # lanes, and the type of the numbers: one of abi.TYPES
+SUFFIXES = {abi.FLOAT32: "f32", abi.QUANTUM: "i8", abi.FLOAT16: "f16"}  # of the names of kernels
 
 
 def kernels(isa: InstructionSet, tiles: Mapping[Variant, Collection[int]], operations: Collection[int]) -> str:
     """The source of the kernels: convolutions for these tiles, and these operations."""
-    int8 = any(quantized for _, quantized in tiles)
+    types = sorted({abi.FLOAT32, *(number for _, number in tiles)})
     definitions = dict(flag[2:].partition("=")[::2] for flag in isa.definitions)
-    definitions |= {"LOCAL": "static", "WITH_INT8": str(int(int8)), "USES(kind)": f"(({_mask(operations):#x} >> (kind)) & 1)"}
+    definitions |= {"LOCAL": "static", "USES(kind)": f"(({_mask(operations):#x} >> (kind)) & 1)"}
+    definitions |= {"WITH_INT8": str(int(abi.QUANTUM in types)), "WITH_FLOAT16": str(int(abi.FLOAT16 in types))}
     runtime = (SOURCES / "runtime.h").read_text()
     units = []
-    for quantized in range(1 + int8):
-        for lanes in isa.lanes:
-            used = tiles.get((lanes, quantized))
-            suffix = f"{'i8' if quantized else 'f32'}_{lanes}"
+    for number in types:
+        for lanes in HALF_LANES if number == abi.FLOAT16 else isa.lanes:
+            used = tiles.get((lanes, number))
+            suffix = f"{SUFFIXES[number]}_{lanes}"
             if used:
                 listed = " ".join(str(Tile.of(index)) for index in sorted(used))
-                given = {"WIDTH": str(lanes), "QUANT": str(quantized), "TILES(F)": listed}
+                arithmetic = {"QUANT": str(int(number == abi.QUANTUM)), "HALF": str(int(number == abi.FLOAT16))}
+                given = {"WIDTH": str(lanes), **arithmetic, "TILES(F)": listed}
                 units.append(_unit("conv.c", suffix, isa, given))
             else:
                 units.append(f"static Kernel sp_kernel_{suffix}(int index) {{ return (void)index, (Kernel)0; }}\n")

@@ -85,7 +85,7 @@ class Network:
         for op in self.compiled.operations:
             if op.kind == abi.OPERATION["conv"]:
                 runs = arrays.array_at(op.run).reshape(-1, 3)
-                out.setdefault((op.lanes, int(op.x.type == abi.QUANTUM)), set()).update(int(index) for index in runs[:, 0])
+                out.setdefault((op.lanes, op.x.type), set()).update(int(index) for index in runs[:, 0])
         return out
 
     def signature(self, name: str) -> str:
@@ -179,11 +179,11 @@ class _Arrays:
         if address not in self._numbers:
             array, kind = self.array_at(address), POINTERS[field]
             if field == "weight":
-                words = op.x.type == abi.QUANTUM and op.inner > 0
-                kind = "int32_t" if words else "float"
+                stored = op.x.type if op.inner > 0 else abi.FLOAT32
+                kind, dtype = WEIGHTS[stored]
                 if array.dtype == np.uint8:  # aligned, with bytes after the end
                     array = array[: self._weight_bytes(op)]
-                array = array.reshape(-1).view(np.uint32 if words else np.float32)
+                array = array.reshape(-1).view(dtype)
             self._numbers[address] = len(self._types)
             self._types.append((array, kind))
         name = f"data{self._numbers[address]}"
@@ -191,7 +191,8 @@ class _Arrays:
 
     def _weight_bytes(self, op: abi.Op) -> int:
         entries = int(self.array_at(op.group_start)[op.groups])
-        return int(entries * op.inner * op.lanes * (4 if op.x.type == abi.FLOAT32 else self._isa.word_bytes))
+        word = {abi.FLOAT32: 4, abi.FLOAT16: 2, abi.QUANTUM: self._isa.word_bytes}[op.x.type]
+        return int(entries * op.inner * op.lanes * word)
 
     @property
     def bytes(self) -> int:
@@ -214,10 +215,15 @@ POINTERS = {
     **dict.fromkeys(("bias", "scale"), "float"),
     "weight": "",
 }
+WEIGHTS = {  # C types, and how their values are read
+    abi.FLOAT32: ("float", np.float32),
+    abi.QUANTUM: ("int32_t", np.uint32),
+    abi.FLOAT16: ("uint16_t", np.uint16),
+}
 
 
 def _lines(array: Any, kind: str) -> Iterator[str]:
-    pattern = "%.9gf" if kind == "float" else "0x%x" if array.dtype == np.uint32 else "%d"
+    pattern = "%.9gf" if kind == "float" else "0x%x" if array.dtype in (np.uint32, np.uint16) else "%d"
     values = array.tolist() or [0]
     for start in range(0, len(values), PER_LINE):
         part = values[start : start + PER_LINE]

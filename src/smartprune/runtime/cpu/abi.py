@@ -26,12 +26,12 @@ OPERATIONS = (
 )
 ACTIVATIONS = ("clamp", "silu", "sigmoid", "hardswish", "hardsigmoid", "leaky", "gelu")
 ADDITIONS = ("add_none", "add_before", "add_after")
-TYPES = ("float32", "quantum")
+TYPES = ("float32", "quantum", "float16")
 
 OPERATION = {name: number for number, name in enumerate(OPERATIONS)}
 ACTIVATION = {name: number for number, name in enumerate(ACTIVATIONS)}
 ADDITION = {name.removeprefix("add_"): number for number, name in enumerate(ADDITIONS)}
-FLOAT32, QUANTUM = range(len(TYPES))
+FLOAT32, QUANTUM, FLOAT16 = range(len(TYPES))
 
 
 class Tensor(ctypes.Structure):

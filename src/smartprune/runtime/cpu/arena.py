@@ -110,7 +110,7 @@ class Arena:
         return memory, base - self.base
 
     def element_bytes(self, value: Value) -> int:
-        return 4 if value.type == abi.FLOAT32 else self._isa.quantum_bytes
+        return {abi.FLOAT32: 4, abi.FLOAT16: 2, abi.QUANTUM: self._isa.quantum_bytes}[value.type]
 
     def tensor(self, value: Value) -> abi.Tensor:
         """The value as the kernels see it."""

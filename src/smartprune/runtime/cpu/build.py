@@ -12,7 +12,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -21,7 +21,7 @@ from pathlib import Path
 from ...errors import SmartpruneError
 from ..forks import ForkLock
 from . import abi, store
-from .instruction_sets import INSTRUCTION_SETS, InstructionSet, of_this_architecture
+from .instruction_sets import HALF_LANES, INSTRUCTION_SETS, InstructionSet, of_this_architecture
 
 SOURCES = Path(__file__).parent / "csrc"
 PREBUILT = Path(__file__).parent / "prebuilt"  # the libraries of a wheel, named after the hash of what they were compiled from
@@ -59,7 +59,7 @@ def libraries_of(system: str) -> tuple[str, ...]:
     return () if system == WINDOWS else ("-lm", "-lpthread")
 
 
-def load(int8: bool = False, isa: str | None = None) -> Library:
+def load(dtype: str = "float32", isa: str | None = None) -> Library:
     """The library for this machine. ``isa`` or $SMARTPRUNE_ISA selects another instruction set that the machine has."""
     if sys.byteorder != "little":
         raise SmartpruneError(f"accelerate: the kernels support little-endian machines, and this one is big-endian; {REFERENCE}")
@@ -67,7 +67,7 @@ def load(int8: bool = False, isa: str | None = None) -> Library:
     with _BUILDING.lock:
         supported = supported_sets()
         if name is None:
-            name = next(reversed(supported))
+            name = best_set(supported, dtype)
         if name not in {row.name for row in INSTRUCTION_SETS}:
             raise SmartpruneError(
                 f"accelerate: SMARTPRUNE_ISA={name!r} is not one of {', '.join(row.name for row in INSTRUCTION_SETS)}; "
@@ -78,7 +78,13 @@ def load(int8: bool = False, isa: str | None = None) -> Library:
                 f"accelerate: SMARTPRUNE_ISA={name!r} is not supported by this machine, which has {', '.join(supported)}; "
                 "unset it to use the best one"
             )
-        return _load(supported[name], int8)
+        return _load(supported[name], dtype)
+
+
+def best_set(supported: Mapping[str, InstructionSet], dtype: str) -> str:
+    """The name of the instruction set that is used if none is given."""
+    multiplies = [name for name, row in supported.items() if dtype != "float16" or row.half_pixels]
+    return multiplies[-1] if multiplies else next(reversed(supported))
 
 
 @cache
@@ -90,24 +96,28 @@ def supported_sets() -> dict[str, InstructionSet]:
 
 
 @cache
-def _load(isa: InstructionSet, int8: bool) -> Library:
-    code = open_library(library_name(isa, int8), units_of(isa, int8))
+def _load(isa: InstructionSet, dtype: str) -> Library:
+    code = open_library(library_name(isa, dtype), units_of(isa, dtype))
     abi.check(code, code._name)
     abi.declare(code)
     return Library(isa, code)
 
 
-def library_name(isa: InstructionSet, int8: bool) -> str:
-    return f"{isa.name}{'-int8' if int8 else ''}"
+def library_name(isa: InstructionSet, dtype: str) -> str:
+    return isa.name if dtype == "float32" else f"{isa.name}-{dtype}"
 
 
-def units_of(isa: InstructionSet, int8: bool) -> list[Unit]:
+def units_of(isa: InstructionSet, dtype: str) -> list[Unit]:
     """What the library of an instruction set consists of."""
     flags = (*isa.flags, *isa.definitions)
+    int8, float16 = int(dtype == "int8"), int(dtype == "float16")
     units = [
         Unit("conv.c", (*flags, f"-DWIDTH={width}", f"-DQUANT={quantized}")) for quantized in range(1 + int8) for width in isa.lanes
     ]
-    return [*units, Unit("ops.c", (*flags, f"-DWITH_INT8={int(int8)}")), Unit("pool.c", flags)]
+    if float16:
+        units += [Unit("conv.c", (*flags, f"-DWIDTH={width}", "-DQUANT=0", "-DHALF=1")) for width in HALF_LANES]
+    operations = Unit("ops.c", (*flags, f"-DWITH_INT8={int8}", f"-DWITH_FLOAT16={float16}"))
+    return [*units, operations, Unit("pool.c", flags)]
 
 
 def probe_of(rows: Sequence[InstructionSet]) -> Unit:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor, fx
 
 from ..lower.steps import Shape, Step
-from . import quantize
+from . import half, quantize
 from .arena import Arena, Value, dimensions
 from .emit import Emitter, Packed
 from .instruction_sets import InstructionSet
@@ -28,14 +28,19 @@ class Compiled:
         isa: InstructionSet,
         threads: int,
         packed: Packed,
+        dtype: str = "float32",
         ranges: Mapping[fx.Node, tuple[float, float]] | None = None,
     ) -> None:
         rows = {node for step in steps if step.rows for node in (step.node, *step.inputs)}
         self.values: dict[fx.Node, Value] = {}
         for node in (*inputs, *(step.node for step in steps)):
             self.values[node] = Value(*dimensions(shapes[node], node in rows), rows=node in rows)
-        if ranges is not None:
-            quantize.assign_types(self.values, steps, ranges, isa)
+        if dtype != "float32":
+            assert ranges is not None
+            if dtype == "int8":
+                quantize.assign_types(self.values, steps, ranges, isa)
+            else:
+                half.assign_types(self.values, steps, ranges)
         self.arena = Arena(self.values, steps, outputs, isa)
         emitter = Emitter(self.values, self.arena, isa, threads, packed)
         self.layers: dict[int, str] = {}  # number of an operation -> the module of the network whose weight it has

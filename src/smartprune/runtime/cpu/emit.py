@@ -10,7 +10,7 @@ import numpy as np
 from torch import fx
 
 from ..lower.steps import Step
-from . import abi, quantize
+from . import abi, half, quantize
 from .arena import ALIGN, Arena, Value
 from .entries import LANES, Entries, cut
 from .instruction_sets import InstructionSet
@@ -63,13 +63,17 @@ class Emitter:
             channels = entries.groups * entries.lanes
             fields |= {"low": quantized.low, "high": quantized.high, "scale": self._address(padded(quantized.scale, channels))}
             fields["initial_sum"] = self._address(padded(quantized.initial_sum, channels))
+        elif x.type == abi.FLOAT16:
+            entries, words, scale = half.pack(step, x, self.packed)
+            bias, fields["scale"] = step.bias, self._address(padded(scale, entries.groups * entries.lanes))
         else:
             key = (step.node, "float32")
             if key not in self.packed:
                 self.packed[key] = cut(step.weight, self.isa.lanes)
             entries, bias = self.packed[key], step.bias
             words = entries.values
-        tiling = tile(step, x, y, z, self.arena.element_bytes(x), self.isa.pixels, self.threads)
+        pixels = self.isa.half_pixels if x.type == abi.FLOAT16 and self.isa.half_pixels else self.isa.pixels
+        tiling = tile(step, x, y, z, self.arena.element_bytes(x), pixels, self.threads)
         groups_per_item = -(-entries.groups // parts_of_groups(tiling.chunks, entries, self.threads))
         work = int(entries.cost * y.images * y.height * y.width) + y.images * y.blocks * y.height * y.width
         fields |= {
@@ -103,6 +107,8 @@ class Emitter:
             fields |= {"low": quantized.low, "high": quantized.high, "scale": self._address(quantized.scale)}
             if quantized.words:
                 fields["inner"] = quantized.words
+        elif x.type == abi.FLOAT16:
+            weight = weight * np.float32(x.scale)
         if not fields.get("inner"):
             weight = weight.reshape(y.blocks, LANES, kh * kw).transpose(0, 2, 1)
         self._add("depthwise", x, y, weight=self._address(weight), bias=self._address(bias), **fields)

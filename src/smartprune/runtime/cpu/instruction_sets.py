@@ -12,6 +12,9 @@ from typing import Any
 
 import numpy as np
 
+HALF_SUM = 64  # products that are added in float16 before the sum is added to a float32 sum
+HALF_LANES = (8,)  # numbers of output channels that a float16 kernel may hold in a vector, for all instruction sets
+
 
 @dataclass(frozen=True)
 class InstructionSet:
@@ -28,6 +31,7 @@ class InstructionSet:
     word_bytes: int = 4  # of quantized activations that one instruction multiplies with a channel's weights
     header: str | None = None  # file in csrc with its primitives
     macro: str = ""  # that compilers define if its instructions are on
+    half_pixels: int = 0  # most pixels of a tile in float16; 0 if it converts float16 numbers and multiplies in float32
 
     @property
     def definitions(self) -> tuple[str, ...]:
@@ -40,6 +44,8 @@ class InstructionSet:
             "LOWEST_QUANTUM": self.lowest_quantum,
             "WORD_BYTES": self.word_bytes,
             "HAS_WIDTH_16": wide,
+            "HALF_PIXELS": self.half_pixels,
+            "HALF_SUM": HALF_SUM,
         }
         return *header, *(f"-D{name}={number}" for name, number in numbers.items())
 
@@ -58,7 +64,7 @@ class InstructionSet:
 _AVX2 = ("-mavx2", "-mfma")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512")
 
-INSTRUCTION_SETS = (  # the last one that a machine has is used
+INSTRUCTION_SETS = (  # the last one that a machine has is used; for float16, the last one that multiplies it
     InstructionSet("portable", None, (), "1", lanes=(8,), pixels=6),
     InstructionSet("avx2", "x86_64", _AVX2, "HAS_AVX2", lanes=(8,), pixels=12, header="avx2.h", macro="__AVX2__"),
     InstructionSet("avx512", "x86_64", _AVX512, "HAS_AVX512", lanes=(16, 8), pixels=16, header="avx512.h", macro="__AVX512F__"),
@@ -74,6 +80,17 @@ INSTRUCTION_SETS = (  # the last one that a machine has is used
         macro="__AVX512VNNI__",
     ),
     InstructionSet("neon", "aarch64", (), "1", lanes=(8,), pixels=8, header="neon.h", macro="__aarch64__"),
+    InstructionSet(
+        "neon_fp16",
+        "aarch64",
+        ("-march=armv8.2-a+fp16",),
+        "HAS_FLOAT16",
+        lanes=(8,),
+        pixels=8,
+        header="neon.h",
+        macro="__ARM_FEATURE_FP16_VECTOR_ARITHMETIC",
+        half_pixels=16,
+    ),
     InstructionSet(
         "neon_dot",
         "aarch64",

@@ -41,12 +41,13 @@ class Program:
         library: Library,
         threads: int,
         packed: Packed,
+        dtype: str = "float32",
         ranges: Mapping[fx.Node, tuple[float, float]] | None = None,
     ) -> None:
         self.inputs, self.outputs = list(inputs), list(outputs)
         batch, images = images_of_part(steps, inputs, outputs, shapes)
         part = {node: (images, *shape[1:]) for node, shape in shapes.items()} if images < batch else shapes
-        compiled = Compiled(steps, inputs, outputs, part, library.isa, threads, packed, ranges)
+        compiled = Compiled(steps, inputs, outputs, part, library.isa, threads, packed, dtype, ranges)
         self._compiled, self.layers = compiled, compiled.layers
         self._count = len(compiled.operations)
         self._parts = Parts(compiled, batch // images, images, threads, len(inputs) + len(outputs))

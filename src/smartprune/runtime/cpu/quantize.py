@@ -33,7 +33,43 @@ def assign_types(
     values: Mapping[fx.Node, Value], steps: Sequence[Step], ranges: Mapping[fx.Node, Range], isa: InstructionSet
 ) -> None:
     """Makes every activation int8 that a convolution reads, and sets its scale and zero point. The others stay float32."""
-    leader: dict[fx.Node, fx.Node] = {node: node for node in values}  # of the nodes that share a scale
+    leaders = _leaders(values, steps)
+    shared = shared_ranges(values, steps, ranges)
+    quantized = {leaders[source] for step in steps if step.kind in ("conv", "depthwise") for source in step.inputs}
+    for node, value in values.items():
+        if leaders[node] not in quantized:
+            continue
+        low, high = finite(node, shared[node], "int8")
+        value.type = QUANTUM
+        value.scale = float(np.float32((high - low) / LEVELS)) or 1.0
+        value.zero = isa.lowest_quantum + int(np.clip(np.rint(-low / value.scale), 0, LEVELS))
+
+
+def shared_ranges(values: Mapping[fx.Node, Value], steps: Sequence[Step], ranges: Mapping[fx.Node, Range]) -> dict[fx.Node, Range]:
+    """The range of every activation together with those that have the same scale, and with zero, which padding needs."""
+    leaders = _leaders(values, steps)
+    joined: dict[fx.Node, Range] = {}
+    for node in values:
+        low, high = ranges[node]
+        joined_low, joined_high = joined.get(leaders[node], (0.0, 0.0))
+        joined[leaders[node]] = min(low, joined_low), max(high, joined_high)
+    return {node: joined[leaders[node]] for node in values}
+
+
+def finite(node: fx.Node, measured: Range, dtype: str) -> Range:
+    """The range, if it is finite."""
+    low, high = measured
+    if not np.isfinite(high - low):
+        raise SmartpruneError(
+            f"accelerate: {node} has values that are not finite for the example, and {dtype} needs finite ones; "
+            "check the example or use float32"
+        )
+    return measured
+
+
+def _leaders(values: Mapping[fx.Node, Value], steps: Sequence[Step]) -> dict[fx.Node, fx.Node]:
+    """For every activation, one of those that share its scale, which is the same for all of them."""
+    leader: dict[fx.Node, fx.Node] = {node: node for node in values}
 
     def find(node: fx.Node) -> fx.Node:
         while leader[node] is not node:
@@ -44,24 +80,7 @@ def assign_types(
         if step.kind in SAME_SCALE:
             for source in step.inputs:
                 leader[find(source)] = find(step.node)
-    joined: dict[fx.Node, Range] = {}
-    for node in values:
-        low, high = ranges[node]
-        joined_low, joined_high = joined.get(find(node), (0.0, 0.0))  # with zero, which is exact: padding needs it
-        joined[find(node)] = min(low, joined_low), max(high, joined_high)
-    quantized = {find(source) for step in steps if step.kind in ("conv", "depthwise") for source in step.inputs}
-    for node, value in values.items():
-        if find(node) not in quantized:
-            continue
-        low, high = joined[find(node)]
-        if not np.isfinite(high - low):
-            raise SmartpruneError(
-                f"accelerate: {node} has values that are not finite for the example, and int8 needs finite ones; "
-                "check the example or use float32"
-            )
-        value.type = QUANTUM
-        value.scale = float(np.float32((high - low) / LEVELS)) or 1.0
-        value.zero = isa.lowest_quantum + int(np.clip(np.rint(-low / value.scale), 0, LEVELS))
+    return {node: find(node) for node in values}
 
 
 def weight_scales(weight: Any) -> Any:

@@ -13,9 +13,14 @@
 #ifndef QUANT
 #define QUANT 0 /* whether inputs and weights are quantized */
 #endif
+#ifndef HALF
+#define HALF 0 /* whether inputs and weights are float16 numbers */
+#endif
 #include <stdint.h>
 
-#if !QUANT
+#if HALF
+typedef uint16_t word;
+#elif !QUANT
 typedef float word;
 #elif WORD_BYTES == 8
 typedef int64_t word __attribute__((may_alias, aligned(1)));
@@ -31,6 +36,8 @@ typedef int32_t word __attribute__((may_alias, aligned(1)));
 #define JOIN(a, b) JOIN2(a, b)
 #if QUANT
 #define KERNEL_OF JOIN(sp_kernel_i8_, WIDTH)
+#elif HALF
+#define KERNEL_OF JOIN(sp_kernel_f16_, WIDTH)
 #else
 #define KERNEL_OF JOIN(sp_kernel_f32_, WIDTH)
 #endif
@@ -48,7 +55,7 @@ typedef vint accumulator;
 #define PIXEL ((int)(LANES * sizeof(quantum) / WORD_BYTES)) /* words from one pixel to the next */
 #define USUAL (8 * (int)sizeof(quantum) / WORD_BYTES)       /* words of an entry of 8 input channels */
 #else
-typedef float element;
+typedef word element;
 typedef vfloat accumulator;
 #define PIXEL LANES
 #define USUAL 8
@@ -71,6 +78,10 @@ INLINE vfloat from_quanta(const quantum *q) {
 #ifndef HAVE_STORE_QUANTA
 INLINE void store_quanta(quantum *q, vint bits) { *(vquantum_u *)q = __builtin_convertvector(bits & 0x1ff, vquantum); }
 #endif
+#endif
+
+#if HALF
+#include "half.h"
 #endif
 
 #ifndef HAVE_PRODUCTS
@@ -171,7 +182,7 @@ INLINE void finish(const int TH, const int TW, const accumulator *sum, const Op 
   UNROLL for (int i = 0; i < TH * TW; i++) stored[i] = sum[i];
   finish_quanta(TH, TW, stored, op, group, segment);
 }
-#else
+#elif !HALF
 INLINE void finish(const int TH, const int TW, accumulator *v, const Op *op, int group, int segment) {
   const int64_t channel = (int64_t)group * WIDTH;
   const int64_t y_group = channel / LANES * op->y.plane + channel % LANES;
@@ -246,6 +257,10 @@ static SEPARATE void fill(int TH, int TW, const accumulator *initial, const Op *
     if (y.type == FLOAT32) {
       const vfloat v = *(const vfloat_u *)((const float *)y.data + first);
       for (int p = 0; p < TW; p++) *(vfloat_u *)((float *)y.data + at + p * LANES) = v;
+    } else if (y.type == FLOAT16) {
+      half v[WIDTH];
+      memcpy(v, (const half *)y.data + first, sizeof v);
+      for (int p = 0; p < TW; p++) memcpy((half *)y.data + at + p * LANES, v, sizeof v);
     } else {
       const vquantum v = *(const vquantum_u *)((const quantum *)y.data + first);
       for (int p = 0; p < TW; p++) *(vquantum_u *)((quantum *)y.data + at + p * LANES) = v;
@@ -261,6 +276,8 @@ INLINE void tiles(const int TH, const int TW, const int STRIDE, const Op *op, in
   const accumulator *const weights = (const accumulator *)(op->weight + (int64_t)first * inner * ((int)sizeof(word) * WIDTH));
 #if QUANT
   const accumulator initial = *(const vint_u *)(op->initial_sum + (int64_t)group * WIDTH);
+#elif HALF
+  const accumulator initial = {0}; /* the bias is added to scaled sums */
 #else
   const accumulator initial = *(const vfloat_u *)(op->bias + (int64_t)group * WIDTH);
 #endif
@@ -289,7 +306,7 @@ INLINE void tiles(const int TH, const int TW, const int STRIDE, const Op *op, in
   F(1, 13, 1) F(1, 14, 1) F(1, 15, 1) F(1, 16, 1) F(2, 7, 1) F(2, 8, 1) F(4, 4, 1) F(8, 2, 1) F(2, 7, 2) F(2, 8, 2) \
   F(4, 4, 2) F(8, 2, 2)
 #ifndef TILES
-#if MOST_PIXELS >= 16
+#if MOST_PIXELS >= 16 || (HALF && HALF_PIXELS >= 16)
 #define TILES(F) TILES_6(F) TILES_8(F) TILES_12(F) TILES_16(F)
 #elif MOST_PIXELS >= 12
 #define TILES(F) TILES_6(F) TILES_8(F) TILES_12(F)

@@ -2,9 +2,26 @@
 
    The kernels load a few words of weights and then go through the pixels, so that one load of a pixel serves all of these words:
    `fmla`, `sdot` and `smlal` take one number of a vector as a factor. A tile of 8 pixels holds its sums in 16 of the 32
-   registers, and float32 holds 8 vectors of weights. The products of `smmla` are described below. */
+   registers, and float32 holds 8 vectors of weights. The products of `smmla` and of float16 are described below. */
 #include <arm_neon.h>
 #include <string.h>
+
+#define HAVE_FROM_HALVES
+INLINE vfloat from_halves(const half *h) {
+  float32x4_t part[WIDTH / 4];
+  vfloat v;
+  _Pragma("GCC unroll 4") for (int i = 0; i < WIDTH / 4; i++) part[i] = vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(h + 4 * i)));
+  memcpy(&v, part, sizeof v);
+  return v;
+}
+#define HAVE_STORE_HALVES
+INLINE void store_halves(half *h, vfloat v) {
+  const float32x4_t most = vdupq_n_f32(65504.0f);
+  float32x4_t part[WIDTH / 4];
+  memcpy(part, &v, sizeof v);
+  _Pragma("GCC unroll 4") for (int i = 0; i < WIDTH / 4; i++)
+      vst1_u16(h + 4 * i, vreinterpret_u16_f16(vcvt_f16_f32(vminq_f32(most, vmaxq_f32(vnegq_f32(most), part[i])))));
+}
 
 #if defined(QUANT) && WIDTH == 8
 #define HAVE_AT_LEAST
@@ -69,13 +86,71 @@ INLINE vint sums_of_taps(taps sum) {
 }
 #endif
 
-#ifdef QUANT
+#if defined(QUANT) && (!HALF || HALF_PIXELS)
 #define HAVE_PRODUCTS
-#define EACH_PIXEL _Pragma("GCC unroll 8") for (int r = 0; r < TH; r++) _Pragma("GCC unroll 8") for (int p = 0; p < TW; p++)
+#define EACH_PIXEL _Pragma("GCC unroll 8") for (int r = 0; r < TH; r++) _Pragma("GCC unroll 16") for (int p = 0; p < TW; p++)
 #define EVERY(i, count) _Pragma("GCC unroll 16") for (int i = 0; i < (count); i++)
 #define AHEAD_BYTES 1536 /* distance of the prefetch */
 
-#if !QUANT
+#if HALF
+/* `fmla` multiplies one number with the weights of 8 output channels, so a pixel has its sums in one register. These are float16
+   sums. After HALF_SUM products they are added to float32 sums in memory, because rounding errors of long sums are large. */
+INLINE float16x8_t eight(const half *h) { return vreinterpretq_f16_u16(vld1q_u16(h)); }
+
+/* sum += weight * x[i]. gcc 12 has no such pattern, and copies the number to a register of its own. The number must be in one of the
+   first 16 registers. */
+#ifdef __clang__
+#define MULTIPLY_ADD(sum, weight, x, i) (sum) = vfmaq_laneq_f16(sum, weight, x, i)
+#else
+#define MULTIPLY_ADD(sum, weight, x, i) __asm__("fmla\t%0.8h, %1.8h, %2.h[" #i "]" : "+w"(sum) : "w"(weight), "x"(x))
+#endif
+
+/* Adds the products of COUNT input channels to the sums, four pixels at a time: their sums do not depend on each other. */
+INLINE void add_channels(const int COUNT, const int TH, const int TW, const int STRIDE, const int SPLIT, float16x8_t *sum,
+                         const half *const *row, int64_t at, const half *weight) {
+  const int P = TH * TW;
+  float16x8_t w[8];
+  EVERY(i, COUNT) w[i] = eight(weight + 8 * i);
+  EVERY(first, P) if (first % 4 == 0) {
+    float16x8_t x[4]; /* of which COUNT numbers are used */
+    EVERY(k, 4) if (first + k < P) x[k] = eight(row[(first + k) / TW] + at + (first + k) % TW * STRIDE);
+#define CHANNEL(i) \
+  if (i < COUNT) EVERY(k, 4) if (first + k < P) MULTIPLY_ADD(sum[i % SPLIT * P + first + k], w[i], x[k], i);
+    CHANNEL(0) CHANNEL(1) CHANNEL(2) CHANNEL(3) CHANNEL(4) CHANNEL(5) CHANNEL(6) CHANNEL(7)
+#undef CHANNEL
+  }
+}
+
+INLINE void products(const int TH, const int TW, const int STRIDE, vfloat *out, const vfloat initial, const half *const *row,
+                     const int32_t *offsets, int entries, int inner, const vfloat *weights, int once) {
+  const int P = TH * TW, SPLIT = P <= 2 ? 4 : P <= 4 ? 2 : 1; /* with few pixels, several sums hide the latency of additions */
+  const half *weight = (const half *)weights;
+  float32x4_t total[32];
+  EVERY(i, P) memcpy(total + 2 * i, &initial, sizeof initial);
+  for (int e = 0; e < entries;) {
+    const int last = entries - e < HALF_SUM / inner ? entries : e + HALF_SUM / inner;
+    float16x8_t sum[16];
+    EVERY(i, SPLIT * P) sum[i] = vdupq_n_f16(0);
+    if (inner == 8)
+      for (; e < last; e++, weight += 64) {
+        if (once) __builtin_prefetch((const char *)weight + AHEAD_BYTES), __builtin_prefetch((const char *)weight + AHEAD_BYTES + 64);
+        add_channels(8, TH, TW, STRIDE, SPLIT, sum, row, offsets[e], weight);
+      }
+    else if (inner == 4)
+      for (; e < last; e++, weight += 32) add_channels(4, TH, TW, STRIDE, SPLIT, sum, row, offsets[e], weight);
+    else
+      for (; e < last; e++)
+        for (int i = 0; i < inner; i++, weight += 8) add_channels(1, TH, TW, STRIDE, SPLIT, sum, row, offsets[e] + i, weight);
+    EVERY(i, P) {
+      for (int s = 1; s < SPLIT; s++) sum[i] = vaddq_f16(sum[i], sum[s * P + i]);
+      total[2 * i] = vaddq_f32(total[2 * i], vcvt_f32_f16(vget_low_f16(sum[i])));
+      total[2 * i + 1] = vaddq_f32(total[2 * i + 1], vcvt_high_f32_f16(sum[i]));
+    }
+  }
+  memcpy(out, total, sizeof(vfloat) * P);
+}
+
+#elif !QUANT
 /* Adds the products of 4 input channels to the sums. */
 INLINE void four(const int TH, const int TW, const int STRIDE, const int SPLIT, float32x4_t *sum, const float *const *row, int64_t at,
                  const float *weight) {

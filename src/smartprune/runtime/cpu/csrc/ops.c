@@ -6,7 +6,11 @@ LOCAL void sp_finish(const Op *op, float *values, int pixels, int lanes, int64_t
   const float unit = op->y.type == QUANTUM ? 1.0f / op->y.scale : 1.0f; /* the kernel stores quanta */
   for (int p = 0; p < pixels; p++) {
     memcpy(v, values + p * lanes, 4 * (size_t)lanes);
-    if (op->addition)
+    if (op->addition && op->z.type == FLOAT16) {
+      half stored[LANES] = {0};
+      memcpy(stored, (const half *)op->z.data + z_at + (int64_t)p * LANES, 2 * (size_t)lanes);
+      *(vfloat_u *)z = from_halves(stored) * op->z.scale;
+    } else if (op->addition)
       for (int l = 0; l < lanes; l++) {
         const int64_t at = z_at + (int64_t)p * LANES + l;
         z[l] = op->z.type == FLOAT32 ? ((const float *)op->z.data)[at] : (((const quantum *)op->z.data)[at] - op->z.zero) * op->z.scale;
@@ -100,6 +104,9 @@ LOCAL Kernel sp_kernel_f32_8(int index);
 #if HAS_WIDTH_16
 LOCAL Kernel sp_kernel_f32_16(int index);
 #endif
+#if WITH_FLOAT16
+LOCAL Kernel sp_kernel_f16_8(int index);
+#endif
 #if WITH_INT8
 LOCAL Kernel sp_kernel_i8_8(int index);
 #endif
@@ -109,6 +116,9 @@ LOCAL Kernel sp_kernel_i8_16(int index);
 
 INLINE Chooser choose_kernel(const Op *op) {
   (void)op;
+#if WITH_FLOAT16
+  if (op->x.type == FLOAT16) return sp_kernel_f16_8;
+#endif
 #if WITH_INT8 && HAS_WIDTH_16
   if (op->x.type == QUANTUM) return op->lanes == 16 ? sp_kernel_i8_16 : sp_kernel_i8_8;
 #elif WITH_INT8
@@ -233,6 +243,7 @@ static void shift(const Op *op, int item) {
       const int64_t to_at = item * y->image + to / LANES * y->plane + h * y->row + to % LANES;
       for (int w = 0; w < x->width; w++) {
         if (x->type == FLOAT32) ((float *)y->data)[to_at + (int64_t)w * LANES] = ((const float *)x->data)[from_at + (int64_t)w * LANES];
+        else if (x->type == FLOAT16) ((half *)y->data)[to_at + (int64_t)w * LANES] = ((const half *)x->data)[from_at + (int64_t)w * LANES];
         else ((quantum *)y->data)[to_at + (int64_t)w * LANES] = ((const quantum *)x->data)[from_at + (int64_t)w * LANES];
       }
     }

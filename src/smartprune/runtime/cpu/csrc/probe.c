@@ -5,6 +5,7 @@
 
 #if defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
+#define HAS_FLOAT16 (getauxval(AT_HWCAP) >> 10 & 1)
 #define HAS_DOTPROD (getauxval(AT_HWCAP) >> 20 & 1)
 #define HAS_I8MM (getauxval(AT_HWCAP2) >> 13 & 1)
 #elif defined(__aarch64__) && defined(__APPLE__)
@@ -15,9 +16,11 @@ static int feature(const char *name) {
   size_t size = sizeof value;
   return sysctlbyname(name, &value, &size, NULL, 0) == 0 && value;
 }
+#define HAS_FLOAT16 feature("hw.optional.arm.FEAT_FP16")
 #define HAS_DOTPROD feature("hw.optional.arm.FEAT_DotProd")
 #define HAS_I8MM feature("hw.optional.arm.FEAT_I8MM")
 #else
+#define HAS_FLOAT16 0
 #define HAS_DOTPROD 0
 #define HAS_I8MM 0
 #endif

@@ -11,6 +11,8 @@
    LOWEST_QUANTUM the smallest quantized activation, 0 or -128
    WORD_BYTES     bytes of quantized activations that one instruction multiplies with a channel's weights
    HAS_WIDTH_16   whether conv.c is compiled for 16 output channels too, not only for 8
+   HALF_PIXELS    most pixels of a tile where instructions multiply float16 numbers; 0 if there are none
+   HALF_SUM       most products that are added in float16
 
    A network that is exported as C contains these sources in one file (see c_source/kernels.py). It also defines:
    LOCAL          static, so that no name leaves the file
@@ -40,13 +42,15 @@ typedef uint8_t quantum;
 #endif
 #define HIGHEST_QUANTUM (LOWEST_QUANTUM + 255)
 
+typedef uint16_t half; /* the bits of a float16 number: not all compilers have a type for it */
+
 /* Python refers to these by name. pool.c exports the names, and Python compares them with its own when it loads the library. */
 #define OPERATIONS(X)                                                                                                  \
   X(IMPORT) X(EXPORT) X(CONV) X(DEPTHWISE) X(MAX_POOL) X(AVERAGE_POOL) X(MEAN) X(UNARY) X(AFFINE) X(ADD) X(MULTIPLY)   \
   X(COPY) X(SHIFT) X(UPSAMPLE) X(BILINEAR)
 #define ACTIVATIONS(X) X(CLAMP) X(SILU) X(SIGMOID) X(HARDSWISH) X(HARDSIGMOID) X(LEAKY) X(GELU)
 #define ADDITIONS(X) X(ADD_NONE) X(ADD_BEFORE) X(ADD_AFTER) /* add a second operand before or after the activation */
-#define TYPES(X) X(FLOAT32) X(QUANTUM)
+#define TYPES(X) X(FLOAT32) X(QUANTUM) X(FLOAT16)
 
 #define ENUMERATOR(name) name,
 enum { OPERATIONS(ENUMERATOR) };
@@ -58,7 +62,7 @@ typedef struct {
   char *data;
   int64_t image, plane, row;
   int32_t images, blocks, height, width, channels, type;
-  float scale, zero; /* value = scale * (stored - zero) */
+  float scale, zero; /* value = scale * (stored - zero); zero is 0 for float16 */
 } Tensor;
 
 typedef struct {
@@ -70,7 +74,7 @@ typedef struct {
   int32_t groups, groups_per_item, chunks, lanes;
   const int32_t *group_start;  /* [groups + 1] first entry of every group */
   const int32_t *entry_offset; /* [entries] position of an entry's input channels, in words from the pixel */
-  const char *weight;          /* [entries][inner][lanes] words */
+  const char *weight;          /* [entries][inner][lanes] words, or float16 numbers */
   const float *bias, *scale;
   const int32_t *initial_sum;  /* initial sums of a quantized convolution: minus the zero point times the weights */
   const int32_t *run;          /* [runs][3] kernel, first segment, number of tiles */

@@ -1,4 +1,4 @@
-/* The 16 channels of a block as vectors: activations, and loading and storing float32 and quantized numbers. */
+/* The 16 channels of a block as vectors: activations, and loading and storing float32, float16 and quantized numbers. */
 #ifndef SMARTPRUNE_VALUES_H
 #define SMARTPRUNE_VALUES_H
 #define WIDTH LANES
@@ -82,16 +82,21 @@ INLINE void save_some(float *to, vfloat v, int count) { memcpy(to, &v, 4 * (size
 /* The type is an argument of its own, so a loop that is compiled for one type does not test it again. */
 INLINE vfloat raw(int type, const Tensor *t, int64_t at) {
   if (type == FLOAT32) return *(const vfloat_u *)((const float *)t->data + at);
+  if (type == FLOAT16) return from_halves((const half *)t->data + at);
   return from_quanta((const quantum *)t->data + at);
 }
 
 INLINE vfloat load_as(int type, const Tensor *t, int64_t at) {
-  return type == FLOAT32 ? raw(FLOAT32, t, at) : (raw(QUANTUM, t, at) - t->zero) * t->scale;
+  return type == FLOAT32 ? raw(FLOAT32, t, at) : (raw(type, t, at) - t->zero) * t->scale;
 }
 
 INLINE void save_as(int type, const Tensor *t, int64_t at, vfloat v) {
   if (type == FLOAT32) {
     *(vfloat_u *)((float *)t->data + at) = v;
+    return;
+  }
+  if (type == FLOAT16) {
+    store_halves((half *)t->data + at, v * (1.0f / t->scale));
     return;
   }
   v = clamp(v * (1.0f / t->scale) + t->zero, LOWEST_QUANTUM, HIGHEST_QUANTUM);

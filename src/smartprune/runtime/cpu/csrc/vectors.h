@@ -12,6 +12,8 @@
    void store_four(quantum *q, const vfloat *v, const int COUNT, vfloat low, vfloat high)
                                                     stores COUNT vectors, at most 4: bounded and rounded, one after the other
    vquantum largest_quanta(vquantum a, vquantum b)  the larger of each pair
+   vfloat from_halves(const half *h)                WIDTH float16 numbers as floats
+   void store_halves(half *h, vfloat v)             rounds to float16; numbers beyond its range become the last in it
    taps load_taps(const quantum *q), ...            products of 4 neighbouring pixels, see windows.h
    void transpose(vfloat *v)                        transposes WIDTH rows of WIDTH numbers
    vfloat load_some(const float *from, int count)   loads `count` numbers; the rest is zero
@@ -26,6 +28,8 @@ typedef float vfloat __attribute__((vector_size(4 * WIDTH)));
 typedef float vfloat_u __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
 typedef int32_t vint __attribute__((vector_size(4 * WIDTH)));
 typedef int32_t vint_u __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
+typedef half vhalf __attribute__((vector_size(2 * WIDTH)));
+typedef half vhalf_u __attribute__((vector_size(2 * WIDTH), aligned(2), may_alias));
 typedef quantum vquantum __attribute__((vector_size(WIDTH * sizeof(quantum))));
 typedef quantum vquantum_u __attribute__((vector_size(WIDTH * sizeof(quantum)), aligned(1), may_alias));
 
@@ -40,5 +44,28 @@ INLINE vfloat at_least(vfloat bound, vfloat v) { return choose(bound > v, bound,
 #endif
 #ifndef HAVE_AT_MOST
 INLINE vfloat at_most(vfloat bound, vfloat v) { return choose(bound < v, bound, v); }
+#endif
+
+#define HIGHEST_HALF 65504.0f
+#ifndef HAVE_FROM_HALVES
+/* The exponents of float16 and float32 differ by 112. The smallest float16 numbers, whose exponent bits are zero, become exact by
+   a subtraction. */
+INLINE vfloat from_halves(const half *h) {
+  const vint bits = __builtin_convertvector(*(const vhalf_u *)h, vint), magnitude = (bits & 0x7fff) << 13;
+  const vint normal = magnitude + (112 << 23) + ((magnitude >= 0x7c00 << 13) & (112 << 23)); /* NaN has the largest exponent */
+  const vfloat small = (vfloat)(magnitude + (113 << 23)) - 0x1p-14f;
+  return (vfloat)((vint)choose(magnitude < 0x400 << 13, small, (vfloat)normal) | (bits & 0x8000) << 16);
+}
+#endif
+#ifndef HAVE_STORE_HALVES
+/* Rounds to nearest, ties to even. For the smallest numbers, an addition rounds. */
+INLINE void store_halves(half *h, vfloat v) {
+  const vint bits = (vint)at_most(all(HIGHEST_HALF), at_least(all(-HIGHEST_HALF), v)), magnitude = bits & 0x7fffffff;
+  const vint normal = (magnitude - (112 << 23) + 0xfff + (magnitude >> 13 & 1)) >> 13;
+  const vint small = (vint)((vfloat)magnitude + 0.5f) - (126 << 23);
+  const vint nan = (magnitude > 0x7f800000) & 0x7e00;
+  const vint rounded = nan | (~(vint)(magnitude > 0x7f800000) & (vint)choose(magnitude < 113 << 23, (vfloat)small, (vfloat)normal));
+  *(vhalf_u *)h = __builtin_convertvector(rounded | (bits >> 16 & 0x8000), vhalf);
+}
 #endif
 #endif

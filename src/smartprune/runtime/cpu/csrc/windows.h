@@ -5,7 +5,7 @@
 
 /* A tile of a depthwise convolution: a vector of channels is multiplied by a vector of weights, which TW pixels share. The
    weights of a quantized input are integers, so the sums are exact and are scaled afterwards; the bias contains the zero
-   point. KW and SW are 0 if they are not known at compile time. */
+   point. The weights of a float16 input are floats that contain its scale. KW and SW are 0 if they are not known at compile time. */
 INLINE void depthwise_tile(const Op *op, int item, int h, int w, const int TW, const int SW, const int KW, const int TYPE) {
   const Tensor X = op->x, Y = op->y, *x = &X, *y = &Y; /* local copies: the compiler assumes that stores may change *op */
   const float low = op->low, high = op->high;
@@ -18,7 +18,7 @@ INLINE void depthwise_tile(const Op *op, int item, int h, int w, const int TW, c
   UNROLL for (int p = 0; p < TW; p++) sum[p] = (vfloat){0};
   for (int i = 0; i < op->kh; i++) {
     const int64_t at = in + (int64_t)i * op->dh * x->row;
-    if (SW == 1 && KW == 3 && TYPE == QUANTUM) { /* convert every pixel once; it contributes to three results */
+    if (SW == 1 && KW == 3 && TYPE != FLOAT32) { /* convert every pixel once; it contributes to three results */
       vfloat pixel[10];
       UNROLL for (int c = 0; c < TW + 2; c++) pixel[c] = raw(TYPE, x, at + c * LANES);
       UNROLL for (int j = 0; j < 3; j++, weight += LANES) {
@@ -40,7 +40,7 @@ INLINE void depthwise_tile(const Op *op, int item, int h, int w, const int TW, c
     UNROLL for (int p = 0; p < TW; p++)
         store_quanta((quantum *)y->data + out + p * LANES, (vint)(clamp(sum[p] * scale + bias, low, high) + MAGIC));
   else if (simple)
-    UNROLL for (int p = 0; p < TW; p++) save_as(FLOAT32, y, out + p * LANES, clamp(sum[p] + bias, low, high));
+    UNROLL for (int p = 0; p < TW; p++) save_as(TYPE, y, out + p * LANES, clamp(sum[p] + bias, low, high));
   else
     for (int p = 0; p < TW; p++) save(y, out + p * LANES, activated(op, sum[p] * scale + bias));
 }
@@ -186,6 +186,7 @@ INLINE void depthwise_typed(const Op *op, int item, const int TYPE) {
 
 static void depthwise(const Op *op, int item) {
   if (op->x.type == FLOAT32) depthwise_typed(op, item, FLOAT32);
+  else if (op->x.type == FLOAT16) depthwise_typed(op, item, FLOAT16);
 #ifdef HAVE_TAPS
   else if (op->inner) depthwise_taps(op, item);
 #endif
@@ -244,6 +245,8 @@ static void pool(const Op *op, int item) {
     else pool_typed(op, item, op->x.type, op->y.type, 0); /* only inputs of convolutions are quantized, so types may differ */
   } else if (op->x.type == FLOAT32) {
     pool_typed(op, item, FLOAT32, FLOAT32, 1);
+  } else if (op->x.type == FLOAT16) {
+    pool_typed(op, item, FLOAT16, FLOAT16, 1);
   } else {
     max_pool_quanta(op, item);
   }
