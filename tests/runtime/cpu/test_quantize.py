@@ -248,7 +248,7 @@ def test_results_beyond_32_bits_are_clipped(outputs: int, monkeypatch: pytest.Mo
     first, second = nn.Conv2d(2, outputs, 1, bias=False), nn.Conv2d(outputs, outputs, 1, bias=False)
     first.weight[:, 0], first.weight[:, 1] = 2.0**40, -(2.0**40)
     second.weight.copy_(torch.eye(outputs)[:, :, None, None])
-    monkeypatch.setattr(module, "TOLERANCE_INT8", float("inf"))
+    monkeypatch.setitem(module.TOLERANCES, "int8", float("inf"))
     example = torch.randint(0, 9, (1, 1, 3, 7)).expand(1, 2, 3, 7) / 8
     fast = sp.accelerate(nn.Sequential(first, second), dtype="int8", example=example, threads=1)
     for channel, result in ((0, 255.0), (1, 0.0)):
