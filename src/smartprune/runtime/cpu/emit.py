@@ -17,6 +17,7 @@ from .instruction_sets import InstructionSet
 from .tiles import parts_of_groups, tile
 
 LIGHT = 20_000  # vector operations below which an operation runs in one thread
+CHUNK = 1 << 24  # bytes of an array of weights; memory that is never written to takes no space
 
 Packed = dict[Any, Any]  # kept weights by step and dtype: plans for other input shapes share them
 
@@ -30,6 +31,7 @@ class Emitter:
         self.operations: list[abi.Op] = []
         self.light: list[bool] = []
         self.arrays: list[Any] = []
+        self.free: Any = np.empty(0, np.uint8)  # the rest of the last large array of weights
 
     def emit_import(self, node: fx.Node, number: int) -> None:
         self._add("import", y=self.values[node], argument=number)
@@ -175,12 +177,28 @@ class Emitter:
         return int(array.ctypes.data)
 
     def _aligned_address(self, array: Any) -> int:
-        """Like :meth:`_address`, at the start of a cache line: a vector of weights is one line."""
-        raw = np.empty(array.nbytes + ALIGN, np.uint8)
-        start = -raw.ctypes.data % ALIGN
-        raw[start : start + array.nbytes] = np.frombuffer(np.ascontiguousarray(array).tobytes(), np.uint8)
-        self.arrays.append(raw)
-        return int(raw.ctypes.data) + start
+        """Like :meth:`_address`, at the start of a cache line: a vector of weights is one line.
+
+        Weights lie side by side in large arrays, for which numpy requests huge pages. In small pages all over the memory, the time
+        of a network differs by several percent between copies of it.
+        """
+        data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        if data.size + ALIGN > CHUNK // 2:
+            free = self._new_array(data.size + ALIGN)
+        else:
+            if data.size + ALIGN > self.free.size:
+                self.free = self._new_array(CHUNK)
+            free = self.free
+        start = -free.ctypes.data % ALIGN
+        free[start : start + data.size] = data
+        if free is self.free:
+            self.free = free[start + max(data.size, ALIGN) :]  # no two weights have the same address, even if one is empty
+        return int(free.ctypes.data) + start
+
+    def _new_array(self, size: int) -> Any:
+        array = np.empty(size, np.uint8)
+        self.arrays.append(array)
+        return array
 
 
 def _fields(step: Step) -> dict[str, Any]:
