@@ -2,10 +2,11 @@
 
 python bench/arm.py [--mca llvm-mca-19] [--out records/arm-kernels]
 
-For every instruction set and type, conv.c is compiled with one tile of eight pixels. In its assembly, the loop with most multiply
-instructions is the one over the kept entries. The row of XNNPACK is counted from the comment in its source: "48 FMA + 6 ld128 A +
-4 LDP B", and a subtraction and a branch. With --mca, llvm-mca computes the cycles of every loop on two cores, with all data in the
-first-level cache; XNNPACK's loop is then one with the same instructions in the same order. Needs aarch64-linux-gnu-gcc.
+For every instruction set and type, conv.c is compiled with one tile, of eight pixels or, in float16, sixteen. In its assembly, the
+loop with most multiply instructions is the one over the kept entries. The rows of XNNPACK are counted from the comments in its
+sources: "48 FMA + 6 ld128 A + 4 LDP B", and "48 FMA + 6 ld32 A + 8 LDR B" in float16, and a subtraction and a branch. With --mca,
+llvm-mca computes the cycles of every loop on two cores, with all data in the first-level cache; XNNPACK's loops are then ones with
+the same instructions in the same order. Needs aarch64-linux-gnu-gcc.
 """
 
 from __future__ import annotations
@@ -18,32 +19,39 @@ from typing import Any
 
 from smartprune.experiments.compare.record import save_record
 from smartprune.runtime.cpu.build import FLAGS, SOURCES
-from smartprune.runtime.cpu.instruction_sets import INSTRUCTION_SETS, InstructionSet
+from smartprune.runtime.cpu.instruction_sets import HALF_SUM, INSTRUCTION_SETS, InstructionSet
 
 COMPILER = "aarch64-linux-gnu-gcc"
-TILE = "F(1, 8, 1)"
-PIXELS = 8
+PIXELS = {"float32": 8, "float16": 16, "int8": 8}
 MULTIPLY = {"fmla": 4, "smlal": 4, "smlal2": 4, "sdot": 16, "smmla": 32}  # multiply-accumulates of one instruction
 XNNPACK = {"instructions": 60, "multiplies": 48, "loads": 10, "macs": 192}
+XNNPACK_HALF = {"instructions": 64, "multiplies": 48, "loads": 14, "macs": 384}
 XNNPACK_SOURCE = "src/f32-gemm/6x8-aarch64-neonfma-ld128.S.in of google/XNNPACK at 0954c35c"
+XNNPACK_HALF_SOURCE = "src/f16-gemm/6x16-aarch64-neonfp16arith-cortex-a75.S.in at 592e4054"
 CORES = {"Neoverse-N1": "neoverse-n1", "Neoverse-N2": "neoverse-n2"}  # with a model of their own in LLVM 19
-LACKS = {("Neoverse-N1", "neon_i8mm")}
+LACKS = {("Neoverse-N1", "neon_i8mm"), ("Neoverse-N2", "XNNPACK 6x16, float16")}
 ITERATIONS = 200
 NOTE = (
     "Instructions of the innermost loop per multiply-accumulate, counted in assembly: no time was measured, because there is no "
-    "such processor here, and a loop with fewer instructions need not be faster. Loads of two registers count as one instruction. "
-    f"XNNPACK's row is its dense 6x8 kernel ({XNNPACK_SOURCE}), counted by hand. Cycles are those that llvm-mca predicts from "
-    "LLVM's model of a core, for data in the first-level cache. LLVM 19 has no model of Cortex-A76: it uses that of Cortex-A57 "
-    "there, so Cortex-A76 is left out; Neoverse-N1 is its sibling for servers. Neoverse-N2 stands for cores with smmla."
+    "such processor here, and a loop with fewer instructions need not be faster. Loads of two registers count as one "
+    f"instruction. XNNPACK's rows are its dense kernels ({XNNPACK_SOURCE}; {XNNPACK_HALF_SOURCE}), counted by hand. Cycles are "
+    "those that llvm-mca predicts from LLVM's model of a core, for data in the first-level cache. LLVM 19 and 22 have no model "
+    "of Cortex-A76: they use that of Cortex-A57 there, so Cortex-A76 is left out; Neoverse-N1 is its sibling for servers. "
+    "Neoverse-N2 stands for cores with smmla. Tiles have 8 pixels, or 16 in float16, and those of XNNPACK 6. The float16 loop "
+    f"is without what follows after every {HALF_SUM} products of a pixel: two conversions and additions, and loads and stores of "
+    "the float32 sums. XNNPACK has float16 sums only. Its float16 loop is left out on Neoverse-N2: if a load changes its "
+    "address, LLVM 19 waits for the address as long as for the data there, which LLVM 22 does not, and the loop has eight such "
+    "loads in a row."
 )
 
 
-def assembly(isa: InstructionSet, quantized: bool) -> str:
-    command = [COMPILER, *FLAGS, *isa.flags, *isa.definitions, "-DWIDTH=8", f"-DQUANT={int(quantized)}", f"-DTILES(F)={TILE}"]
+def assembly(isa: InstructionSet, dtype: str) -> str:
+    arithmetic = [f"-DQUANT={int(dtype == 'int8')}", f"-DHALF={int(dtype == 'float16')}"]
+    command = [COMPILER, *FLAGS, *isa.flags, *isa.definitions, "-DWIDTH=8", *arithmetic, f"-DTILES(F)=F(1, {PIXELS[dtype]}, 1)"]
     return subprocess.run([*command, "-S", "-o", "-", str(SOURCES / "conv.c")], capture_output=True, text=True, check=True).stdout
 
 
-def innermost(text: str) -> list[str]:
+def innermost(text: str, pixels: int) -> list[str]:
     """The instructions of the loop with the largest share of multiplications: from a label to a branch back to it."""
     lines = re.findall(r"^(\.L\w+:|\t[a-z][\w.]*\t?.*)$", text, re.M)
     labels: dict[str, int] = {}
@@ -57,9 +65,15 @@ def innermost(text: str) -> list[str]:
         if re.match(r"b\.?\w*$|cbn?z$|tbn?z$", words[0]) and words[-1] in labels:
             body = [other.strip() for other in lines[labels[words[-1]] : place + 1] if not other.endswith(":")]
             multiplies = count(body, MULTIPLY)
-            if multiplies >= 2 * PIXELS and multiplies / len(body) > share:
+            if multiplies >= 2 * pixels and multiplies / len(body) > share:
                 best, share = body, multiplies / len(body)
     return best
+
+
+def macs_of(lines: list[str]) -> int:
+    """The multiply-accumulates of a loop. An instruction has twice as many of float16 numbers."""
+    names = [(line.split("\t")[0], ".8h" in line.split(",")[0]) for line in lines]
+    return sum(MULTIPLY.get(name, 0) * (1 + (half and name == "fmla")) for name, half in names)
 
 
 def count(lines: list[str], names: Any) -> int:
@@ -70,12 +84,10 @@ def loops(tool: str | None) -> dict[str, dict[str, float]]:
     """The counts of every loop, and its cycles if there is a tool."""
     counts: dict[str, dict[str, float]] = {}
     for isa in INSTRUCTION_SETS:
-        for quantized in (False, True) if isa.architecture == "aarch64" else ():
-            if not quantized and isa.name != "neon":
-                continue  # float32 kernels are the same for all of them
-            lines = innermost(assembly(isa, quantized))
-            macs = sum(MULTIPLY.get(line.split("\t")[0], 0) for line in lines)
-            assert macs % (PIXELS * 8) == 0
+        for dtype in dtypes_of(isa):
+            lines = innermost(assembly(isa, dtype), PIXELS[dtype])
+            macs = macs_of(lines)
+            assert macs % (PIXELS[dtype] * 8) == 0
             loads = sum(bool(re.match(r"ld\w*\t", line)) for line in lines)
             spills = sum("[sp" in line for line in lines)
             numbers: dict[str, float] = {
@@ -88,9 +100,20 @@ def loops(tool: str | None) -> dict[str, dict[str, float]]:
             for core in CORES if tool else ():
                 if (core, isa.name) not in LACKS:
                     numbers[core] = cycles(str(tool), core, lines)
-            counts[f"{isa.name}, {'int8' if quantized else 'float32'}"] = numbers
-    theirs = {core: cycles(tool, core, xnnpack_loop()) for core in CORES} if tool else {}
-    return {**counts, "XNNPACK 6x8, float32": {**XNNPACK, **theirs}}
+            counts[f"{isa.name}, {dtype}"] = numbers
+    for name, numbers, lines in (
+        ("XNNPACK 6x8, float32", XNNPACK, xnnpack_loop()),
+        ("XNNPACK 6x16, float16", XNNPACK_HALF, xnnpack_half_loop()),
+    ):
+        counts[name] = {**numbers, **{core: cycles(tool, core, lines) for core in CORES if tool and (core, name) not in LACKS}}
+    return counts
+
+
+def dtypes_of(isa: InstructionSet) -> tuple[str, ...]:
+    """The types for which an instruction set for ARM has loops of its own."""
+    if isa.architecture != "aarch64":
+        return ()
+    return ("float16",) if isa.half_pixels else ("float32", "int8") if isa.name == "neon" else ("int8",)
 
 
 def xnnpack_loop() -> list[str]:
@@ -104,9 +127,36 @@ def xnnpack_loop() -> list[str]:
     return [*lines, "subs x10, x10, 16", "b.hs loop"]
 
 
+def xnnpack_half_loop() -> list[str]:
+    """The same of its float16 loop: four numbers of 6 rows of A times four rows of 16 numbers of B."""
+    after = {  # what is loaded after how many pairs of multiplications
+        0: {0: "d4, [x12]", 1: "d5, [x4]", 2: "q18, [x5]", 3: "q19, [x5]"},
+        1: {0: "q16, [x5]", 1: "q17, [x5]"},
+        2: {0: "q18, [x5]", 1: "q19, [x5]"},
+        3: {-1: "q16, [x5]", 0: "q17, [x5]", 1: "d0, [x3]", 2: "d1, [x9]", 3: "d2, [x10]", 4: "d3, [x11]"},
+    }
+    lines = []
+    for channel, loads in after.items():
+        low = 16 + channel % 2 * 2
+        for row in range(-1, 6):
+            if row >= 0:
+                lines += [f"fmla v{20 + 2 * row + i}.8h, v{low + i}.8h, v{row}.h[{channel}]" for i in (0, 1)]
+            if row in loads:
+                lines.append(f"ldr {loads[row]}, {8 if loads[row].startswith('d') else 16}")
+        if channel == 0:
+            lines.append("subs x0, x0, 8")
+    return [*lines, "b.hs loop"]
+
+
 def cycles(tool: str, core: str, lines: list[str]) -> float:
     """The cycles of one pass through a loop."""
-    command = [tool, "-mtriple=aarch64-linux-gnu", f"-mcpu={CORES[core]}", "-mattr=+dotprod,+i8mm", f"--iterations={ITERATIONS}"]
+    command = [
+        tool,
+        "-mtriple=aarch64-linux-gnu",
+        f"-mcpu={CORES[core]}",
+        "-mattr=+dotprod,+i8mm,+fullfp16",
+        f"--iterations={ITERATIONS}",
+    ]
     done = subprocess.run(command, input="\n".join(lines) + "\n", capture_output=True, text=True, check=True)
     match = re.search(r"Total Cycles:\s+(\d+)", done.stdout)
     assert match
@@ -124,7 +174,7 @@ def rows(counts: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
         ):
             row = {"model": "innermost loop", "data": "none", "method": name, "block": "16x8", "sparsity": 0.0, "unit": "ratio"}
             row |= {
-                "protocol": f"{PIXELS} pixels",
+                "protocol": "largest tile",
                 "metric": metric,
                 "values": [value],
                 "mean": value,
@@ -149,7 +199,7 @@ def main() -> None:
         if args.mca:
             tool = subprocess.run([args.mca, "--version"], capture_output=True, text=True, check=True).stdout
             version += ", " + next(line.strip() for line in tool.splitlines() if "LLVM version" in line)
-        settings = {"flags": list(FLAGS), "tile": TILE, "xnnpack": XNNPACK_SOURCE, "counts": counts}
+        settings = {"flags": list(FLAGS), "pixels": PIXELS, "xnnpack": [XNNPACK_SOURCE, XNNPACK_HALF_SOURCE], "counts": counts}
         save_record(args.out, {"rows": found}, settings, NOTE, [command], [version])
 
 

@@ -55,9 +55,9 @@ def accelerate(
     - calls with inputs of an unknown class.
 
     Results agree with the model to float rounding, or to that of float16 or int8. The first result for every structure, shape and
-    dtype of the inputs is compared with the model, and so is a result for random inputs. If rounding alone changes the result, because the
-    model sorts or selects, only the layers are compared. Inputs must be finite: a skipped block does not turn infinity into NaN.
-    There are no gradients, and later changes of the model's weights have no effect.
+    dtype of the inputs is compared with the model, and so is a result for random inputs. If rounding alone changes the result,
+    because the model sorts or selects, only the layers are compared. Inputs must be finite: a skipped block does not turn infinity
+    into NaN. There are no gradients, and later changes of the model's weights have no effect.
 
     Args:
         model: The pruned model.

@@ -21,7 +21,7 @@ from .instruction_sets import HALF_LANES, HALF_SUM
 from .quantize import Range, finite, shared_ranges
 
 ACTIVATION_EXPONENT = 3  # the largest number of the examples is stored as less than 2^3
-WEIGHT_EXPONENT = -1 - int(np.ceil(np.log2(HALF_SUM)))  # one more than needed, because sums are rounded
+WEIGHT_EXPONENT = -1 - (HALF_SUM - 1).bit_length()  # half of what fits, because sums are rounded
 MOST_EXPONENT = 60  # of scales: the product of two, and their inverses, are float32 numbers
 
 
