@@ -33,6 +33,7 @@ BLOCK, SHARE, SIDE = (16, 8), 0.9, 32
 COMPILERS = {"x86_64": "gcc", "aarch64": "aarch64-linux-gnu-gcc", None: "gcc"}
 TARGETS = {
     "float32": ("portable", "avx2", "avx512vnni", "neon"),
+    "float16": ("portable", "neon_fp16"),
     "int8": ("portable", "avx512vnni", "neon", "neon_dot", "neon_i8mm"),
 }
 NOTE = (
@@ -89,7 +90,7 @@ def row(name: str, method: str, metric: str, values: list[float]) -> dict[str, A
 
 def measure(name: str, dtype: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     model, x = pruned(name), torch.randn(1, 3, SIDE, SIDE)
-    settings: dict[str, Any] = {} if dtype == "float32" else {"int8": True, "calibration": [x]}
+    settings: dict[str, Any] = {"float32": {}, "float16": {"fp16": True}, "int8": {"int8": True, "calibration": [x]}}[dtype]
     out = []
     calls: dict[str, Callable[[], object]] = {}
     with tempfile.TemporaryDirectory() as temporary, torch.no_grad():
@@ -103,7 +104,7 @@ def measure(name: str, dtype: str, args: argparse.Namespace) -> list[dict[str, A
                 shape = tuple(model(x).shape)
                 source, header = ((folder / f"net{suffix}").read_text() for suffix in (".c", ".h"))
                 calls[f"C, {target}, {dtype}"] = call_of(compile_and_load(source, header, "net", supported[target], [shape]), x)
-        fast = sp.accelerate(model, example=x, dtype=dtype, threads=1, backend="auto" if dtype == "int8" else "native")
+        fast = sp.accelerate(model, example=x, dtype=dtype, threads=1, backend="native" if dtype == "float32" else "auto")
         calls[f"accelerate, {dtype}"] = call_of(fast, x)
         if dtype == "float32":
             calls["torch, float32"] = call_of(model, x)

@@ -25,15 +25,15 @@ from smartprune.models import MODELS
 from smartprune.runtime.cpu import half, instruction_sets
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from helpers.exported_c import CROSS, FLAGS, ON_ARM, Written, relative_errors  # noqa: E402
-from helpers.pruned_models import randomly_pruned  # noqa: E402
+from helpers.exported_c import CROSS, FLAGS, ON_ARM, Written, relative_errors
+from helpers.pruned_models import randomly_pruned
 
 PRODUCTS = (16, 32, 64, 128, 1 << 15)  # the last: a whole sum
 CHOSEN = instruction_sets.HALF_SUM
 SPARSITY = 0.9
 NOTE = (
-    "The root mean square error of the outputs, relative, against float64 in torch. There is one random network, mask and input, so "
-    "differences of a quarter are noise. Weights are random, with random statistics of batch norms. The layer is dense and adds "
+    "The root mean square error of the outputs, relative, against float64 in torch. There is one random network, mask and input, "
+    "so differences of a quarter are noise. Weights are random, with random statistics of batch norms. The layer is dense and adds "
     "4,608 products of positive numbers and weights."
 )
 
