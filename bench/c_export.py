@@ -1,18 +1,20 @@
 """How large is a network as C, and how fast is it? Sizes for x86 and ARM, and the time of one call on this machine, one thread.
 
-python bench/c_export.py [--out records/c-export] [--rounds 5] [--repeats 20]
+python bench/c_export.py [--out records/c-export] [--dtype float16] [--rounds 5] [--repeats 20]
 
 ResNet18 and MobileNetV2 for images of 32 pixels, with 90 % of 16x8 blocks zero at random. The time of the exported function is
-compared with that of the accelerated model, which has the same kernels, and with torch. Needs gcc, and aarch64-linux-gnu-gcc for
-the sizes on ARM.
+compared with that of the accelerated model, which has the same kernels, and with torch. `--rounds 0` measures sizes only. Needs
+gcc, and aarch64-linux-gnu-gcc for the sizes on ARM.
 """
 
 from __future__ import annotations
 
 import argparse
 import platform
+import shlex
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -37,10 +39,10 @@ TARGETS = {
     "int8": ("portable", "avx512vnni", "neon", "neon_dot", "neon_i8mm"),
 }
 NOTE = (
-    "Code, weights with tables, and activations are bytes in the object file of gcc 12 with the flags that the file names; source "
-    "is the size of the C file. Masks are random, so accuracy means nothing here. Times are processor time of one thread on an x86 "
-    "machine that about ten other programs used, the least of the calls of a round: differences below 20 % are noise. Times on ARM "
-    "were not measured."
+    "Code, weights with tables, and activations are bytes in the object file of gcc 12 with the flags that the file names; "
+    "source is the size of the C file. Masks are random, so accuracy means nothing here. Times, if any, are processor time of "
+    "one thread on an x86 machine that about ten other programs used, the least of the calls of a round: differences below 20 % "
+    "are noise. Times on ARM were not measured."
 )
 
 
@@ -104,6 +106,8 @@ def measure(name: str, dtype: str, args: argparse.Namespace) -> list[dict[str, A
                 shape = tuple(model(x).shape)
                 source, header = ((folder / f"net{suffix}").read_text() for suffix in (".c", ".h"))
                 calls[f"C, {target}, {dtype}"] = call_of(compile_and_load(source, header, "net", supported[target], [shape]), x)
+        if not args.rounds:
+            return out
         fast = sp.accelerate(model, example=x, dtype=dtype, threads=1, backend="native" if dtype == "float32" else "auto")
         calls[f"accelerate, {dtype}"] = call_of(fast, x)
         if dtype == "float32":
@@ -121,17 +125,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="folder of the record")
     parser.add_argument("--model", action="append", choices=("resnet18", "mobilenetv2"))
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--dtype", action="append", choices=tuple(TARGETS))
+    parser.add_argument("--rounds", type=int, default=5, help="0: no times")
     parser.add_argument("--repeats", type=int, default=20)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    found = [row for name in args.model or ("resnet18", "mobilenetv2") for dtype in TARGETS for row in measure(name, dtype, args)]
+    models, dtypes = args.model or ("resnet18", "mobilenetv2"), args.dtype or tuple(TARGETS)
+    found = [row for name in models for dtype in dtypes for row in measure(name, dtype, args)]
     for entry in found:
         print(f"{entry['model']:12s} {entry['method']:26s} {entry['metric']:26s} {entry['mean']:>14,.3f}")
     if args.out is not None:
         machine = f"{platform.machine()}, 1 thread, Python {platform.python_version()}, torch {torch.__version__}"
         options = {"rounds": args.rounds, "repeats": args.repeats, "block": BLOCK, "sparsity": SHARE, "flags": FLAGS}
-        save_record(args.out, {"rows": found}, options, NOTE, [f"python bench/c_export.py --out {args.out}"], [machine])
+        save_record(
+            args.out, {"rows": found}, options, NOTE, [shlex.join(["python", "bench/c_export.py", *sys.argv[1:]])], [machine]
+        )
 
 
 if __name__ == "__main__":

@@ -83,8 +83,9 @@ def load(dtype: str = "float32", isa: str | None = None) -> Library:
 
 def best_set(supported: Mapping[str, InstructionSet], dtype: str) -> str:
     """The name of the instruction set that is used if none is given."""
-    multiplies = [name for name, row in supported.items() if dtype != "float16" or row.half_pixels]
-    return multiplies[-1] if multiplies else next(reversed(supported))
+    names = list(supported)
+    multiplies = [name for name in names if dtype != "float16" or supported[name].half_pixels]
+    return (multiplies or names)[-1]
 
 
 @cache

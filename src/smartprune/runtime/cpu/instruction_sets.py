@@ -31,7 +31,7 @@ class InstructionSet:
     word_bytes: int = 4  # of quantized activations that one instruction multiplies with a channel's weights
     header: str | None = None  # file in csrc with its primitives
     macro: str = ""  # that compilers define if its instructions are on
-    half_pixels: int = 0  # most pixels of a tile in float16; 0 if it converts float16 numbers and multiplies in float32
+    half_pixels: int = 0  # 16 if it multiplies float16 numbers, in tiles of up to 16 pixels; 0 if it converts them to float32
 
     @property
     def definitions(self) -> tuple[str, ...]:
