@@ -9,7 +9,8 @@ python bench/oneshot_networks.py --out DIR --plan gpu --record NAME --note TEXT 
 inputs without labels:
 
 - magnitude, and magnitude with new batch-norm statistics (sp.recalibrate), where the network has any;
-- prune: sp.prune.
+- prune: sp.prune;
+- prune, plain costs (with --methods): sp.prune with costs that do not grow as a layer is emptied.
 
 The dense trainings and every finished cell, a line of cells.jsonl, are kept: the same command continues where it stopped, for
 example after --seconds. Detections are kept until a package that scores them is installed. Settings are chosen with --split
@@ -23,7 +24,8 @@ import copy
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,6 +38,7 @@ from smartprune.cli.models import load_stored_weights, training_inputs
 from smartprune.errors import SmartpruneError
 from smartprune.experiments.compare.record import save_record
 from smartprune.files import write_atomic
+from smartprune.pruning.oneshot import allocate
 from smartprune.pruning.oneshot.batches import read_batches
 from smartprune.run_files import CONFIG, DENSE
 from smartprune.tasks import Task
@@ -46,6 +49,7 @@ from smartprune.training.train import train_dense
 ROOT = Path(__file__).parents[1]
 INPUTS, ALL = 512, 10**9
 METHODS = ("magnitude", "magnitude, new statistics", "prune")
+PLAIN = "prune, plain costs"
 Cell = dict[str, Any]
 
 
@@ -145,7 +149,7 @@ class Bench:
         load_stored_weights(dense, self.train(network, seed))
         inputs: list[Any] = []
         for sparsity in (None, *self.args.sparsities):
-            for method in (None,) if sparsity is None else METHODS:
+            for method in (None,) if sparsity is None else self.args.methods:
                 if self.find(network, seed, method, sparsity) or (method == METHODS[1] and not has_statistics(dense)):
                     continue
                 self.check_time()
@@ -227,14 +231,26 @@ def has_statistics(model: nn.Module) -> bool:
 
 
 def remove(model: nn.Module, method: str, block: str, sparsity: float, inputs: list[Any]) -> None:
-    if method == "prune":
-        sp.prune(model, inputs, block, sparsity, samples=ALL)
+    if method in ("prune", PLAIN):
+        with plain_costs() if method == PLAIN else nullcontext():
+            sp.prune(model, inputs, block, sparsity, samples=ALL)
         return
     pruner = sp.attach(model, "magnitude", block, sparsity, steps=1, example=inputs[0])
     pruner.freeze()
     sp.bake(model, hold=False)
     if method != "magnitude":
         sp.recalibrate(model, inputs, samples=ALL)
+
+
+@contextmanager
+def plain_costs() -> Iterator[None]:
+    """Removals cost what the second-order estimate says, also when a layer has lost nearly everything."""
+    kept = allocate.with_barriers
+    allocate.with_barriers = lambda layers, costs: costs.double()
+    try:
+        yield
+    finally:
+        allocate.with_barriers = kept
 
 
 def summary(cells: list[Cell]) -> dict[str, Any]:
@@ -253,7 +269,7 @@ def rows(bench: Bench, networks: list[Network], chosen: Callable[[Cell], bool]) 
     for network in networks:
         cells = [cell for cell in bench.cells if cell["network"] == network.name and chosen(cell) and cell["value"] is not None]
         dense = [cell for cell in cells if cell["method"] is None]
-        for method in METHODS:
+        for method in bench.args.methods:
             for sparsity in bench.args.sparsities:
                 values = [cell for cell in cells if (cell["method"], cell["sparsity"]) == (method, sparsity)]
                 if not values:
@@ -283,6 +299,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", metavar="NAME", help="some networks of the plan")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--sparsities", type=float, nargs="+", default=[0.3, 0.5, 0.7, 0.8, 0.9])
+    parser.add_argument("--methods", nargs="+", choices=(*METHODS, PLAIN), default=METHODS)
     parser.add_argument("--inputs", type=int, default=INPUTS)
     parser.add_argument("--split", choices=("test", "validation"), default="test")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
@@ -308,7 +325,8 @@ def main() -> None:
     result = {"rows": rows(bench, networks, lambda cell: cell["seed"] in args.seeds and cell["split"] == args.split)}
     settings = {network.name: {"task": network.task, **network.training, **network.data} for network in networks}
     only = f" --only {' '.join(args.only)}" if args.only else ""
-    command = f"python bench/oneshot_networks.py --data DIR --out DIR --plan {args.plan}{only}"
+    methods = "" if args.methods == METHODS else f" --split {args.split} --methods {' '.join(map(repr, args.methods))}"
+    command = f"python bench/oneshot_networks.py --data DIR --out DIR --plan {args.plan}{only}{methods}"
     machine = f"{bench.device.type}, torch {torch.__version__}"
     save_record(ROOT / "records" / args.record, result, settings, args.note, [command], [machine])
 
