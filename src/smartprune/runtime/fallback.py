@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -88,6 +89,20 @@ def _replace_children(owner: nn.Module, options: Options, replaced: dict[int, Re
             owner._modules[name] = replaced[id(module)]
         elif not is_torch_module(module):
             _replace_children(module, options, replaced, seen)
+
+
+def original_of(model: nn.Module) -> nn.Module:
+    """A model without accelerated parts: that inside an accelerated one, or a copy with the layers that were replaced."""
+    while isinstance(model, (Accelerated, ReplacedModel)):
+        model = model._model[0]
+    if not any(isinstance(module, Accelerated) for module in model.modules()):
+        return model
+    out = copy.deepcopy(model)
+    for owner in list(out.modules()):
+        for name, module in owner._modules.items():
+            if isinstance(module, Accelerated):
+                owner._modules[name] = original_of(module)
+    return out
 
 
 def is_torch_module(module: nn.Module) -> bool:

@@ -76,7 +76,9 @@ class Plan:
         ranges: Mapping[fx.Node, tuple[float, float]] | None,
     ) -> None:
         steps = lower(self._traced, recorder.shapes)
-        sides = {node: [n for n in node.all_input_nodes if n not in step.inputs] for node, step in steps.items()}
+        sides = {
+            node: [n for n in node.all_input_nodes if n not in step.inputs and n.op != "get_attr"] for node, step in steps.items()
+        }
         steps = {node: step for node, step in steps.items() if all(side in recorder.scalars for side in sides[node])}
         for part in segments(self._traced.graph, steps):
             if isinstance(part, fx.Node):

@@ -19,7 +19,8 @@ from ...errors import SmartpruneError
 from ...files import as_path, check_writable, write_atomic
 from ..cpu import build
 from ..cpu.instruction_sets import INSTRUCTION_SETS, InstructionSet
-from ..module import inference_copy
+from ..fallback import original_of
+from ..module import Accelerated, inference_copy
 from .check import FLAGS, compile_and_load
 from .graph import WHERE, Graph, on_cpu
 from .network import Network
@@ -100,7 +101,8 @@ def export_c(
     sizes.
 
     Args:
-        model: A baked or any other plain model, in float32. All of its operations must have kernels.
+        model: A baked or any other plain model, or what :func:`smartprune.accelerate` returned for it. All of its operations must
+            have kernels.
         path: The file to write; it must end in ``.c``, and its name must be a C name. The header is written next to it.
         example: An input with a batch axis, a tuple of them, or a dictionary of keyword arguments. The function takes inputs of
             exactly these sizes.
@@ -132,6 +134,7 @@ def export_c(
     """
     isa = _check_arguments(model, target, receipt, int8, fp16, calibration)
     dtype = "int8" if int8 else "float16" if fp16 else "float32"
+    model = _without_kernels(model, dtype)
     file = as_path(path, f"{WHERE}: path")
     name = file.stem
     if file.suffix != SUFFIX or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
@@ -179,6 +182,21 @@ def export_c(
     write_atomic(header, declarations.encode())
     write_atomic(file, source.encode())
     return result
+
+
+FLAGS_OF = {"int8": ("int8", "int8=True and calibration="), "float16": ("fp16", "fp16=True")}  # dtype -> argument, what to add
+
+
+def _without_kernels(model: nn.Module, dtype: str) -> nn.Module:
+    """The model inside one that :func:`smartprune.accelerate` returned, whose layers may be replaced by kernels."""
+    used = model.options.dtype if isinstance(model, Accelerated) else dtype
+    if used in FLAGS_OF and used != dtype:
+        argument, addition = FLAGS_OF[used]
+        raise SmartpruneError(
+            f"{WHERE}: the model was accelerated in {used}, and {argument}=False writes {dtype}; add {addition}, or give the model "
+            "itself"
+        )
+    return original_of(model)
 
 
 def command_line(name: str, isa: InstructionSet) -> str:

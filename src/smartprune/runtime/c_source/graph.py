@@ -18,11 +18,11 @@ from ..cpu.instruction_sets import InstructionSet
 from ..lower import lower
 from ..lower.fuse import fuse
 from ..lower.steps import Step
-from ..partition import segments
 from ..trace.exported import export
 from ..trace.inputs import map_leaves
 from ..trace.tracer import Recorder, trace
 from .network import Network
+from .rewrite import rewrite
 
 WHERE = "export_c"
 TOLERANCE = 1e-3  # of the traced graph, as for accelerated models
@@ -85,10 +85,9 @@ class Graph:
                 traced, _ = tracer(model, self._call(batch))
                 traced.graph.eliminate_dead_code()
                 traced.recompile()
-                recorder = Recorder(traced)
-                result = recorder.run(*self._values(batch))
-                compare(list(result), expected, TOLERANCE)
-                recorder.aliases.required_copies(traced.graph)  # raises if values change in an order that cannot be kept
+                recorder = self._record(traced, batch, expected)
+                if rewrite(traced, recorder.shapes):
+                    recorder = self._record(traced, batch, expected)
             except Exception as error:  # tracing arbitrary models may raise anything
                 failures.append(first_line(error))
                 continue
@@ -99,25 +98,36 @@ class Graph:
             "without control flow that depends on numbers: use export_onnx for this model"
         )
 
+    def _record(self, traced: fx.GraphModule, batch: Batch, expected: Any) -> Recorder:
+        """One run of the graph, whose outputs must be those of the model."""
+        recorder = Recorder(traced)
+        compare(list(recorder.run(*self._values(batch))), expected, TOLERANCE)
+        recorder.aliases.required_copies(traced.graph)  # raises if values change in an order that cannot be kept
+        return recorder
+
     def _lower(self) -> list[Step]:
-        steps = lower(self.traced, self.recorder.shapes)
-        steps = {node: step for node, step in steps.items() if all(n in step.inputs for n in node.all_input_nodes)}
+        steps = lower(self.traced, self.recorder.shapes, everything=True)
         missing = [node.name for node in self.outputs if node.op == "placeholder"]
         if missing or not self.outputs:
             raise SmartpruneError(
                 f"{WHERE}: the model returns {some_names(missing) or 'no tensor'}, which no operation computes; every output "
                 "must be the result of an operation on the inputs"
             )
-        parts = list(segments(self.traced.graph, steps))
-        left = [part for part in parts if isinstance(part, fx.Node)]
-        runs = [part for part in parts if not isinstance(part, fx.Node)]
-        if left or len(runs) != 1:
-            shown = some_names([describe(self.traced, node) for node in left])
+        needed, left = set(self.outputs), []
+        for node in reversed(self.traced.graph.nodes):
+            if node in needed and node.op not in ("placeholder", "output"):
+                if node in steps:
+                    needed.update(steps[node].inputs)
+                else:
+                    needed.update(node.all_input_nodes)
+                    left.append(node)
+        if left:
+            shown = some_names([describe(self.traced, node) for node in reversed(left) if node.op != "get_attr"])
             raise SmartpruneError(
                 f"{WHERE}: the kernels do not have these operations: {shown}; remove them from the model, for example by "
                 "exporting its backbone, or use export_onnx"
             )
-        return runs[0][2]
+        return [steps[node] for node in self.traced.graph.nodes if node in needed and node in steps]
 
 
 def write_numbers(graph: fx.Graph, scalars: Mapping[fx.Node, Any]) -> None:

@@ -50,11 +50,16 @@ Variant = tuple[int, int]  # lanes, and the type of the numbers: one of abi.TYPE
 SUFFIXES = {abi.FLOAT32: "f32", abi.QUANTUM: "i8", abi.FLOAT16: "f16"}  # of the names of kernels
 
 
-def kernels(isa: InstructionSet, tiles: Mapping[Variant, Collection[int]], operations: Collection[int]) -> str:
-    """The source of the kernels: convolutions for these tiles, and these operations."""
+def kernels(
+    isa: InstructionSet,
+    tiles: Mapping[Variant, Collection[int]],
+    operations: Collection[int],
+    activations: Collection[int] = range(len(abi.ACTIVATIONS)),
+) -> str:
+    """The source of the kernels: convolutions for these tiles, these operations, and these activations."""
     types = sorted({abi.FLOAT32, *(number for _, number in tiles)})
     definitions = dict(flag[2:].partition("=")[::2] for flag in isa.definitions)
-    definitions |= {"LOCAL": "static", "USES(kind)": f"(({_mask(operations):#x} >> (kind)) & 1)"}
+    definitions |= {"LOCAL": "static", "USES(kind)": _is_one_of(operations), "APPLIES(kind)": _is_one_of(activations)}
     definitions |= {"WITH_INT8": str(int(abi.QUANTUM in types)), "WITH_FLOAT16": str(int(abi.FLOAT16 in types))}
     runtime = (SOURCES / "runtime.h").read_text()
     units = []
@@ -83,10 +88,10 @@ def _guard(isa: InstructionSet) -> str:
     return f'#ifndef {isa.macro}\n#error "compile this file for {isa.name}, as its first comment says"\n#endif\n'
 
 
-def _mask(operations: Collection[int]) -> int:
-    unknown = [number for number in operations if number not in range(len(abi.OPERATIONS))]
-    assert not unknown
-    return sum(1 << number for number in operations)
+def _is_one_of(numbers: Collection[int]) -> str:
+    """The body of a macro that is 1 for these numbers."""
+    assert all(number in range(32) for number in numbers)
+    return f"(({sum(1 << number for number in numbers):#x} >> (kind)) & 1)"
 
 
 def _headers_of(isa: InstructionSet) -> set[str]:

@@ -51,7 +51,7 @@ class Network:
         return "".join(
             (
                 f"{RULE}\n/* Kernels for {self.isa.name}. */\n\n",
-                kernels(self.isa, self.tiles(), operations),
+                kernels(self.isa, self.tiles(), operations, {op.activation for op in self.compiled.operations}),
                 f"\n{RULE}\n/* Weights and tables. */\n\n",
                 *arrays.definitions(),
                 f"\n{RULE}\n/* The network. */\n\n",
@@ -97,9 +97,7 @@ class Network:
         labels = [*_names("input", self.inputs), *_names("output", self.outputs)]
         tensors = []
         for label, (node, shape) in zip(labels, [*self.inputs, *self.outputs], strict=True):
-            tensor = torch.empty(shape, device="meta")
-            if self.compiled.values[node].rows:
-                tensor = as_map(tensor)
+            tensor = as_map(torch.empty(shape, device="meta"), self.compiled.values[node].rows)
             image, channel, row, column = (*tensor.stride(), 0, 0)[:4]
             tensors.append(f"    {{{label}, {image}, {channel}, {row}, {column}}},\n")
         return (
@@ -237,6 +235,8 @@ def _number(value: float) -> str:
     """A number as C: floats have float32 precision."""
     if isinstance(value, int):
         return str(value)
+    if value != value:
+        return "NAN"
     if value in (float("inf"), float("-inf")):
         return "INFINITY" if value > 0 else "-INFINITY"
     text = f"{value:.9g}"

@@ -23,8 +23,11 @@ OPERATIONS = (
     "shift",
     "upsample",
     "bilinear",
+    "gather",
+    "softmax",
+    "layer_norm",
 )
-ACTIVATIONS = ("clamp", "silu", "sigmoid", "hardswish", "hardsigmoid", "leaky", "gelu")
+ACTIVATIONS = ("clamp", "silu", "sigmoid", "hardswish", "hardsigmoid", "leaky", "gelu", "tanh", "elu", "gelu_tanh", "mish")
 ADDITIONS = ("add_none", "add_before", "add_after")
 TYPES = ("float32", "quantum", "float16")
 

@@ -78,6 +78,8 @@ def dimensions(shape: Shape, rows: bool) -> tuple[int, int, int, int]:
     """The size of a tensor as (images, channels, height, width)."""
     if rows:
         return 1, shape[-1], 1, math.prod(shape[:-1])
+    if len(shape) == 3:
+        return shape[0], shape[1], 1, shape[2]
     images, channels, height, width = (*shape, 1, 1)[:4]
     return images, channels, height, width
 

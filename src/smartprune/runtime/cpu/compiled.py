@@ -31,7 +31,8 @@ class Compiled:
         dtype: str = "float32",
         ranges: Mapping[fx.Node, tuple[float, float]] | None = None,
     ) -> None:
-        rows = {node for step in steps if step.rows for node in (step.node, *step.inputs)}
+        rows = {node for step in steps for node in step.rows_values}
+        rows |= {node for node in inputs if len(shapes[node]) > 4}  # that are gathered from
         self.values: dict[fx.Node, Value] = {}
         for node in (*inputs, *(step.node for step in steps)):
             self.values[node] = Value(*dimensions(shapes[node], node in rows), rows=node in rows)
@@ -56,6 +57,8 @@ class Compiled:
         self.operations, self.light, self.arrays = emitter.operations, emitter.light, emitter.arrays
 
 
-def as_map(tensor: Tensor) -> Tensor:
-    """A tensor whose last axis holds the channels, as one image with one row."""
-    return tensor.reshape(1, -1, tensor.shape[-1]).transpose(1, 2).unsqueeze(2)
+def as_map(tensor: Tensor, rows: bool) -> Tensor:
+    """A tensor of the caller with the axes of a map. ``rows``: its last axis holds the channels of one image with one row."""
+    if rows:
+        return tensor.reshape(1, -1, tensor.shape[-1]).transpose(1, 2).unsqueeze(2)
+    return tensor.unsqueeze(2) if tensor.dim() == 3 else tensor

@@ -13,6 +13,7 @@ from ..lower.steps import Step
 from . import abi, half, quantize
 from .arena import ALIGN, Arena, Value
 from .entries import LANES, Entries, cut
+from .gather import positions
 from .instruction_sets import InstructionSet
 from .tiles import parts_of_groups, tile
 
@@ -49,6 +50,9 @@ class Emitter:
             "affine": self._affine,
             "cat": self._concatenation,
             "alias": self._alias,
+            "gather": self._gather,
+            "softmax": self._over_channels,
+            "layer_norm": self._over_channels,
         }
         emitters.get(step.kind, self._other)(step, x, y, z, _fields(step))
 
@@ -130,6 +134,18 @@ class Emitter:
 
     def _alias(self, step: Step, x: Value, y: Value, z: Value | None, fields: dict[str, Any]) -> None:
         self._copy(x, y, 0)
+
+    def _over_channels(self, step: Step, x: Value, y: Value, z: Value | None, fields: dict[str, Any]) -> None:
+        if step.scale is not None:
+            channels = y.blocks * LANES
+            fields |= {name: self._address(padded(array, channels)) for name, array in (("scale", step.scale), ("bias", step.bias))}
+        self._add(step.kind, x, y, items=x.images, **fields)
+
+    def _gather(self, step: Step, x: Value, y: Value, z: Value | None, fields: dict[str, Any]) -> None:
+        tables = positions(step.index, x, y)
+        names = ("x_start", "y_start", "z_start", "run")[: len(tables)]
+        fields |= {name: self._address(table) for name, table in zip(names, tables, strict=True)}
+        self._add("gather", x, y, flag=int(len(tables) == 1), **fields)
 
     def _other(self, step: Step, x: Value, y: Value, z: Value | None, fields: dict[str, Any]) -> None:
         if step.scale is not None:

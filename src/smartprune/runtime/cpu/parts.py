@@ -31,7 +31,7 @@ def images_of_part(
     nodes = {*inputs, *outputs, *(node for step in steps for node in (step.node, *step.inputs))}
     batches = {shapes[node][0] if len(shapes[node]) > 1 else 0 for node in nodes}
     batch = max(batches, default=0)
-    if len(batches) != 1 or batch < 2 or any(step.rows for step in steps):
+    if len(batches) != 1 or batch < 2 or any(step.rows or step.kind == "gather" for step in steps):
         return 1, 1
     weights, activations, products = 0, 0, []
     for step in steps:

@@ -107,8 +107,8 @@ class Program:
             if tensor.is_neg():  # its memory holds the negated numbers
                 tensor = tensor.resolve_neg()
                 views.append(tensor)
-            if rows:
-                tensor = as_map(tensor)
+            if rows or len(shape) == 3:
+                tensor = as_map(tensor, rows)
                 views.append(tensor)
             _set_external(external[number], tensor, address_of(tensor, WHERE))
         outputs = []
@@ -117,8 +117,8 @@ class Program:
             outputs.append(tensor)
             if type(tensor) is not Tensor or not tensor.data_ptr():  # a mode of torch replaces new tensors
                 raise InputMismatch
-            if rows:
-                tensor = as_map(tensor)
+            if rows or len(size) == 3:
+                tensor = as_map(tensor, rows)
             _set_external(external[number], tensor, tensor.data_ptr())
         return views, outputs
 

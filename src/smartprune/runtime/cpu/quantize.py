@@ -24,7 +24,7 @@ from .instruction_sets import InstructionSet
 LEVELS, WEIGHT_LEVELS = 255, 127
 TAPS = 4  # neighbouring pixels that one instruction multiplies in a depthwise convolution
 MOST_INPUTS = (2**31 - 1) // (LEVELS * WEIGHT_LEVELS)  # products that a 32-bit sum holds
-SAME_SCALE = ("max_pool", "upsample", "cat", "alias")  # steps that copy numbers, so inputs and output share a scale
+SAME_SCALE = ("max_pool", "upsample", "cat", "alias", "gather")  # steps that copy numbers, so inputs and output share a scale
 
 Range = tuple[float, float]
 

@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,9 @@ TORCH_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {  # the kernel does 
     "hardswish": F.hardswish,
     "hardsigmoid": F.hardsigmoid,
     "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "tanh": torch.tanh,
+    "mish": F.mish,
 }
 
 
@@ -237,4 +241,6 @@ def activate(x: Tensor, activation: Activation) -> Tensor:
         return F.silu(x)
     if activation.name == "leaky":
         return F.leaky_relu(x, activation.slope)
+    if activation.name == "elu":
+        return F.elu(x, activation.slope)
     return TORCH_ACTIVATIONS[activation.name](x)

@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 from ...errors import SmartpruneError
 from ..lower import lower
 from ..lower.fuse import fuse
+from ..lower.one_dimension import maps_of_three_axes
 from ..lower.steps import Shape, Step
 from ..module import Options, clone_tensors, inference_copy
 from ..trace.inplace import UnsafeInPlace
@@ -107,11 +108,15 @@ def convert(
 def _layers_of(traced: fx.GraphModule, shapes: Mapping[fx.Node, Shape]) -> tuple[dict[fx.Node, Step], set[fx.Node]]:
     """The steps that become layers, and the nodes that are still needed besides what they absorb."""
     modules = dict(traced.named_modules())
-    steps = lower(traced, shapes)
+    steps, sequences = lower(traced, shapes), maps_of_three_axes(traced.graph, modules, shapes)
     for node in traced.graph.nodes:
         module = modules.get(str(node.target)) if node.op == "call_module" else None
         squeezes = node.target == "squeeze" and len(node.args) == 1  # with one image it removes the batch axis too
-        if node in steps and (squeezes or (isinstance(module, nn.Conv2d) and _is_unsupported(module, steps[node]))):
+        if node in steps and (
+            squeezes
+            or sequences.intersection((node, *steps[node].inputs))
+            or (isinstance(module, nn.Conv2d) and _is_unsupported(module, steps[node]))
+        ):
             del steps[node]
     kept = {node for node in steps if any(user not in steps for user in node.users)}
     layers = {step.node: step for step in fuse(list(steps.values()), kept) if step.kind in ("conv", "depthwise")}

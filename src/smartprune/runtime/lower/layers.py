@@ -9,21 +9,22 @@ import torch
 from torch import fx, nn
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 
-from .context import Context, numpy, pair, window
+from .context import Context, numpy, on_rows, pair, window
 from .steps import Step
 
 
-def convolution(context: Context, node: fx.Node, module: nn.Conv2d, x: fx.Node) -> Step | None:
+def convolution(context: Context, node: fx.Node, module: nn.Conv1d | nn.Conv2d, x: fx.Node) -> Step | None:
     if not context.is_spatial(x) or module.padding_mode != "zeros":
         return None
-    (kh, kw), (dh, dw) = pair(module.kernel_size), pair(module.dilation)
+    kernel, stride, dilation = on_rows(module.kernel_size), on_rows(module.stride), on_rows(module.dilation)
+    (kh, kw), (dh, dw) = pair(kernel), pair(dilation)
     padding: Any = module.padding
     if padding == "same":  # torch pads an odd one at the end, where the margin is as wide as needed
         padding = dh * (kh - 1) // 2, dw * (kw - 1) // 2
     elif padding == "valid":
         padding = 0
-    area = window(module.kernel_size, module.stride, padding, module.dilation)
-    weight = numpy(module.weight)
+    area = window(kernel, stride, on_rows(padding, 0), dilation)
+    weight = numpy(module.weight).reshape(module.out_channels, -1, kh, kw)
     bias = numpy(module.bias) if module.bias is not None else np.zeros(module.out_channels, np.float32)
     if module.groups == module.in_channels == module.out_channels and module.groups > 1:
         return Step("depthwise", node, [x], weight=weight[:, 0], bias=bias, window=area)

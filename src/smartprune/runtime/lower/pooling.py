@@ -8,8 +8,16 @@ from typing import Any
 import numpy as np
 from torch import fx, nn
 
-from .context import Context, window
-from .steps import Step
+from .context import Context, on_rows, window
+from .steps import Shape, Step
+
+
+def _on_axes(context: Context, x: fx.Node, *settings: Any) -> list[Any]:
+    """Kernel, stride, padding and dilation of a pooling; those of sequences for maps with one row."""
+    if x not in context.maps:
+        return list(settings)
+    pairs = (value if isinstance(value, (tuple, list)) else (value,) for value in settings)
+    return [on_rows(value, int(place != 2)) for place, value in enumerate(pairs)]
 
 
 def max_pool(
@@ -25,11 +33,11 @@ def max_pool(
 ) -> Step | None:
     if return_indices or not context.is_spatial(x):
         return None
-    area = window(kernel_size, kernel_size if stride is None else stride, padding, dilation)
+    area = window(*_on_axes(context, x, kernel_size, kernel_size if stride is None else stride, padding, dilation))
     return Step("max_pool", node, [x], window=area)
 
 
-def max_pool_module(context: Context, node: fx.Node, m: nn.MaxPool2d, x: fx.Node) -> Step | None:
+def max_pool_module(context: Context, node: fx.Node, m: nn.MaxPool1d | nn.MaxPool2d, x: fx.Node) -> Step | None:
     return max_pool(context, node, x, m.kernel_size, m.stride, m.padding, m.dilation, m.ceil_mode, m.return_indices)
 
 
@@ -46,8 +54,12 @@ def average_pool(
 ) -> Step | None:
     if not context.is_spatial(x):
         return None
-    area = window(kernel_size, kernel_size if stride is None else stride, padding)
+    area = window(*_on_axes(context, x, kernel_size, kernel_size if stride is None else stride, padding))
     return Step("average_pool", node, [x], window=area | {"flag": int(count_include_pad), "argument": divisor_override or 0})
+
+
+def average_pool_of_sequences(context: Context, node: fx.Node, m: nn.AvgPool1d, x: fx.Node) -> Step | None:
+    return average_pool(context, node, x, m.kernel_size, m.stride, m.padding, m.ceil_mode, m.count_include_pad)
 
 
 def average_pool_module(context: Context, node: fx.Node, m: nn.AvgPool2d, x: fx.Node) -> Step | None:
@@ -58,16 +70,46 @@ def adaptive_average_pool(context: Context, node: fx.Node, x: fx.Node, output_si
     out, shape = context.shape(node), context.shape(x)
     if not context.is_spatial(x) or out is None or shape is None:
         return None
-    if out[2:] == (1, 1):
-        return Step("mean", node, [x])
-    if shape[2] % out[2] or shape[3] % out[3]:  # windows of unequal size
+    size = _equal_windows(shape, out)
+    if size is None:
         return None
-    size = shape[2] // out[2], shape[3] // out[3]
+    if max(out[2:]) == 1:
+        return Step("mean", node, [x])
     return Step("average_pool", node, [x], window=window(size, size) | {"flag": 1, "argument": 0})
 
 
+def adaptive_max_pool(
+    context: Context, node: fx.Node, x: fx.Node, output_size: Any = None, return_indices: bool = False
+) -> Step | None:
+    if return_indices:
+        return None
+    out, shape = context.shape(node), context.shape(x)
+    size = None if not context.is_spatial(x) or out is None or shape is None else _equal_windows(shape, out)
+    return None if size is None else Step("max_pool", node, [x], window=window(size, size))
+
+
+def _equal_windows(shape: Shape, out: Shape) -> tuple[int, int] | None:
+    """The size of the windows of an adaptive pooling; None if they differ in size."""
+    (*_, h, w), (*_, oh, ow) = (axes if len(axes) == 4 else (*axes[:2], 1, axes[2]) for axes in (shape, out))
+    return None if h % oh or w % ow else (h // oh, w // ow)
+
+
+def largest(context: Context, node: fx.Node, x: fx.Node, dim: Any = (), keepdim: bool = False) -> Step | None:
+    shape = context.shape(x)
+    if shape is None or not context.is_spatial(x) or not _are_pixels(shape, dim):
+        return None
+    size = (1, *shape[2:])[-2:]
+    return Step("max_pool", node, [x], window=window(size, size))
+
+
+def _are_pixels(shape: Shape, dim: Any) -> bool:
+    axes = dim if isinstance(dim, (tuple, list)) else [dim]
+    return all(isinstance(d, int) for d in axes) and sorted(d % len(shape) for d in axes) == list(range(2, len(shape)))
+
+
 def mean(context: Context, node: fx.Node, x: fx.Node, dim: Any = None, keepdim: bool = False) -> Step | None:
-    if not context.is_spatial(x) or not isinstance(dim, (tuple, list)) or sorted(d % 4 for d in dim) != [2, 3]:
+    shape = context.shape(x)
+    if shape is None or not context.is_spatial(x) or not _are_pixels(shape, dim):
         return None
     return Step("mean", node, [x])
 
@@ -84,7 +126,14 @@ def upsample(
     antialias: bool = False,
 ) -> Step | None:
     shape, out = context.shape(x), context.shape(node)
-    if antialias or mode not in ("nearest", "bilinear") or not context.is_spatial(x) or shape is None or out is None:
+    if (
+        antialias
+        or mode not in ("nearest", "bilinear")
+        or not context.is_spatial(x)
+        or shape is None
+        or out is None
+        or len(shape) < 4
+    ):
         return None
     (h, w), (oh, ow) = shape[2:], out[2:]
     factors: Sequence[float] = (oh / h, ow / w)

@@ -44,7 +44,13 @@ class Step:
     addition: str = "none"  # the last input is added "before" or "after" the activation
     broadcast: bool = False  # the second of two inputs has one value per channel
     window: dict[str, int] = field(default_factory=dict)
+    index: Array | None = None  # of a gather: the position of every number among those of the input, -1 for zero
     layer: str = ""  # the module of the network whose weight it has
+
+    @property
+    def rows_values(self) -> list[fx.Node]:
+        """The values that are stored as rows, among the result and the inputs. A gather reads values of both kinds."""
+        return [] if not self.rows else [self.node] if self.kind == "gather" else [self.node, *self.inputs]
 
     @property
     def is_foldable(self) -> bool:

@@ -249,6 +249,76 @@ static void shift(const Op *op, int item) {
     }
 }
 
+/* Moves numbers: a position in x is the sum over the axes of y, or with `flag` a number in one table. Where one is negative, y is
+   zero. */
+static void gather(const Op *op, int item) {
+  const Tensor X = op->x, Y = op->y, *x = &X, *y = &Y; /* local copies, see import */
+  const int32_t *all = op->x_start + (int64_t)item * y->height * y->width * LANES, none[LANES] = {0};
+  const int32_t image = op->flag ? 0 : op->x_start[item / y->blocks];
+  const int32_t *channel = op->flag ? none : op->y_start + item % y->blocks * LANES;
+  for (int h = 0; h < y->height; h++)
+    for (int w = 0; w < y->width; w++) {
+      const int64_t to = origin(y, item) + h * y->row + (int64_t)w * LANES;
+      const int32_t row = op->flag ? 0 : op->z_start[h], column = op->flag ? 0 : op->run[w];
+      for (int l = 0; l < LANES; l++) {
+        const int32_t rest = op->flag ? all[((int64_t)h * y->width + w) * LANES + l] : 0;
+        const int zero = (image | channel[l] | row | column | rest) < 0;
+        const int64_t from = zero ? 0 : (int64_t)image + channel[l] + row + column + rest;
+        if (x->type == FLOAT32) ((float *)y->data)[to + l] = zero ? 0.0f : ((const float *)x->data)[from];
+        else if (x->type == FLOAT16) ((half *)y->data)[to + l] = zero ? 0 : ((const half *)x->data)[from];
+        else ((quantum *)y->data)[to + l] = zero ? (quantum)y->zero : ((const quantum *)x->data)[from];
+      }
+    }
+}
+
+/* Sums of a block's channels, without those beyond the last. */
+INLINE float sum_of(vfloat v, int real) {
+  float total = 0.0f;
+  for (int l = 0; l < LANES && l < real; l++) total += v[l];
+  return total;
+}
+
+/* Softmax over the channels of every pixel. An item is one image. */
+static void softmax(const Op *op, int item) {
+  const Tensor X = op->x, Y = op->y, *x = &X, *y = &Y; /* local copies, see import */
+  for (int h = 0; h < y->height; h++)
+    for (int w = 0; w < y->width; w++) {
+      const int64_t from = item * x->image + h * x->row + (int64_t)w * LANES, to = item * y->image + h * y->row + (int64_t)w * LANES;
+      float largest = -INFINITY, total = 0.0f;
+      for (int b = 0; b < x->blocks; b++) {
+        const vfloat v = load(x, from + b * x->plane);
+        for (int l = 0; l < LANES && l < x->channels - b * LANES; l++) largest = v[l] > largest ? v[l] : largest;
+      }
+      for (int b = 0; b < x->blocks; b++) total += sum_of(exponential(load(x, from + b * x->plane) - largest), x->channels - b * LANES);
+      const float shift = op->flag ? largest + logf(total) : largest, scale = 1.0f / total;
+      for (int b = 0; b < x->blocks; b++) {
+        const vfloat v = load(x, from + b * x->plane) - shift;
+        save(y, to + b * y->plane, op->flag ? v : exponential(v) * scale);
+      }
+    }
+}
+
+/* Normalizes the channels of every pixel; scale and bias have one number per channel. An item is one image. */
+static void layer_norm(const Op *op, int item) {
+  const Tensor X = op->x, Y = op->y, *x = &X, *y = &Y; /* local copies, see import */
+  for (int h = 0; h < y->height; h++)
+    for (int w = 0; w < y->width; w++) {
+      const int64_t from = item * x->image + h * x->row + (int64_t)w * LANES, to = item * y->image + h * y->row + (int64_t)w * LANES;
+      float total = 0.0f, squares = 0.0f;
+      for (int b = 0; b < x->blocks; b++) total += sum_of(load(x, from + b * x->plane), x->channels - b * LANES);
+      const float center = total / (float)x->channels;
+      for (int b = 0; b < x->blocks; b++) {
+        const vfloat v = load(x, from + b * x->plane) - center;
+        squares += sum_of(v * v, x->channels - b * LANES);
+      }
+      const float factor = 1.0f / sqrtf(squares / (float)x->channels + op->slope);
+      for (int b = 0; b < x->blocks; b++) {
+        const vfloat scale = *(const vfloat_u *)(op->scale + b * LANES), bias = *(const vfloat_u *)(op->bias + b * LANES);
+        save(y, to + b * y->plane, (load(x, from + b * x->plane) - center) * factor * scale + bias);
+      }
+    }
+}
+
 LOCAL void sp_work(const Op *op, int item, const External *external) {
 #define RUN(kind, call) \
   case kind:            \
@@ -270,5 +340,8 @@ LOCAL void sp_work(const Op *op, int item, const External *external) {
     RUN(SHIFT, shift(op, item))
     RUN(UPSAMPLE, upsample(op, item))
     RUN(BILINEAR, bilinear(op, item))
+    RUN(GATHER, gather(op, item))
+    RUN(SOFTMAX, softmax(op, item))
+    RUN(LAYER_NORM, layer_norm(op, item))
   }
 }

@@ -17,6 +17,7 @@
    A network that is exported as C contains these sources in one file (see c_source/kernels.py). It also defines:
    LOCAL          static, so that no name leaves the file
    USES           which operations there are: USES(operation)
+   APPLIES        which activations there are: APPLIES(activation)
    TILES          the tiles of conv.c that there are */
 #ifndef SMARTPRUNE_RUNTIME_H
 #define SMARTPRUNE_RUNTIME_H
@@ -29,6 +30,9 @@
 #endif
 #ifndef USES
 #define USES(operation) 1
+#endif
+#ifndef APPLIES
+#define APPLIES(activation) 1
 #endif
 
 /* int8 arithmetic multiplies words of quantized activations. A quantized activation has one of 256 values. It takes
@@ -47,8 +51,9 @@ typedef uint16_t half; /* the bits of a float16 number: not all compilers have a
 /* Python refers to these by name. pool.c exports the names, and Python compares them with its own when it loads the library. */
 #define OPERATIONS(X)                                                                                                  \
   X(IMPORT) X(EXPORT) X(CONV) X(DEPTHWISE) X(MAX_POOL) X(AVERAGE_POOL) X(MEAN) X(UNARY) X(AFFINE) X(ADD) X(MULTIPLY)   \
-  X(COPY) X(SHIFT) X(UPSAMPLE) X(BILINEAR)
-#define ACTIVATIONS(X) X(CLAMP) X(SILU) X(SIGMOID) X(HARDSWISH) X(HARDSIGMOID) X(LEAKY) X(GELU)
+  X(COPY) X(SHIFT) X(UPSAMPLE) X(BILINEAR) X(GATHER) X(SOFTMAX) X(LAYER_NORM)
+#define ACTIVATIONS(X) X(CLAMP) X(SILU) X(SIGMOID) X(HARDSWISH) X(HARDSIGMOID) X(LEAKY) X(GELU)      \
+  X(TANH) X(ELU) X(GELU_TANH) X(MISH)
 #define ADDITIONS(X) X(ADD_NONE) X(ADD_BEFORE) X(ADD_AFTER) /* add a second operand before or after the activation */
 #define TYPES(X) X(FLOAT32) X(QUANTUM) X(FLOAT16)
 
@@ -67,7 +72,7 @@ typedef struct {
 
 typedef struct {
   int32_t kind, activation, addition, items;
-  float low, high, slope; /* bounds of a clamp; slope of a leaky ReLU */
+  float low, high, slope; /* bounds of a clamp; slope of a leaky ReLU or an ELU; what a layer norm adds to the variance */
   int32_t inner;          /* words per entry of a convolution, or per row of a depthwise kernel (0: weights are floats) */
   Tensor x, y, z;
   /* Convolution: groups of output channels, each with its entries; chunks of runs of equal tiles. */
@@ -80,9 +85,12 @@ typedef struct {
   const int32_t *run;          /* [runs][3] kernel, first segment, number of tiles */
   const int32_t *chunk_start;  /* [chunks + 1] first run of every chunk */
   const int32_t *x_start, *y_start, *z_start; /* [segments] first pixel of a segment in x, y and z */
+  /* Gather: x_start, y_start, z_start and run have the position in x for every image, channel, row and column of y, or
+     x_start has all positions. */
   /* Windows of pooling and of depthwise convolutions. */
   int32_t kh, kw, sh, sw, ph, pw, dh, dw;
-  int32_t flag;     /* average pool: count padding; bilinear: align corners */
+  int32_t flag;     /* average pool: count padding; bilinear: align corners; softmax: logarithm;
+                       gather: one table */
   int32_t argument; /* import, export: number of the external tensor; average pool: divisor; shift: first channel */
 } Op;
 
@@ -101,8 +109,8 @@ typedef struct {
 
 typedef void (*Kernel)(const Op *op, int group, int segment, int tiles); /* by its index from sp_kernel_... of conv.c */
 
-/* Computes one item of an operation. For all operations but convolutions and shifts, an item is one block of 16 channels of
-   one image. */
+/* Computes one item of an operation. An item is one block of 16 channels of one image, except of convolutions. Shifts,
+   softmax and layer norms need all channels, so an item is one image. */
 LOCAL void sp_work(const Op *op, int item, const External *external);
 
 /* Applies the activation and the addition to results in memory, for activations that the kernels do not compute in registers. */

@@ -27,18 +27,36 @@ INLINE vfloat exponential(vfloat v) {
   return p * (vfloat)((__builtin_convertvector(n, vint) + 127) << 23);
 }
 
+INLINE vfloat gelu(vfloat v) {
+  for (int l = 0; l < LANES; l++) v[l] = 0.5f * v[l] * (1.0f + erff(v[l] * 0.70710678f));
+  return v;
+}
+
+/* v tanh(log(1 + e^v)), with tanh(log(1 + e)) = (e^2 + 2e) / (e^2 + 2e + 2) */
+INLINE vfloat mish(vfloat v) {
+  const vfloat e = exponential(at_most(all(20.0f), v)), n = e * (e + 2.0f);
+  return v * (n / (n + 2.0f));
+}
+
 INLINE vfloat activated(const Op *op, vfloat v) {
+#define RETURN(kind, value)          \
+  case kind:                         \
+    if (APPLIES(kind)) return value; \
+    break;
   switch (op->activation) {
-    case SILU: return v / (1.0f + exponential(-v));
-    case SIGMOID: return 1.0f / (1.0f + exponential(-v));
-    case HARDSWISH: return v * clamp(v + 3.0f, 0.0f, 6.0f) * (1.0f / 6.0f);
-    case HARDSIGMOID: return clamp(v + 3.0f, 0.0f, 6.0f) * (1.0f / 6.0f);
-    case LEAKY: return choose(v < 0.0f, v * op->slope, v);
-    case GELU:
-      for (int l = 0; l < LANES; l++) v[l] = 0.5f * v[l] * (1.0f + erff(v[l] * 0.70710678f));
-      return v;
-    default: return clamp(v, op->low, op->high);
+    RETURN(SILU, v / (1.0f + exponential(-v)))
+    RETURN(SIGMOID, 1.0f / (1.0f + exponential(-v)))
+    RETURN(HARDSWISH, v * clamp(v + 3.0f, 0.0f, 6.0f) * (1.0f / 6.0f))
+    RETURN(HARDSIGMOID, clamp(v + 3.0f, 0.0f, 6.0f) * (1.0f / 6.0f))
+    RETURN(LEAKY, choose(v < 0.0f, v * op->slope, v))
+    RETURN(GELU, gelu(v))
+    RETURN(TANH, 1.0f - 2.0f / (1.0f + exponential(2.0f * v)))
+    RETURN(ELU, choose(v < 0.0f, (exponential(v) - 1.0f) * op->slope, v))
+    RETURN(GELU_TANH, v / (1.0f + exponential(-1.5957691f * (v + 0.044715f * v * v * v))))
+    RETURN(MISH, mish(v))
   }
+  return clamp(v, op->low, op->high);
+#undef RETURN
 }
 
 /* Compilers split a generic conversion of vectors into scalar ones, hence these primitives. */
