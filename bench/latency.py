@@ -1,6 +1,6 @@
 """Does a network that was pruned to a time take that time, and does it lose less than one pruned to a number of blocks?
 
-python bench/latency.py [--models resnet18 ...] [--shares 0.5 0.75] [--digits 0.4 0.6] [--record NAME --note TEXT]
+python bench/latency.py [--models resnet18 ...] [--shares 0.5 0.75] [--digits 0.4 0.6 --seeds 0 1] [--record NAME --note TEXT]
 
 For every network and share, smartprune.latency times the runtime, and its table chooses a mask. Then the dense and the pruned
 networks take turns, in rounds. A run is the fastest of at least five calls in 10 ms, in processor time on one thread, so that
@@ -14,8 +14,11 @@ Blocks are ranked by the squares of their weights, without any training: as they
 picosecond that the latency budget says they cost. Both masks are cut where the table puts the same time. Weights are random, with
 one scale for each output channel, and batch norms are random; the error of the outputs is relative, on noise.
 
---digits 0.4 0.6 also prunes a small trained network without further training (smartprune.prune) to these shares of the time, and
-to the number of blocks that the table puts at the same time, and compares the accuracy.
+--digits 0.4 0.6 also prunes small trained networks, one for every seed, without further training (smartprune.prune) to these
+shares of the time, and to the number of blocks that the table puts at the same time. It compares the accuracy and the measured
+times.
+
+This records all of it: python bench/latency.py --digits 0.4 0.6 0.75 --record latency-cpu --note TEXT
 """
 
 from __future__ import annotations
@@ -43,7 +46,7 @@ ROOT = Path(__file__).parents[1]
 SIDES = {"resnet18": 32, "mobilenetv2": 32, "resnet50": 64}
 BLOCK = (16, 8)
 CALLS, TURN_MS = 5, 10  # of a network in each round, at least
-HALVINGS = 6
+HALVINGS = 8
 
 
 def network(name: str) -> nn.Module:
@@ -184,17 +187,17 @@ def digits(seed: int) -> tuple[nn.Module, Tensor, Tensor]:
     return model.eval(), x, y
 
 
-def accuracies(shares: Sequence[float], seeds: Sequence[int]) -> list[dict[str, Any]]:
+def accuracies(shares: Sequence[float], seeds: Sequence[int], rounds: int) -> list[dict[str, Any]]:
     """Accuracy after smartprune.prune with a budget in time, and with the budget in blocks that the table puts at the same time."""
     values: dict[tuple[str, float, str], list[float]] = {}
     for seed in seeds:
-        for method, share, metric, value in _accuracies(shares, seed):
+        for method, share, metric, value in _accuracies(shares, seed, rounds):
             values.setdefault((method, share, metric), []).append(value)
             print(f"seed {seed}: {method} {share}: {metric} {value:.2f}", file=sys.stderr, flush=True)
     return [row(f"six convolutions on digits: {method}", share, metric, v) for (method, share, metric), v in values.items()]
 
 
-def _accuracies(shares: Sequence[float], seed: int) -> Iterator[tuple[str, float, str, float]]:
+def _accuracies(shares: Sequence[float], seed: int, rounds: int) -> Iterator[tuple[str, float, str, float]]:
     """Method, share, metric and value, for one trained network."""
     model, x, y = digits(seed)
 
@@ -213,7 +216,11 @@ def _accuracies(shares: Sequence[float], seed: int) -> Iterator[tuple[str, float
     yield "dense", 0.0, "accuracy, %", accuracy(model)
     for share in shares:
         budget = sp.latency(share, example=x[:1], table=table)
-        exact = sp.plan(model, BLOCK, budget=budget).exact
+        try:
+            exact = sp.plan(model, BLOCK, budget=budget).require().exact
+        except sp.SmartpruneError as error:
+            print(f"seed {seed}: {share}: {error}", file=sys.stderr, flush=True)
+            continue
         assert exact is not None
         low, high, by_blocks = 0.0, 1.0, None
         for _ in range(HALVINGS):
@@ -224,9 +231,12 @@ def _accuracies(shares: Sequence[float], seed: int) -> Iterator[tuple[str, float
             else:
                 low = middle
         assert by_blocks is not None
-        for method, (network_, mask) in (("latency budget", prune(budget)), ("blocks budget", by_blocks)):
+        pruned_models = {"latency budget": prune(budget), "blocks budget": by_blocks}
+        *times, dense = times_of([*(network_ for network_, _ in pruned_models.values()), model], x[:1], rounds)
+        for (method, (network_, mask)), values in zip(pruned_models.items(), times, strict=True):
             yield method, share, "accuracy, %", accuracy(network_)
             yield method, share, "blocks left, %", 100 * float(mask.double().mean())
+            yield method, share, "share of dense, %", 100 * statistics.median(a / b for a, b in zip(values, dense, strict=True))
 
 
 def main() -> None:
@@ -234,7 +244,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", default=list(SIDES))
     parser.add_argument("--shares", nargs="+", type=float, default=[0.5, 0.75])
     parser.add_argument("--digits", nargs="*", type=float, default=[], help="shares of time for the trained network")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="of the trained networks")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4], help="of the trained networks")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--record", help="name of a folder of records/")
     parser.add_argument("--note", default="", help="what the record does not show")
@@ -242,7 +252,7 @@ def main() -> None:
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
     jobs = [*((lambda name=name: measure(name, args.shares, args.rounds)) for name in args.models)]
-    for job in [*jobs, *([lambda: accuracies(args.digits, args.seeds)] if args.digits else [])]:
+    for job in [*jobs, *([lambda: accuracies(args.digits, args.seeds, args.rounds)] if args.digits else [])]:
         rows += job()
     if args.record is None:
         print(json.dumps(rows, indent=1))
@@ -250,6 +260,7 @@ def main() -> None:
     machine = {"device": machine_name(), "threads": 1, "torch": torch.__version__, "python": platform.python_version()}
     settings = {key: value for key, value in vars(args).items() if key not in ("record", "note")} | machine
     words = " ".join(["--models", *args.models, "--shares", *map(str, args.shares), "--digits", *map(str, args.digits)])
+    words += " ".join([" --seeds", *map(str, args.seeds), "--rounds", str(args.rounds)])
     on = ", ".join(f"{key} {value}" for key, value in machine.items())
     save_record(ROOT / "records" / args.record, {"rows": rows}, settings, args.note, [f"python bench/latency.py {words}"], [on])
 

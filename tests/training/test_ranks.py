@@ -12,24 +12,31 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
 from helpers.killed_ranks import Job, modified
+from helpers.latency_tables import table_of
 from helpers.run_two_ranks import ALL_OPTIONS, job_config, train_until_stopped
 from helpers.task_folders import SETTINGS, folder
-from helpers.training_jobs import EXACT_FILES, assert_same_run, environment, metric_rows
+from helpers.training_jobs import EXACT_FILES, assert_same_run, environment, metric_rows, small_config
 from smartprune import SmartpruneError
 from smartprune.artifacts.receipt import Receipt
+from smartprune.core.layers import Layer
+from smartprune.runtime import latency
+from smartprune.runtime.latency_table import LatencyTable
 from smartprune.tasks import TASKS
 from smartprune.training import ranks
 from smartprune.training.config import configure, make_task
 from smartprune.training.folder import write_checkpoint
 from smartprune.training.result import Result
+from smartprune.training.run import attach_pruner
 from smartprune.training.train import resume, train
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
@@ -305,6 +312,34 @@ def test_functions_work_for_a_single_process() -> None:
     assert ranks.gather(3) == [3]
     assert ranks.on_first(lambda: 4) == 4
     ranks.require_equal("it", "abc")
+
+
+def test_only_rank_0_measures_a_budget_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks would measure different times, and write them to the same file."""
+    running, measured, results = [0], [], []
+
+    def measure(model: nn.Module, layers: Sequence[Layer], example: Any, threads: int) -> LatencyTable:
+        measured.append(running[0])
+        return table_of(layers, len(measured), example)
+
+    def on_first(work: Callable[[], Any]) -> Any:  # rank 1 waits until rank 0 is done
+        if not results:
+            rank, running[0] = running[0], 0
+            results.append(work())
+            running[0] = rank
+        return results[0]
+
+    monkeypatch.setattr(latency, "measure_latency", measure)
+    monkeypatch.setattr(ranks, "world_size", lambda: 2)
+    monkeypatch.setattr(ranks, "on_first", on_first)
+    config = small_config(tmp_path / "run", sparsity=None, budget="latency=0.4")
+    task = make_task(config.task, config.task_settings)
+    (tmp_path / "run").mkdir()
+    bounds = []
+    for running[0] in (1, 0):
+        bounds.append(attach_pruner(task.model(config.model), config, task, 4, tmp_path / "run").plan.bound)
+    assert measured == [0]
+    assert bounds[0] == bounds[1]
 
 
 def test_different_digests_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

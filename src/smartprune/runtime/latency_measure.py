@@ -90,7 +90,7 @@ def _like_budgets(layers: Sequence[Layer], curves: Sequence[Curve], squares: Seq
     sizes = tuple(layer.grid.sizes().cpu() for layer in layers)
     square, size, counts = torch.cat(list(squares)), torch.cat(sizes), [layer.n for layer in layers]
     least, most = (sum(curve.ps[i] for curve in curves) for i in (0, -1))
-    out = []
+    out: list[tuple[Mask, Mask]] = []
     for part in TIMES:
         limit = least + math.floor(part * (most - least))
         time_of = NetworkTime(sizes, tuple(curves), Curve((0, most), (0, most)), limit)

@@ -20,6 +20,7 @@ from ..core import sharding
 from ..errors import SmartpruneError
 from ..files import parse_json
 from ..pruning.attach import attach
+from ..pruning.plan import plan
 from ..pruning.pruner import Pruner
 from ..run_files import STAGES
 from ..tasks import Data, Task
@@ -258,19 +259,14 @@ def attach_pruner(model: nn.Module, config: Config, task: Task, steps: int, fold
     example = task.example().to(parameter.device)
     name, share = config.budget_share
     table = config.cost_table
-    if table is None and folder is not None and "measured" in budget_fields(name):
+    layers: dict[str, Any] = {"floor": config.floor, "include": config.include, "skip": config.skip, "example": example}
+    is_measured = folder is not None and "measured" in budget_fields(name)
+    if table is None and folder is not None and is_measured:
         table = str(folder / run_files.LATENCY)
-    return attach(
-        model,
-        make_method(config.method, config.settings),
-        block=config.block,
-        budget=make_budget(name, share, example, config.npu, table),
-        floor=config.floor,
-        include=config.include,
-        skip=config.skip,
-        example=example,
-        steps=steps,
-    )
+    budget = make_budget(name, share, example, config.npu, table)
+    if is_measured and ranks.world_size() > 1:  # two ranks would measure different times: rank 0 writes the file first
+        ranks.on_first(lambda: bool(plan(model, config.block, budget=budget, **layers).n))
+    return attach(model, make_method(config.method, config.settings), block=config.block, budget=budget, steps=steps, **layers)
 
 
 def save_checkpoint(run: Run) -> None:

@@ -205,11 +205,12 @@ class Emitter:
             if data.size + ALIGN > self.free.size:
                 self.free = self._new_array(CHUNK)
             free = self.free
-        start = -free.ctypes.data % ALIGN
+        address = int(free.ctypes.data)
+        start = -address % ALIGN
         free[start : start + data.size] = data
         if free is self.free:
             self.free = free[start + max(data.size, ALIGN) :]  # no two weights have the same address, even if one is empty
-        return int(free.ctypes.data) + start
+        return address + start
 
     def _new_array(self, size: int) -> Any:
         array = np.empty(size, np.uint8)
