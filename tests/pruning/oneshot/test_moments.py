@@ -118,6 +118,15 @@ def test_sensitivities_are_squared_gradients_of_the_sampled_loss(frozen: bool) -
         assert torch.allclose(a.float(), b, rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.parametrize("scale", [1.0, 1e-30, 1e30])
+@pytest.mark.parametrize(("shape", "axis"), [((3, 4, 5, 6), 1), ((7, 3, 5), -1), ((4,), 0), ((0, 3), 1), ((4, 2, 3), -3)])
+def test_sums_of_squares_are_those_of_numpy(shape: tuple[int, ...], axis: int, scale: float) -> None:
+    values = scale * torch.randn(shape)
+    expected = np.moveaxis(np.square(values.double().numpy()), axis, 0).reshape(shape[axis], -1).sum(1)
+    assert np.allclose(moments._sums_of_squares(values, axis), expected, rtol=1e-5, atol=0)
+    assert not moments._sums_of_squares(torch.zeros(shape), axis).any()
+
+
 def test_outputs_that_are_not_classes_are_projected() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(2, 4, 1), nn.Conv2d(4, 2, 1))

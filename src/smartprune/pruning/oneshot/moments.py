@@ -296,7 +296,7 @@ def _add_gradients(model: nn.Module, layers: Sequence[Layer], batch: Any, totals
         if out.requires_grad:
 
             def add(grad: Tensor) -> None:
-                total.add_(grad.detach().double().square().movedim(use.axis, -1).flatten(0, -2).sum(0).view_as(total))
+                total.add_(_sums_of_squares(grad.detach(), use.axis).view_as(total))
 
             out.register_hook(add)
         return out
@@ -306,6 +306,16 @@ def _add_gradients(model: nn.Module, layers: Sequence[Layer], batch: Any, totals
         loss = sampled_loss(out, generator)
         if loss is not None and probes and loss.requires_grad:
             torch.autograd.grad(loss, probes, allow_unused=True)
+
+
+def _sums_of_squares(values: Tensor, axis: int) -> Tensor:
+    """The sum of the squares over all other axes, float64. Squares are taken in units of the largest value."""
+    values = values if values.dtype == torch.float64 else values.float()
+    unit = torch.linalg.vector_norm(values, torch.inf) if values.numel() else values.new_ones(())
+    unit = torch.where(unit == 0, 1.0, unit)
+    others = [other for other in range(values.dim()) if other != axis % values.dim()]
+    squares = (values / unit).square_()
+    return (squares.sum(others) if others else squares).double() * unit.double().square()
 
 
 def sampled_loss(out: Any, generator: torch.Generator) -> Tensor | None:
