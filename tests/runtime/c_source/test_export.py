@@ -205,3 +205,34 @@ def test_errors_name_what_is_wrong(tmp_path: Path) -> None:
         with pytest.raises(sp.SmartpruneError, match=message):
             sp.export_c(*arguments, **settings)
     assert not list(tmp_path.iterdir())
+
+
+def test_without_a_compiler_kernels_of_a_wheel_do_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The probe of a wheel, or one that was compiled before, says which instruction sets there are."""
+    monkeypatch.setattr(build, "supported_sets", lambda: {row.name: row for row in build.INSTRUCTION_SETS})
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    assert sp.export_c(nn.Conv2d(3, 4, 1), tmp_path / "net.c", torch.randn(1, 3, 4, 4)).compared is None
+    assert (tmp_path / "net.c").exists()
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"), [("no-such-compiler", "CC=no-such-compiler is not a program"), ("false", "failed")]
+)
+def test_a_wrong_compiler_is_an_error_of_the_export(
+    setting: str, message: str, tmp_path: Path, empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CC", setting)
+    with pytest.raises(sp.SmartpruneError, match=f"^export_c: .*{message}.*; no file was written$") as caught:
+        sp.export_c(nn.Conv2d(3, 4, 1), tmp_path / "net.c", torch.randn(1, 3, 4, 4))
+    assert "reference" not in str(caught.value)
+    assert not (tmp_path / "net.c").exists()
+
+
+def test_names_and_tolerances_that_cannot_work_are_errors(tmp_path: Path) -> None:
+    model, x = nn.Conv2d(3, 4, 1), torch.randn(1, 3, 4, 4)
+    with pytest.raises(sp.SmartpruneError, match=r"math\.h would hide <math\.h> of the system"):
+        sp.export_c(model, tmp_path / "math.c", x)
+    for tolerance in ("small", -1.0, float("nan"), True):
+        with pytest.raises(sp.SmartpruneError, match=r"tolerance=.* is not a number from 0 on"):
+            sp.export_c(model, tmp_path / "net.c", x, tolerance=tolerance)

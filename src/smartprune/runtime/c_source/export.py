@@ -21,11 +21,12 @@ from ..cpu import build
 from ..cpu.instruction_sets import INSTRUCTION_SETS, InstructionSet
 from ..fallback import original_of
 from ..module import Accelerated, inference_copy
-from .check import FLAGS, compile_and_load
+from .check import FLAGS, compile_and_load, for_export
 from .graph import WHERE, Graph, on_cpu
 from .network import Network
 
 SUFFIX = ".c"
+SYSTEM_HEADERS = ("arm_neon.h", "immintrin.h", "math.h", "stdint.h", "string.h")
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ def export_c(
         >>> exported.function
         'int net_run(const float *input, float *output)'
     """
-    isa = _check_arguments(model, target, receipt, int8, fp16, calibration)
+    isa = _check_arguments(model, target, receipt, int8, fp16, calibration, tolerance)
     dtype = "int8" if int8 else "float16" if fp16 else "float32"
     model = _without_kernels(model, dtype)
     file = as_path(path, f"{WHERE}: path")
@@ -142,6 +143,10 @@ def export_c(
             f"{WHERE}: {file} must be a C name that ends in {SUFFIX}, such as net.c: functions are named after it"
         )
     header = file.with_suffix(".h")
+    if header.name in SYSTEM_HEADERS:
+        raise SmartpruneError(
+            f"{WHERE}: {header} would hide <{header.name}> of the system, which the file includes; choose another name"
+        )
     for output in (file, header):
         check_writable(output)
     check_model(model, receipt, WHERE, "C")
@@ -218,11 +223,17 @@ def _compare(
     expected: Sequence[list[torch.Tensor]],
     tolerance: float,
 ) -> ExportedC:
-    """Runs the network on this machine: with the kernels of the target if it has them, else with portable ones."""
-    try:
+    """Runs the network on this machine: with the kernels of the target if it has them, else with portable ones.
+
+    Kernels that were compiled before, such as those of a wheel, do not replace the compiler.
+    """
+    if not os.environ.get("CC"):
+        try:
+            build.compiler()
+        except SmartpruneError:  # there is none; an error in $CC is raised below
+            return result
+    with for_export():
         supported = build.supported_sets()
-    except SmartpruneError:  # there is no compiler
-        return result
     if network.isa.name not in supported:
         network = graph.network(INSTRUCTION_SETS[0], dtype)
     shapes = [shape for _, shape in network.outputs]
@@ -234,7 +245,9 @@ def _compare(
     return replace(result, compared=network.isa.name, difference=difference, scale=scale)
 
 
-def _check_arguments(model: object, target: str, receipt: object, int8: bool, fp16: bool, calibration: object) -> InstructionSet:
+def _check_arguments(
+    model: object, target: str, receipt: object, int8: bool, fp16: bool, calibration: object, tolerance: object
+) -> InstructionSet:
     if not isinstance(model, nn.Module):
         raise SmartpruneError(f"{WHERE}: model is a {type(model).__name__}; give a torch.nn.Module")
     if receipt is not None and not isinstance(receipt, Receipt):
@@ -243,6 +256,8 @@ def _check_arguments(model: object, target: str, receipt: object, int8: bool, fp
         raise SmartpruneError(f"{WHERE}: int8=True and fp16=True exclude each other; give one of them")
     if int8 and calibration is None:
         raise SmartpruneError(f"{WHERE}: int8 needs calibration=, a few batches of real inputs, for the range of activations")
+    if tolerance is not None and (isinstance(tolerance, bool) or not isinstance(tolerance, (int, float)) or not tolerance >= 0):
+        raise SmartpruneError(f"{WHERE}: tolerance={tolerance!r} is not a number from 0 on, such as 1e-4")
     if not int8 and calibration is not None:
         raise SmartpruneError(f"{WHERE}: calibration= is for int8=True")
     for row in INSTRUCTION_SETS:

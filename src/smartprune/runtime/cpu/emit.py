@@ -206,7 +206,7 @@ class Emitter:
                 self.free = self._new_array(CHUNK)
             free = self.free
         address = int(free.ctypes.data)
-        start = -address % ALIGN
+        start: int = -address % ALIGN
         free[start : start + data.size] = data
         if free is self.free:
             self.free = free[start + max(data.size, ALIGN) :]  # no two weights have the same address, even if one is empty
