@@ -146,6 +146,14 @@ def test_reasons_name_every_layer_that_keeps_empty_channels() -> None:
     assert (layers[1].empty, layers[1].reason) == (2, "tied to channels of a that are in use")
 
 
+def test_the_report_counts_one_channel_in_the_singular() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.GroupNorm(1, 4), nn.Conv2d(4, 2, 1))
+    with torch.no_grad():
+        model[0].weight[1] = 0
+    text = str(sp.compaction(sp.compact(model, torch.randn(1, 3, 4, 4))))
+    assert "note       0: 1 empty channel stays: 1 normalizes over all of them" in text
+
+
 def test_a_model_without_empty_channels_gives_an_equal_copy() -> None:
     model, x = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2)), torch.randn(2, 4)
     small = sp.compact(model, x)

@@ -107,9 +107,10 @@ class Compaction:
         left = [layer for layer in self.layers if layer.empty]
         for layer in left[:MOST_REASONS]:
             name = text.escape(layer.weight.removesuffix(".weight"))
-            yield f"note       {name}: {layer.empty} empty channels stay: {text.escape(layer.reason)}"
+            channels = f"{text.counted(layer.empty, 'empty channel')} {'stays' if layer.empty == 1 else 'stay'}"
+            yield f"note       {name}: {channels}: {text.escape(layer.reason)}"
         if len(left) > MOST_REASONS:
-            yield f"note       {len(left) - MOST_REASONS} more layers keep empty channels"
+            yield f"note       {text.counted(len(left) - MOST_REASONS, 'more layer')} with empty channels"
         for line in self.stated:
             yield f"note       this code states a shape: {text.escape(line)}"
         if self.added:
@@ -144,6 +145,6 @@ def other_layers(graph: Graph, choice: Choice) -> Iterator[CompactedLayer]:
         elif labels is not None and len(labels) == len(empty) and bool(empty.any()):
             reason = choice.reason(int(labels[empty][0]))
         else:
-            reason = "other code than that of the layer reads the weight"
+            reason = "the model does not multiply by this weight as it is"
         shape, count = tuple(weight.shape), int(empty.sum())
         yield CompactedLayer(graph.aliases.get(name, name), shape, shape, count, reason if count else "")
