@@ -16,14 +16,21 @@ left out, with its error in the record.
 --files FOLDER keeps the files of every case, and reads those that are there. With --prepare nothing is timed, so that the times
 can be taken later, when nothing else runs.
 
---run FOLDER ... measures finished runs instead, with their own learned masks.
+--run FOLDER ... measures finished runs instead, with their own learned masks. --trained FOLDER ... takes trained dense networks
+(runs of smartprune train --dense-only), removes the blocks with sp.prune, and also measures the accuracy; a task and a network,
+such as digits:mobilenetv2, are trained first. The folders must be your own: a config.json may name code to import.
+
+--record NAME --note TEXT writes a record, for example:
+    python bench/compact.py --trained digits FOLDER --blocks 16x8 1xNone --sparsity 0.5 0.7 --prepare --record NAME --note TEXT
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import platform
+import shlex
 import statistics
 import sys
 import tempfile
@@ -38,6 +45,7 @@ from torch import Tensor, nn
 
 import smartprune as sp
 from smartprune.models import MODELS
+from smartprune.run_files import CONFIG, DENSE
 from smartprune.runtime.latency_table import machine_name
 
 SIDES = {"resnet18": 32, "mobilenetv2": 32, "resnet50": 128, "yolov5m": 256, "bisenetv2": 256}
@@ -46,6 +54,12 @@ SPARSITIES = (0.7, 0.9, 0.95)
 PROFILE = 0.5
 MULTIPLE = 8  # of the channels of compacted layers, as kernels of onnxruntime need it
 CALLS = 3  # of a round
+INPUTS, BATCH = 512, 64  # training inputs, without labels, that sp.prune reads
+ROOT = Path(__file__).parents[1]
+
+
+Made = tuple[nn.Module, Tensor, Mapping[str, float]]  # a network with zero blocks, an example, accuracies
+Planned = tuple[str, str, str, float, Callable[[], Made]]  # name, data, block, sparsity, and how the network is made
 
 
 def block_of(text: str) -> tuple[int | None, ...]:
@@ -93,6 +107,43 @@ def load(folder: Path) -> tuple[nn.Module, Tensor, str, str, float, dict[str, fl
     result = json.loads((folder / "result.json").read_text())
     accuracies = {f"{result['measure']}, %{name}": 100 * result[key] for key, name in (("pruned", ""), ("dense", ", dense"))}
     return model.eval(), example, result["task"], str(receipt.block).removesuffix("x1x1"), float(config.sparsity), accuracies
+
+
+def trained_cases(source: str, args: argparse.Namespace, folder: Path) -> Iterator[Planned]:
+    """A trained network for every block and sparsity, pruned without training."""
+    from smartprune.cli.models import load_stored_weights, training_inputs
+    from smartprune.tasks import TASKS
+    from smartprune.training.config import configure, load_config, make_task
+    from smartprune.training.evaluate import evaluate
+    from smartprune.training.train import train_dense
+
+    name, _, network = source.partition(":")
+    path = folder / f"dense-{source}" if name in TASKS else Path(source)
+    if name in TASKS and not (path / DENSE).exists():
+        settings = {"task": name, "sparsity": 0.5, "seed": 0, "device": "cpu", "out": str(path)}
+        train_dense(path, configure({**settings, **({"model": network} if network else {})}), lambda tick: None, lambda: False)
+    config = load_config(path / CONFIG)
+    task = make_task(config.task, config.task_settings)
+    dense = task.model(config.model)
+    load_stored_weights(dense, path / DENSE)
+    inputs = training_inputs(task, dense, BATCH, 0, INPUTS // BATCH)
+    limited = {"limit": args.images} if "limit" in config.task_settings else {}
+    data = make_task(config.task, {**config.task_settings, **limited})
+
+    def accuracy(model: nn.Module) -> float:
+        return float(100 * evaluate(data, model, "test", torch.device("cpu")).metrics[task.measure])
+
+    whole = accuracy(dense)
+    for block in args.blocks:
+        for sparsity in args.sparsity:
+
+            def make(block: str = block, sparsity: float = sparsity) -> Made:
+                model = copy.deepcopy(dense)
+                sp.prune(model, inputs, block_of(block), sparsity)
+                measured = {f"{task.measure}, %": accuracy(model), f"{task.measure}, %, dense": whole}
+                return model.eval(), task.example(), measured
+
+            yield f"{config.model.rpartition(':')[2]}, pruned without training", config.task, block, sparsity, make
 
 
 def times(calls: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
@@ -245,22 +296,21 @@ def timed_rows(
     return rows
 
 
-# name, data, block, sparsity, model and example, accuracies
-Planned = tuple[str, str, str, float, Callable[[], tuple[nn.Module, Tensor]], Mapping[str, float]]
-
-
-def cases(args: argparse.Namespace) -> Iterator[Planned]:
+def cases(args: argparse.Namespace, files: Path) -> Iterator[Planned]:
     for folder in args.run:
         model, x, task, block, sparsity, accuracies = load(folder)
-        yield f"{type(model).__name__}, learned", task, block, sparsity, lambda model=model, x=x: (model, x), accuracies
-    for name in args.models if not args.run else ():
+        made = model, x, accuracies
+        yield f"{type(model).__name__}, learned", task, block, sparsity, lambda made=made: made
+    for source in args.trained:
+        yield from trained_cases(source, args, files)
+    for name in args.models if not args.run and not args.trained else ():
         for block in args.blocks:
             for sparsity in args.sparsity:
 
-                def make(name: str = name, block: str = block, sparsity: float = sparsity) -> tuple[nn.Module, Tensor]:
-                    return build(name, block, sparsity), torch.randn(1, 3, SIDES[name], SIDES[name])
+                def make(name: str = name, block: str = block, sparsity: float = sparsity) -> Made:
+                    return build(name, block, sparsity), torch.randn(1, 3, SIDES[name], SIDES[name]), {}
 
-                yield name, "random masks", block, sparsity, make, {}
+                yield name, "random masks", block, sparsity, make
 
 
 def main() -> None:
@@ -269,6 +319,10 @@ def main() -> None:
     parser.add_argument("--blocks", nargs="+", default=list(BLOCKS))
     parser.add_argument("--sparsity", nargs="+", type=float, default=list(SPARSITIES))
     parser.add_argument("--run", nargs="+", type=Path, default=[], help="finished runs to measure instead")
+    parser.add_argument("--trained", nargs="+", default=[], metavar="FOLDER", help="trained dense runs, or tasks, to prune instead")
+    parser.add_argument("--images", type=int, default=2000, help="test images of the accuracies, if the task has more")
+    parser.add_argument("--record", metavar="NAME", help="write the record of this name")
+    parser.add_argument("--note", default="", help="what the numbers of the record do not show")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--forms", nargs="*", choices=list(FORMS), help="other runtimes as well; without names, all of them")
     parser.add_argument("--files", type=Path, help="folder that keeps the files of all cases")
@@ -277,11 +331,14 @@ def main() -> None:
     parser.add_argument("--append", action="store_true", help="keep the rows of FILE and add to them")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    rows: list[dict[str, Any]] = json.loads(args.out.read_text())["rows"] if args.append else []
+    before = json.loads(args.out.read_text()) if args.append else {}
+    rows: list[dict[str, Any]] = before.get("rows", [])
+    commands = [*before.get("commands", []), command(args)]
     with tempfile.TemporaryDirectory() as temporary:
-        for name, data, block, sparsity, make, accuracies in cases(args):
-            folder = (args.files or Path(temporary)) / f"{name}-{data.rpartition(' ')[2]}-{block}-{sparsity:g}"
-            model, x = make()
+        files = args.files or Path(temporary)
+        for name, data, block, sparsity, make in cases(args, files):
+            folder = files / f"{name}-{data.rpartition(' ')[2]}-{block}-{sparsity:g}".replace("*", "all")
+            model, x, accuracies = make()
             known = prepare(model, x, block, folder, args.forms or (FORMS if args.forms == [] else ()))
             new = stored_rows(name, data, block, sparsity, known)
             new += [row(data, sparsity, metric, f"{name}, {block}", [value]) for metric, value in accuracies.items()]
@@ -291,14 +348,38 @@ def main() -> None:
             shown = ", ".join(f"{entry['method'].partition(': ')[2]} {entry['metric']} {entry['mean']:.2f}" for entry in new)
             print(f"{name} {block} {sparsity}: {shown} {known['failed'] or ''}", file=sys.stderr, flush=True)
             rows += new
-            write(args, rows)
+            write(args, rows, commands)
+    if args.record:
+        save(args, rows, commands)
 
 
-def write(args: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> None:
+def command(args: argparse.Namespace) -> str:
+    """This command, without the paths of the user and the note."""
+    names = {str(path): "FOLDER" for path in (*args.run, *args.trained, args.files) if path and "/" in str(path)}
+    words = [names.get(word, word) for word in sys.argv[1:]]
+    if "--note" in words:
+        del words[words.index("--note") : words.index("--note") + 2]
+    return shlex.join(["python", "bench/compact.py", *("FILE.json" if word == str(args.out) else word for word in words)])
+
+
+def write(args: argparse.Namespace, rows: Sequence[dict[str, Any]], commands: Sequence[str]) -> None:
     machine = {"device": machine_name(), "threads": 1, "torch": torch.__version__, "python": platform.python_version()}
     settings = {"rounds": args.rounds, "calls": CALLS, "sides": SIDES, "profile": PROFILE, "multiple": MULTIPLE}
-    text = json.dumps({"settings": settings, **machine, "rows": rows}, indent=1)
-    print(text) if args.out is None else args.out.write_text(text)
+    text = json.dumps({"settings": settings, **machine, "commands": list(commands), "rows": rows}, indent=1)
+    if args.out is not None:
+        args.out.write_text(text)
+    elif not args.record:
+        print(text)
+
+
+def save(args: argparse.Namespace, rows: Sequence[dict[str, Any]], commands: Sequence[str]) -> None:
+    from smartprune.experiments.compare.record import save_record
+
+    for entry in rows:
+        entry["protocol"] = "weights and files" if args.prepare else entry["protocol"]
+    settings = {"multiple": MULTIPLE, "inputs": INPUTS, "batch": BATCH, "test images, at most": args.images}
+    machine = f"{machine_name()}, 1 thread, torch {torch.__version__}, python {platform.python_version()}"
+    save_record(ROOT / "records" / args.record, {"rows": rows}, settings, args.note, commands, [machine])
 
 
 if __name__ == "__main__":
