@@ -166,15 +166,15 @@ def exact(model: nn.Module, x: Tensor) -> list[Tensor]:
 
 
 @needs_compiler
-@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize(("dtype", "most"), [("float32", 1e-6), ("float16", 3e-3), ("int8", 0.04)])
 @pytest.mark.parametrize("name", ["moves", "layers", "activations", "rows", "signals"])
-def test_networks_compute_what_torch_computes_in_float64(name: str, int8: bool, tmp_path: Path) -> None:
+def test_networks_compute_what_torch_computes_in_float64(name: str, dtype: str, most: float, tmp_path: Path) -> None:
     model, x = networks()[name]
     model = randomly_pruned(model.eval(), 0.3, (4, 2))
-    written = Written(model, [x], tmp_path, "portable", int8)
-    outputs = written.run("gcc", FLAGS if int8 and name != "moves" else (*STRICT, "-Wno-psabi", "-O1", *SANITIZE))
+    written = Written(model, [x], tmp_path, "portable", int8=dtype == "int8", fp16=dtype == "float16")
+    outputs = written.run("gcc", FLAGS if dtype == "int8" and name != "moves" else (*STRICT, "-Wno-psabi", "-O1", *SANITIZE))
     errors = relative_errors(outputs, [y.float() for y in exact(model, x)])
-    assert max(errors) < (0.04 if int8 else 1e-6), errors
+    assert max(errors) < most, errors
 
 
 @pytest.mark.parametrize("value", [1.0, 0.5, -2.0])
@@ -210,7 +210,8 @@ def test_an_accelerated_model_is_exported_like_the_model(tmp_path: Path) -> None
     assert (tmp_path / "b.c").read_text() == (tmp_path / "a.c").read_text().replace("a.h", "b.h").replace("a_run", "b_run").replace(
         "a: a", "b: a"
     ).replace("a.c", "b.c")
-    small = sp.accelerate(model, example=x, dtype="int8", threads=1)
-    with pytest.raises(sp.SmartpruneError, match=r"accelerated in int8.*add int8=True and calibration="):
-        sp.export_c(small, tmp_path / "c.c", x)
+    for dtype, addition in (("int8", "int8=True and calibration="), ("float16", "fp16=True, or")):
+        small = sp.accelerate(model, example=x, dtype=dtype, threads=1)
+        with pytest.raises(sp.SmartpruneError, match=f"accelerated in {dtype}.*add {addition}"):
+            sp.export_c(small, tmp_path / "c.c", x)
     assert sp.export_c(small, tmp_path / "c.c", x, int8=True, calibration=[x]).int8_error < 0.05

@@ -195,10 +195,10 @@ FLAGS_OF = {"int8": ("int8", "int8=True and calibration="), "float16": ("fp16", 
 def _without_kernels(model: nn.Module, dtype: str) -> nn.Module:
     """The model inside one that :func:`smartprune.accelerate` returned, whose layers may be replaced by kernels."""
     used = model.options.dtype if isinstance(model, Accelerated) else dtype
-    if used in FLAGS_OF and used != dtype:
+    if used in FLAGS_OF and dtype == "float32":
         argument, addition = FLAGS_OF[used]
         raise SmartpruneError(
-            f"{WHERE}: the model was accelerated in {used}, and {argument}=False writes {dtype}; add {addition}, or give the model "
+            f"{WHERE}: the model was accelerated in {used}, and {argument}=False writes float32; add {addition}, or give the model "
             "itself"
         )
     return original_of(model)
