@@ -132,6 +132,18 @@ def test_a_search_is_resumed_with_the_stored_table(table: LatencyTable, tmp_path
     assert sp.bake(model).mask_hash == sp.bake(other).mask_hash
 
 
+def test_resuming_with_another_measurement_names_the_table(table: LatencyTable) -> None:
+    other = table_of(sp.plan(net(), (4, 4), sparsity=0.5).layers, seed=1)
+    first, second = (
+        sp.attach(net(), sp.Smart(), block=(4, 4), budget=sp.latency(0.5, example=X, table=times), steps=4)
+        for times in (table, other)
+    )
+    with pytest.raises(
+        SmartpruneError, match=r"attach with the arguments of the saved run, and give the budget the table= that it"
+    ):
+        second.load_state_dict(first.state_dict())
+
+
 def test_errors_say_what_is_possible(table: LatencyTable, tmp_path: Path) -> None:
     with pytest.raises(SmartpruneError, match=r"latency=1.5 is outside \[0, 1\)"):
         sp.latency(1.5, example=X)
