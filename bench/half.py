@@ -33,7 +33,7 @@ CHOSEN = instruction_sets.HALF_SUM
 SPARSITY = 0.9
 NOTE = (
     "The root mean square error of the outputs, relative, against float64 in torch. There is one random network, mask and input, "
-    "so differences of a quarter are noise. Weights are random, with random statistics of batch norms. The layer is dense and adds "
+    "so differences of a third are noise. Weights are random, with random statistics of batch norms. The layer is dense and adds "
     "4,608 products of positive numbers and weights."
 )
 
