@@ -10,7 +10,7 @@ The limit is the efficiency of a runtime whose products take the dense network's
 the input, the depthwise and unpruned layers, and what follows the sums of every output (scaling, addition, rounding, storing).
 The fixed time is measured with masks that keep one block of every 16 output channels, from which that of its products is
 subtracted. Real masks also remove all blocks of some output channels, whose results are only copied, so an efficiency may be above
-the limit. Shares say what the fixed time consists of.
+the limit. For networks, shares say what the fixed time consists of.
 
 Times are processor times, the least of the calls of a round. Checkouts and masks take turns.
 """
@@ -48,8 +48,8 @@ NOTE = (
     "Random masks, alike in every layer; learned masks leave other channels empty. Processor time of one thread, the least of the "
     "calls of a round; other programs used the machine. The efficiency is the speed-up over the dense network times the share of "
     "MACs left. The limit is that of a runtime whose products take the dense network's time per MAC, next to the fixed time of "
-    "this one. 'before' is the checkout before results were stored from registers; its masks and MACs are the same. Random weights make "
-    "int8 inaccurate, so the results are not checked here."
+    "this one. 'before' is the checkout before results were stored from registers; its masks and MACs are the same. Random weights "
+    "make int8 inaccurate, so the results are not checked here."
 )
 
 
@@ -84,7 +84,7 @@ def fixed_parts(fast: Any, x: Tensor, total: float, repeats: int) -> dict[str, f
     with program.timer() as times:
         for _ in range(repeats):
             fast(x)
-    empty = min(times)  # the export of a few numbers: about the time of a call without work
+    empty = min(times)  # the export of ten numbers: about the time of a call without work
     convolutions = [i for i, operation in enumerate(operations) if operation.kind == abi.OPERATION["conv"]]
     for i, operation in enumerate(operations):
         kind = abi.OPERATIONS[operation.kind]
@@ -123,7 +123,8 @@ def worker(case: str, repeats: int, engines: bool) -> None:
                 times.append(time.thread_time() - start)
             out["ms"][name] = 1e3 * min(times)
         out["macs"] = {name: bench.kept_macs(model, x) for name, model in models.items()}
-        out["parts"] = fixed_parts(fast[THIN], x, out["ms"][THIN], repeats)
+        if case in bench.SIDES:  # a network: its smallest operation, the export, shows what timing one operation costs
+            out["parts"] = fixed_parts(fast[THIN], x, out["ms"][THIN], repeats)
     print(json.dumps(out))
 
 
@@ -146,42 +147,35 @@ def numbers_of(found: dict[str, Any], share: str) -> dict[str, float]:
     out = {"ms": ms[share], "efficiency": kept * ms[DENSE] / ms[share]}
     out["limit"] = kept * ms[DENSE] / (fixed + kept * (ms[DENSE] - fixed))
     if RIVAL in ms:
-        out["efficiency against onnxruntime"] = kept * ms[RIVAL] / ms[share]
+        out["against onnxruntime"] = kept * ms[RIVAL] / ms[share]
     return out
 
 
 def rows(case: str, after: list[dict[str, Any]], before: list[dict[str, Any]]) -> list[dict[str, Any]]:
     out = []
 
-    def add(method: str, share: object, metric: str, values: list[float]) -> None:
-        common = {"model": case, "data": "random", "method": method, "block": "16x8", "sparsity": share, "protocol": "batch 1"}
+    def add(label: str, share: object, metric: str, values: list[float]) -> None:
+        common = {"model": "networks and chains", "data": "random", "method": f"{case}, {label}" if label else case}
+        common |= {"block": "16x8", "sparsity": share, "protocol": "batch 1", "metric": metric}
         spread = statistics.stdev(values) if len(values) > 1 else None
         unit = "ms" if metric == "ms" else "ratio"
-        numbers = {
-            "metric": metric,
-            "unit": unit,
-            "values": values,
-            "mean": statistics.mean(values),
-            "std": spread,
-            "n": len(values),
-        }
-        out.append(common | numbers)
-        print(f"{case:18s} {method:10s} {share!s:6s} {metric:32s} {statistics.mean(values):8.4f}", flush=True)
+        out.append(common | {"unit": unit, "values": values, "mean": statistics.mean(values), "std": spread, "n": len(values)})
+        print(f"{case:18s} {label:30s} {share!s:6s} {metric:20s} {statistics.mean(values):8.4f}", flush=True)
 
     for share in map(str, SHARES):
-        for method, runs in (("before", before), ("after", after)):
+        for label, runs in (("before", before), ("", after)):
             found = [numbers_of(run, share) for run in runs]
             for metric in found[0] if found else ():
-                add(method, float(share), metric, [numbers[metric] for numbers in found])
+                add(label, float(share), metric, [numbers[metric] for numbers in found])
         if before:
             ratios = [old["ms"][share] / new["ms"][share] for old, new in zip(before, after, strict=True)]
-            add("after", float(share), "before / after", ratios)
-    for method, runs in (("before", before), ("after", after)):
+            add("", float(share), "before / after", ratios)
+    for label, runs in (("before", before), ("", after)):
         if runs:
-            add(method, "dense", "ms", [run["ms"][DENSE] for run in runs])
-            add(method, "dense", "fixed time, share of dense", [fixed_time(run) / run["ms"][DENSE] for run in runs])
+            add(label, "dense", "ms", [run["ms"][DENSE] for run in runs])
+            add(label, "dense", "fixed time", [fixed_time(run) / run["ms"][DENSE] for run in runs])
     for part in after[0]["parts"]:
-        add(part, "fixed", "share of the time with one block per group", [run["parts"][part] / run["ms"][THIN] for run in after])
+        add(part, THIN, "share of the time", [run["parts"][part] / run["ms"][THIN] for run in after])
     return out
 
 
