@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+import smartprune as sp
 from helpers.pruned_models import model_and_receipt
 from helpers.training_jobs import run_cli
 from smartprune.cli import main
@@ -165,3 +166,8 @@ def test_a_c_file_by_its_suffix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert "--c is for C files, and --out is m.onnx" in capsys.readouterr().err
     assert run_cli(*command[:-1], "--c") == 2
     assert "give the file to write, such as --out model.c" in capsys.readouterr().err
+    sp.pack(model.eval(), "net.packed.safetensors", receipt=receipt)
+    assert run_cli(*command, "p.c", "--weights", "net.packed.safetensors", "--json") == 0
+    assert (tmp_path / "p.c").read_text().count("data0[") == (tmp_path / "m.c").read_text().count("data0[") > 0
+    assert run_cli("export", "net.packed.safetensors", "--input", "3x8x8", "--out", "p.c") == 2
+    assert "is a file, and weights alone do not say what the network computes" in capsys.readouterr().err

@@ -94,6 +94,11 @@ def run_export(args: argparse.Namespace) -> int:
             raise SmartpruneError("--calibration is only used with --int8; add --int8 or remove it")
         if folder.is_dir():
             model, example, receipt, task, config = load_run(folder, args.trust)
+        elif folder.is_file():
+            raise SmartpruneError(
+                f"{folder} is a file, and weights alone do not say what the network computes; give the network, such as "
+                f"mypackage.net:build, and --weights {folder}"
+            )
         else:
             model, _, example = find_model(args.model)
             receipt, task, config = None, None, None
