@@ -94,12 +94,8 @@ def run_export(args: argparse.Namespace) -> int:
             raise SmartpruneError("--calibration is only used with --int8; add --int8 or remove it")
         if folder.is_dir():
             model, example, receipt, task, config = load_run(folder, args.trust)
-        elif folder.is_file():
-            raise SmartpruneError(
-                f"{folder} is a file, and weights alone do not say what the network computes; give the network, such as "
-                f"mypackage.net:build, and --weights {folder}"
-            )
         else:
+            _check_network(folder)
             model, _, example = find_model(args.model)
             receipt, task, config = None, None, None
         if args.input:
@@ -123,6 +119,14 @@ def run_export(args: argparse.Namespace) -> int:
         result = WRITERS[out.suffix](args, model, out, example, block, receipt=stored, int8=args.int8, calibration=batches)
     print_result(args, result)
     return 0
+
+
+def _check_network(path: Path) -> None:
+    if path.is_file():
+        raise SmartpruneError(
+            f"{path} is a file, and weights alone do not say what the network computes; give the network, such as "
+            f"mypackage.net:build, and --weights {path}"
+        )
 
 
 def _write_onnx(args: argparse.Namespace, *what: Any, **settings: Any) -> Any:
