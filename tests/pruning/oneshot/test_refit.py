@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+
 import numpy as np
+import pytest
 import torch
 from scipy.linalg import lstsq
 
@@ -12,7 +15,9 @@ from smartprune.pruning.oneshot.matrix import Tiles
 from smartprune.pruning.oneshot.refit import refit
 
 
-def test_kept_weights_are_those_of_least_squares() -> None:
+@pytest.mark.parametrize("most_double", [0, 3, 1536])
+def test_kept_weights_are_those_of_least_squares(most_double: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.import_module("smartprune.pruning.oneshot.refit"), "MOST_DOUBLE", most_double)
     torch.manual_seed(0)
     parts, outputs, inputs = 2, 5, 7
     grid = Block(2, 3).grid((parts * outputs, inputs), parts)

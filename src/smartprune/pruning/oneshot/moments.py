@@ -94,7 +94,11 @@ class Moment:
         rows = self.rows.clamp(min=1)[:, None]
         mean = self.first / rows
         out = self.second / rows[..., None]
-        out = out.triu() + out.triu(1).mT
+        for first in range(0, out.shape[1], SPAN):
+            stop = first + SPAN
+            square = out[:, first:stop, first:stop]
+            square.copy_(square.triu() + square.triu(1).mT)
+            out[:, stop:, first:stop] = out[:, first:stop, stop:].mT
         return out - mean[:, :, None] * mean[:, None] if centered else out
 
     def mean_cross(self, centered: bool) -> Tensor:

@@ -18,6 +18,7 @@ from .matrix import Tiles
 
 ROUND = 16  # each round removes 1/16 of the column groups that are left, and at least one
 DROP = 0.8  # removed columns are dropped when this share of the column groups is left
+MOST_DOUBLE = 1536  # larger matrices are factorized in float32
 MOST_INPUTS = 2304  # layers with more inputs are ordered in pieces: the time grows with the cube
 
 
@@ -230,6 +231,6 @@ def _matrices_per_row_group(groups: int, rounds: int) -> float:
 
 def _damped(moment: Tensor, real: Tensor, damping: float) -> Tensor:
     """A moment whose mean is 1, damped."""
-    moment = moment.double() if len(moment) <= 1536 else moment.float()
+    moment = moment.double() if len(moment) <= MOST_DOUBLE else moment.float()
     moment.diagonal().add_(torch.where(real, damping, 1.0))
     return moment

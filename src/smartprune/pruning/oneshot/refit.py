@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .matrix import Tiles
-from .order import cholesky
+from .order import MOST_DOUBLE, cholesky
 
 
 def refit(dense: Tensor, moment: Tensor, cross: Tensor, keep: Tensor, tiles: Tiles, damping: float = 0.01) -> Tensor:
@@ -29,6 +29,7 @@ def refit(dense: Tensor, moment: Tensor, cross: Tensor, keep: Tensor, tiles: Til
         second = moment[min(part, moment.shape[0] - 1)]
         mean = second.diagonal().mean()
         added = damping * (mean if float(mean) > 0 else torch.ones_like(mean))
+        single: Tensor | None = None
         groups: dict[bytes, list[int]] = {}
         for row_group, kept in enumerate(keep[tiles.index[part]]):
             groups.setdefault(kept.numpy().tobytes(), []).append(row_group)
@@ -39,11 +40,13 @@ def refit(dense: Tensor, moment: Tensor, cross: Tensor, keep: Tensor, tiles: Til
             columns, rows = columns[columns >= 0].to(dense.device), rows[rows >= 0].to(dense.device)
             if not len(columns):
                 continue
-            system = second[columns][:, columns]
             goal = cross[part][columns][:, rows] + added * dense[part][rows][:, columns].T.to(cross.dtype)
-            system = system + torch.diag(added.expand(len(columns)))
-            if len(columns) > 1536:
-                system, goal = system.float(), goal.float()
+            source = second
+            if len(columns) > MOST_DOUBLE:
+                single = second.float() if single is None else single
+                source, goal = single, goal.float()
+            system = source[columns][:, columns]
+            system.diagonal().add_(added)
             solution = torch.cholesky_solve(goal, cholesky(system))
             out[part, rows[:, None], columns] = solution.T.float()
     return out
