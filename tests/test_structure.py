@@ -200,7 +200,6 @@ TESTED_IN = {
     "runtime/c_source/graph": "runtime/c_source/test_export.py",
     "runtime/cpu/arena": "runtime/cpu/test_program.py",  # the parts of a program
     "runtime/cpu/compiled": "runtime/cpu/test_program.py",
-    "runtime/cpu/emit": "runtime/cpu/test_program.py",
     "runtime/cpu/pool": "runtime/cpu/test_program.py",
     "runtime/gpu/kernel": "runtime/gpu/test_layers.py",
     "runtime/lower/__init__": "runtime/cpu/test_program.py",
