@@ -18,7 +18,7 @@ can be taken later, when nothing else runs.
 
 --run FOLDER ... measures finished runs instead, with their own learned masks. --trained FOLDER ... takes trained dense networks
 (runs of smartprune train --dense-only), removes the blocks with sp.prune, and also measures the accuracy; a task and a network,
-such as digits:mobilenetv2, are trained first. The folders must be your own: a config.json may name code to import.
+such as digits:resnet8, are trained first. The folders must be your own: a config.json may name code to import.
 
 --record NAME --note TEXT writes a record, for example:
     python bench/compact.py --trained digits FOLDER --blocks 16x8 1xNone --sparsity 0.5 0.7 --prepare --record NAME --note TEXT
