@@ -46,7 +46,7 @@ class Settings:
     memory: int = 2**32  # bytes for moments and inverses
     tuning_steps: int = 64  # of the scales and offsets at the end; 0 for none
     tuning_rate: float = 0.01
-    tuning_passes: float = 2  # how often the tuning sees each sample, if batches can be divided
+    tuning_passes: float = 4  # how often the tuning sees each sample, if batches can be divided
 
 
 class Job:

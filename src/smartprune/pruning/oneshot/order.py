@@ -19,7 +19,7 @@ from .matrix import Tiles
 ROUND = 16  # each round removes 1/16 of the column groups that are left, and at least one
 DROP = 0.8  # removed columns are dropped when this share of the column groups is left
 MOST_DOUBLE = 1536  # larger matrices are factorized in float32
-MOST_INPUTS = 2304  # layers with more inputs are ordered in pieces: the time grows with the cube
+MOST_INPUTS = 1152  # layers with more inputs are ordered in pieces: the time grows with the cube
 
 
 def removal_costs(
