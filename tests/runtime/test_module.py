@@ -137,7 +137,7 @@ def test_a_model_with_state_is_an_error() -> None:
 def test_misuse_is_an_error() -> None:
     model, x = plain_cnn()
     for kwargs, words in (
-        ({"dtype": "float16"}, "dtype='float16' is not one of float32, int8"),
+        ({"dtype": "float64"}, "dtype='float64' is not one of float32, float16, int8"),
         ({"device": "tpu"}, "device='tpu' is not one of cpu, cuda"),
         ({"backend": "fast"}, "backend='fast'"),
         ({"threads": 0}, "threads=0 is not a number from 1"),

@@ -88,10 +88,7 @@ def run_export(args: argparse.Namespace) -> int:
         if out.suffix == C:
             outputs["the header of --out"] = out.with_suffix(HEADER_SUFFIX)
         check_outputs(outputs, {**inputs, **files_of_run(folder)})
-        if args.int8 and args.fp16:
-            raise SmartpruneError("--int8 and --fp16 exclude each other; give one of them")
-        if args.calibration and not args.int8:
-            raise SmartpruneError("--calibration is only used with --int8; add --int8 or remove it")
+        _check_types(args)
         if folder.is_dir():
             model, example, receipt, task, config = load_run(folder, args.trust)
         else:
@@ -127,6 +124,13 @@ def _check_network(path: Path) -> None:
             f"{path} is a file, and weights alone do not say what the network computes; give the network, such as "
             f"mypackage.net:build, and --weights {path}"
         )
+
+
+def _check_types(args: argparse.Namespace) -> None:
+    if args.int8 and args.fp16:
+        raise SmartpruneError("--int8 and --fp16 exclude each other; give one of them")
+    if args.calibration and not args.int8:
+        raise SmartpruneError("--calibration is only used with --int8; add --int8 or remove it")
 
 
 def _write_onnx(args: argparse.Namespace, *what: Any, **settings: Any) -> Any:
