@@ -147,6 +147,7 @@ def latency(
             removed.
 
     Examples:
+        >>> import torch
         >>> import smartprune as sp
         >>> budget = sp.latency(0.5, example=torch.zeros(1, 3, 224, 224), table="latency.json")
         >>> float(budget.share), budget.threads, budget.unit
