@@ -32,6 +32,7 @@ from .elementwise import (
 )
 from .layers import batch_norm, convolution, linear
 from .normalization import layer_norm, log_softmax, softmax, softmax_module
+from .one_dimension import size_of_map
 from .pooling import (
     adaptive_average_pool,
     adaptive_max_pool,
@@ -71,12 +72,11 @@ def dropout(
 
 
 def reshape(context: Context, node: fx.Node, x: fx.Node, *args: Any, **kwargs: Any) -> Step | None:
-    """Flattening a map with one pixel, or adding the axes of such a pixel, moves nothing."""
+    """Flattening a map with one pixel, adding the axes of such a pixel, and removing the only row move nothing."""
     before, after = context.shape(x), context.shape(node)
     if before is None or after is None or not context.is_map(x) or not (is_map(after) or node in context.maps):
         return None
-    padded = [(*shape, 1, 1)[:4] for shape in (before, after)]
-    return Step("alias", node, [x]) if padded[0] == padded[1] else None
+    return Step("alias", node, [x]) if size_of_map(before) == size_of_map(after) else None
 
 
 def of_module(handler: Handler) -> Handler:

@@ -9,6 +9,7 @@ import numpy as np
 from torch import fx, nn
 
 from .context import Context, on_rows, window
+from .one_dimension import size_of_map
 from .steps import Shape, Step
 
 
@@ -90,7 +91,7 @@ def adaptive_max_pool(
 
 def _equal_windows(shape: Shape, out: Shape) -> tuple[int, int] | None:
     """The size of the windows of an adaptive pooling; None if they differ in size."""
-    (*_, h, w), (*_, oh, ow) = (axes if len(axes) == 4 else (*axes[:2], 1, axes[2]) for axes in (shape, out))
+    (*_, h, w), (*_, oh, ow) = size_of_map(shape), size_of_map(out)
     return None if h % oh or w % ow else (h // oh, w // ow)
 
 
