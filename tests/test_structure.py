@@ -209,7 +209,6 @@ TESTED_IN = {
     "runtime/lower/handlers": "runtime/cpu/test_program.py",
     "runtime/lower/layers": "runtime/cpu/test_program.py",
     "runtime/lower/moves": "runtime/c_source/test_rewrite.py",
-    "runtime/lower/normalization": "runtime/c_source/test_rewrite.py",
     "runtime/lower/pooling": "runtime/cpu/test_program.py",
     "runtime/lower/steps": "runtime/cpu/test_program.py",
     "runtime/partition": "runtime/test_module.py",

@@ -271,10 +271,15 @@ static void gather(const Op *op, int item) {
     }
 }
 
-/* Sums of a block's channels, without those beyond the last. */
-INLINE float sum_of(vfloat v, int real) {
+/* The channels of block `b`, with zeros for those beyond the last. */
+INLINE vfloat without_rest(const Tensor *t, int b, vfloat v) {
+  for (int l = 0; l < LANES && t->channels < (b + 1) * LANES; l++) v[l] = b * LANES + l < t->channels ? v[l] : 0.0f;
+  return v;
+}
+
+INLINE float sum_of(vfloat v) {
   float total = 0.0f;
-  for (int l = 0; l < LANES && l < real; l++) total += v[l];
+  for (int l = 0; l < LANES; l++) total += v[l];
   return total;
 }
 
@@ -284,13 +289,14 @@ static void softmax(const Op *op, int item) {
   for (int h = 0; h < y->height; h++)
     for (int w = 0; w < y->width; w++) {
       const int64_t from = item * x->image + h * x->row + (int64_t)w * LANES, to = item * y->image + h * y->row + (int64_t)w * LANES;
-      float largest = -INFINITY, total = 0.0f;
+      float largest = -INFINITY;
+      vfloat sums = {0};
       for (int b = 0; b < x->blocks; b++) {
         const vfloat v = load(x, from + b * x->plane);
         for (int l = 0; l < LANES && l < x->channels - b * LANES; l++) largest = v[l] > largest ? v[l] : largest;
       }
-      for (int b = 0; b < x->blocks; b++) total += sum_of(exponential(load(x, from + b * x->plane) - largest), x->channels - b * LANES);
-      const float shift = op->flag ? largest + logf(total) : largest, scale = 1.0f / total;
+      for (int b = 0; b < x->blocks; b++) sums += without_rest(x, b, exponential(load(x, from + b * x->plane) - largest));
+      const float total = sum_of(sums), shift = op->flag ? largest + logf(total) : largest, scale = 1.0f / total;
       for (int b = 0; b < x->blocks; b++) {
         const vfloat v = load(x, from + b * x->plane) - shift;
         save(y, to + b * y->plane, op->flag ? v : exponential(v) * scale);
@@ -298,23 +304,26 @@ static void softmax(const Op *op, int item) {
     }
 }
 
-/* Normalizes the channels of every pixel; scale and bias have one number per channel. An item is one image. */
+/* Normalizes the channels of every pixel; scale and bias have one number per channel. An item is one image. The first mean is
+   rounded, which shows if it is large, so the mean of what is left is subtracted too. */
 static void layer_norm(const Op *op, int item) {
   const Tensor X = op->x, Y = op->y, *x = &X, *y = &Y; /* local copies, see import */
+  const float channels = (float)x->channels;
   for (int h = 0; h < y->height; h++)
     for (int w = 0; w < y->width; w++) {
       const int64_t from = item * x->image + h * x->row + (int64_t)w * LANES, to = item * y->image + h * y->row + (int64_t)w * LANES;
-      float total = 0.0f, squares = 0.0f;
-      for (int b = 0; b < x->blocks; b++) total += sum_of(load(x, from + b * x->plane), x->channels - b * LANES);
-      const float center = total / (float)x->channels;
+      vfloat total = {0}, left = {0}, squares = {0};
+      for (int b = 0; b < x->blocks; b++) total += without_rest(x, b, load(x, from + b * x->plane));
+      const float center = sum_of(total) / channels;
       for (int b = 0; b < x->blocks; b++) {
-        const vfloat v = load(x, from + b * x->plane) - center;
-        squares += sum_of(v * v, x->channels - b * LANES);
+        const vfloat v = without_rest(x, b, load(x, from + b * x->plane) - center);
+        left += v, squares += v * v;
       }
-      const float factor = 1.0f / sqrtf(squares / (float)x->channels + op->slope);
+      const float rest = sum_of(left) / channels, difference = sum_of(squares) / channels - rest * rest;
+      const float variance = difference < 0.0f ? 0.0f : difference, factor = 1.0f / sqrtf(variance + op->slope);
       for (int b = 0; b < x->blocks; b++) {
         const vfloat scale = *(const vfloat_u *)(op->scale + b * LANES), bias = *(const vfloat_u *)(op->bias + b * LANES);
-        save(y, to + b * y->plane, (load(x, from + b * x->plane) - center) * factor * scale + bias);
+        save(y, to + b * y->plane, (load(x, from + b * x->plane) - center - rest) * factor * scale + bias);
       }
     }
 }
