@@ -91,6 +91,26 @@ def test_exported_graphs_compute_what_the_model_computes(name: str) -> None:
     assert "traced by torch.export" in repr(fast)
 
 
+@pytest.mark.parametrize(
+    ("first", "norm", "shape"),
+    [
+        (nn.Linear(8, 8), nn.BatchNorm1d(8), (4, 8)),
+        (nn.Conv1d(8, 8, 3), nn.BatchNorm1d(8), (4, 8, 6)),
+        (nn.Conv3d(8, 8, 3), nn.BatchNorm3d(8), (2, 8, 4, 4, 4)),
+    ],
+)
+def test_batch_norms_of_all_sizes_are_exported(first: nn.Module, norm: nn.Module, shape: tuple[int, ...]) -> None:
+    model = OnShapes(lambda m, x: m.last(m.first(x)).relu())
+    model.first, model.last = first, norm
+    norm.running_mean.normal_()
+    norm.running_var.uniform_(0.5, 2)
+    x = torch.randn(shape)
+    fast = sp.accelerate(model.eval(), example=x, backend="native")
+    assert "traced by torch.export" in repr(fast)
+    with torch.no_grad():
+        assert_equal_to_rounding(fast(x), model(x))
+
+
 def test_layers_become_modules_and_fuse() -> None:
     """One program holds the convolution with its batch norm, activation and addition."""
     fast = sp.accelerate(make("convolution"), threads=1, example=torch.randn(2, 8, 6, 6))

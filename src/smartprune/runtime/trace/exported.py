@@ -195,6 +195,9 @@ def _product(conversion: _Conversion, bias: Any, x: Any, weight: Any, *, beta: A
     return _with_weights(nn.Linear(w.shape[0], w.shape[1], device="meta"), w.t(), b)
 
 
+BATCH_NORMS = {4: nn.BatchNorm2d, 5: nn.BatchNorm3d}  # by the number of axes of the input; others take nn.BatchNorm1d
+
+
 def _batch_norm(
     conversion: _Conversion,
     x: Any,
@@ -212,7 +215,8 @@ def _batch_norm(
         return None
     if (w is None) != (b is None):
         return None
-    layer = nn.BatchNorm2d(len(m), eps, affine=w is not None)
+    kind = BATCH_NORMS.get(x.meta["val"].dim(), nn.BatchNorm1d)
+    layer = kind(len(m), eps, affine=w is not None)
     if w is not None:
         _with_weights(layer, w, b)
     layer.running_mean, layer.running_var = m, v
