@@ -111,6 +111,19 @@ def test_joined_branches_and_operations_in_float(tmp_path: Path) -> None:
     assert "computed in float: EXP" in str(exported)
 
 
+@pytest.mark.parametrize("signals", [False, True])
+def test_padding_of_a_maximum_leaves_the_scales_as_they_are(signals: bool, tmp_path: Path) -> None:
+    """Without a ReLU before it, the padding must lose against negative numbers."""
+    torch.manual_seed(0)
+    convolution, pool, shape = (nn.Conv1d, nn.MaxPool1d, (2, 3, 12)) if signals else (nn.Conv2d, nn.MaxPool2d, (2, 3, 8, 8))
+    model, x = nn.Sequential(convolution(3, 6, 3), pool(3, 2, padding=1), convolution(6, 4, 1)).eval(), torch.randn(shape)
+    with torch.no_grad():
+        model[0].bias.sub_(2)
+    exported = sp.export_litert(model, tmp_path / "m.tflite", x, int8=True, calibration=[x])
+    assert exported.float_operations == ()
+    assert relative_error(model, x, tmp_path / "m.tflite") < 0.05
+
+
 class Transposed(nn.Module):
     def __init__(self) -> None:
         super().__init__()

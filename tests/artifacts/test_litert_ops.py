@@ -154,6 +154,11 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "masked attention": (lambda x: F.scaled_dot_product_attention(x, x, x, is_causal=True), "a mask"),
     "constant output": (lambda x: (x, torch.ones(3)), "does not depend on its inputs"),
     "integers": (lambda x: x.to(torch.int32), "compute in floating point"),
+    "places of a maximum": (
+        lambda x: x.max(1)[1].float(),
+        "result 1 of max.dim cannot be exported to LiteRT; use its first result",
+    ),
+    "places of a pooling": (lambda x: F.max_pool2d(x, 2, return_indices=True)[1].float(), "result 1 of max_pool2d_with_indices"),
     "negative padding": (lambda x: F.pad(x, (1, -1, 1, 1)), "padding by a negative number"),
 }
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from .litert_graph import Net, Operation, Quantized, Value, f32
+from .litert_layers import LOWEST
 from .litert_run import Ranges
 
 # The input that holds the weight, and its axis of output channels. Scales are per channel, and zero is zero.
@@ -95,8 +96,9 @@ class _Quantizer:
                     if value is not None and value.array is None and self.find(value) not in self.fixed:
                         self.unite(operation.outputs[0], value)
         values = [value for operation in self.net.operations for value in (*operation.inputs, *operation.outputs)]
+        padded = {id(operation.outputs[0]) for operation in operations if _pads_with_lowest(operation)}
         for value in values:
-            if value is not None and value.array is None:
+            if value is not None and value.array is None and id(value) not in padded:
                 low, high = self.ranges.get(value.name, (0.0, 0.0))
                 before = self.low_high.get(self.find(value), (0.0, 0.0))
                 self.low_high[self.find(value)] = (min(low, before[0]), max(high, before[1]))
@@ -208,6 +210,12 @@ def _data(operation: Operation) -> Value:
     first = operation.inputs[DATA.get(operation.code, 0)]
     values = [first, *operation.inputs]
     return next((value for value in values if value is not None and value.array is None), first or values[0])  # type: ignore[return-value]
+
+
+def _pads_with_lowest(operation: Operation) -> bool:
+    """Whether it adds numbers for a maximum to ignore. In int8 they become -128, so the range is that of the input."""
+    fill = operation.inputs[2] if operation.code == "PADV2" else None
+    return fill is not None and fill.array is not None and float(fill.array.max()) <= LOWEST
 
 
 def _equal(a: Quantized, b: Quantized) -> bool:

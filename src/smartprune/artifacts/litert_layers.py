@@ -257,7 +257,7 @@ def pool(
 ) -> Handle:
     """A pooling layer. ``outside`` says whether an average counts the padding."""
     if len(x.order) != 4 or pair(dilation) != (1, 1):
-        raise unsupported(net.node, "this pooling", "it must be 2-D, with a batch axis and without dilation")
+        raise unsupported(net.node, "this pooling", "it must be 1-D or 2-D, with a batch axis and without dilation")
     image, window = net.permute(x, NHWC), pair(kernel)
     steps, borders = pair(stride) if stride else window, pair(padding)
     sums, pads = [], []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from .. import text
 from ..errors import SmartpruneError
 from . import litert_composed, litert_layers, litert_ops
 from .decompose import decompose
-from .litert_graph import NHWC, Handle, Net, Value, plain_order
+from .litert_graph import NHWC, Handle, Net, Value, plain_order, unsupported
 from .onnx_inputs import Arguments, Batch
 
 RULES = {**litert_layers.RULES, **litert_ops.RULES, **litert_composed.RULES}
@@ -82,7 +82,7 @@ def _translate_node(net: Net, node: fx.Node, values: Mapping[str, Any]) -> Any:
     args, kwargs = arguments
     target: Any = node.target
     if getattr(target, "__name__", "") == "getitem":
-        out = args[0][args[1]]
+        out = _result(node, *args)
     elif not any(isinstance(x, Handle) for x in torch.utils._pytree.tree_leaves((args, kwargs))):
         with torch.no_grad():  # nothing in it depends on an input
             return target(*args, **kwargs)
@@ -98,6 +98,16 @@ def _translate_node(net: Net, node: fx.Node, values: Mapping[str, Any]) -> Any:
                 "replace it with a simpler one"
             ) from error
     return _limited(out, alone=len(node.users) == 1)
+
+
+def _result(node: fx.Node, results: Sequence[Any], place: int) -> Any:
+    """One result of an operation with several, which a rule may not have, such as the places of the largest numbers."""
+    if place < len(results):
+        return results[place]
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    name = _operation_name(source.target)
+    raise unsupported(_where(source), f"result {place} of {name}", "use its first result alone")
 
 
 def _limited(out: Any, alone: bool) -> Any:
