@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -188,6 +189,32 @@ def test_state_that_the_model_changes_in_forward_passes_does_not_change() -> Non
         assert torch.equal(before, torch.get_rng_state())
         assert float(model.seen) == 0  # type: ignore[arg-type]
     assert torch.equal(models[0].a.weight, models[1].a.weight)  # type: ignore[arg-type, union-attr]
+
+
+class Mixing(nn.Module):
+    """Mixes features by a fixed sparse matrix, which it may change in evaluation."""
+
+    def __init__(self, grow: bool = False) -> None:
+        super().__init__()
+        self.a, self.b, self.grow = nn.Linear(12, 12), nn.Linear(12, 12), grow
+        self.register_buffer("mix", torch.eye(12).roll(1, 0).to_sparse())
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.grow:
+            self.mix.mul_(1.5)  # type: ignore[operator, union-attr]
+        return self.b(torch.sparse.mm(self.mix, self.a(x).relu().T).T)  # type: ignore[no-any-return, arg-type]
+
+
+def test_models_with_sparse_buffers_are_pruned_and_their_buffers_stay(tmp_path: Path) -> None:
+    """torch cannot compare sparse tensors, and they have no storage."""
+    data = data_of((12,))
+    for folder, grow in ((None, False), (tmp_path, False), (None, True)):
+        model = with_seed(lambda grow=grow: Mixing(grow))
+        before = model.mix.to_dense()  # type: ignore[operator, union-attr]
+        sp.saliencies(model, data, block=(4, 4), include="*")
+        receipt = sp.prune(model, data, block=(4, 4), sparsity=0.5, include="*", folder=folder)
+        assert (receipt.blocks.kept, receipt.blocks.total) == (9, 18)
+        assert torch.equal(model.mix.to_dense(), before)  # type: ignore[operator, union-attr]
 
 
 def test_a_model_that_fails_late_is_left_as_it_was() -> None:

@@ -141,10 +141,14 @@ class Lockstep:
         return found
 
 
+def _has_storage(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided  # not sparse
+
+
 def held_bytes(model: nn.Module, layers: Sequence[Layer], sample: Any) -> int:
     """How much memory the activations of one sample take while a pass waits before a layer, at most."""
     live: dict[int, list[int]] = {}  # address of a storage -> its size, number of tensors
-    own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers()) if _has_storage(tensor)}
     most = 0
 
     def drop(address: int) -> None:
@@ -153,7 +157,7 @@ def held_bytes(model: nn.Module, layers: Sequence[Layer], sample: Any) -> int:
             del live[address]
 
     def note(value: Any) -> None:
-        for tensor in tensors_in(value) if isinstance(value, (Tensor, tuple, list, dict)) else ():
+        for tensor in filter(_has_storage, tensors_in(value)) if isinstance(value, (Tensor, tuple, list, dict)) else ():
             address = tensor.untyped_storage().data_ptr()
             if address and address not in own:
                 live.setdefault(address, [tensor.untyped_storage().nbytes(), 0])[1] += 1

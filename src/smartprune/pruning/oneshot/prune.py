@@ -214,7 +214,7 @@ def _own_state(model: nn.Module, seed: int) -> Iterator[None]:
 def _own_buffers(model: nn.Module) -> Iterator[None]:
     """Buffers that the model changes in forward passes, such as counters, get their values back."""
     before = [
-        (module, name, buffer, buffer.clone())
+        (module, name, buffer, buffer.clone(), buffer._version)
         for module in model.modules()
         for name, buffer in module._buffers.items()
         if buffer is not None and not buffer.is_inference() and not buffer.is_meta
@@ -222,8 +222,9 @@ def _own_buffers(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for module, name, buffer, value in before:
-            if not torch.equal(buffer, value):
+        for module, name, buffer, value, version in before:
+            strided = buffer.layout == torch.strided  # torch cannot compare sparse tensors
+            if not torch.equal(buffer, value) if strided else buffer._version != version:
                 buffer.copy_(value)
             module._buffers[name] = buffer
 

@@ -82,7 +82,7 @@ def key_of(facts: Mapping[str, object], tensors: Iterable[tuple[str, Tensor]]) -
     """A hash of settings and of all numbers that a result depends on."""
     digest = hashlib.sha256(repr(sorted(facts.items())).encode())
     for name, tensor in tensors:
-        value = full_tensor(tensor.detach()).cpu().contiguous()
+        value = full_tensor(tensor.detach()).cpu().to_dense().contiguous()
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
         digest.update(value.reshape(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b"")
     return digest.hexdigest()
