@@ -106,6 +106,24 @@ def test_layers_with_many_inputs_are_ordered_in_pieces(monkeypatch: pytest.Monke
         assert torch.allclose(costs[..., first : first + groups], expected, rtol=1e-5)
 
 
+@pytest.mark.parametrize(("groups", "size", "expected"), [(4, 3, 4), (6, 2, 3), (7, 2, 4), (2, 5, 2), (1, 9, 1)])
+def test_pieces_hold_at_most_the_inputs_that_are_allowed(
+    groups: int, size: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(order, "MOST_INPUTS", 4)
+    sizes, padded = [], order._padded
+
+    def note(moment: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+        sizes.append(columns.numel())
+        return padded(moment, columns)
+
+    monkeypatch.setattr(order, "_padded", note)
+    inputs = groups * size
+    removal_costs(torch.ones(1, 2, inputs), torch.eye(inputs).double()[None], torch.ones(1, 2), tiles_of(2, inputs, (2, size)))
+    assert len(sizes) == expected
+    assert max(sizes) <= max(4, size)
+
+
 @pytest.mark.parametrize("scale", [1e-30, 1e30])
 def test_costs_of_very_large_and_small_numbers_are_in_proportion(scale: float) -> None:
     torch.manual_seed(0)

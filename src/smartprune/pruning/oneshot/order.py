@@ -78,9 +78,9 @@ def removal_costs(
 
 
 def _pieces(columns: Tensor) -> list[slice]:
-    """The column groups in pieces of equal size with at most ``MOST_INPUTS`` columns, if groups are not larger."""
+    """The column groups in pieces of about equal size with at most ``MOST_INPUTS`` columns, or one group if groups are larger."""
     groups, size = columns.shape
-    step = math.ceil(groups / math.ceil(groups * size / max(size, MOST_INPUTS)))
+    step = math.ceil(groups / math.ceil(groups / max(1, MOST_INPUTS // size)))
     return [slice(first, min(groups, first + step)) for first in range(0, groups, step)]
 
 
