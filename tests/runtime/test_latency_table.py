@@ -57,12 +57,15 @@ def test_damaged_files_give_errors(table: LatencyTable, tmp_path: Path) -> None:
     path = tmp_path / "latency.json"
     good = table.to_json()
     layers: Any = good["layers"]
+    network: Any = good["network"]
     for change, words in (
         ({"format": 2}, "format is 2"),
         ({"threads": 0}, "threads is 0"),
         ({"layers": [{**layers[0], "x": [3, 2]}, *layers[1:]]}, "not a curve"),
         ({"layers": layers[1:]}, "network goes from"),
+        ({"layers": [*layers, layers[0]]}, "the name of one layer only"),
         ({"network": {"x": [0], "ps": [-1]}}, "none below 0"),
+        ({"network": {"x": network["x"], "ps": [0] * len(network["ps"])}}, "network takes 0 ps"),
         ({"extra": 1}, "extra"),
     ):
         path.write_text(json.dumps({**good, **change}))

@@ -108,6 +108,8 @@ class LatencyTable:
         layers, grids = {}, {}
         for entry in fields.items("layers", MAX_LAYERS):
             name = entry.text("weight")
+            if name in layers:
+                raise entry.error("weight", "the name of one layer only")
             layers[name], grids[name] = _read_curve(entry), entry.integers("grid", 1, 8)
             entry.reject_unknown_keys()
         table = LatencyTable(
@@ -123,8 +125,11 @@ class LatencyTable:
         least, most = (sum(curve.ps[i] for curve in layers.values()) for i in (0, -1))
         if (table.network.x[0], table.network.x[-1]) != (least, most):
             raise SmartpruneError(
-                f"{path}: network goes from {table.network.x[0]}; it must go from {least} to {most}, like the layers"
+                f"{path}: network goes from {table.network.x[0]} to {table.network.x[-1]}; it must go from {least} to {most}, "
+                "like the layers"
             )
+        if not table.dense_ps:
+            raise SmartpruneError(f"{path}: network takes 0 ps; it must take longer: delete the file, and measure again")
         return table
 
 
