@@ -38,7 +38,8 @@ NOTE = (
 def worker(args: argparse.Namespace) -> None:
     """Prints the milliseconds per image of every cell as JSON."""
     torch.set_num_threads(1)
-    module.TOLERANCE_INT8 = float("inf")  # random weights make int8 inaccurate
+    module.TOLERANCE_INT8 = float("inf")  # its name in older checkouts; random weights make int8 inaccurate
+    getattr(module, "TOLERANCES", {})["int8"] = float("inf")
     out: dict[str, float] = {}
     for name in args.models:
         model = bench.build(name, SHARE, None, 0.0)

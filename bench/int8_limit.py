@@ -105,7 +105,8 @@ def fixed_parts(fast: Any, x: Tensor, total: float, repeats: int) -> dict[str, f
 def worker(case: str, repeats: int, engines: bool) -> None:
     """Prints the milliseconds of all masks, the MACs left, and the parts of the fixed time as JSON."""
     torch.set_num_threads(1)
-    module.TOLERANCES["int8"] = float("inf")
+    module.TOLERANCE_INT8 = float("inf")  # its name in older checkouts
+    getattr(module, "TOLERANCES", {})["int8"] = float("inf")
     x = torch.randn(1, *bench.shape(case), generator=torch.Generator().manual_seed(2))
     out: dict[str, Any] = {"ms": {}, "macs": {}, "parts": {}}
     with tempfile.TemporaryDirectory() as folder:
