@@ -128,7 +128,7 @@ def _less(before: tuple[int, ...], after: tuple[int, ...]) -> str:
 
 
 def other_layers(graph: Graph, choice: Choice) -> Iterator[CompactedLayer]:
-    """Layers that keep their shape, because other code than theirs reads the weight, as in an attention of torch, or none does."""
+    """Layers that keep their shape, because another module reads their weight, as in an attention of torch, or none does."""
     read = {graph.parameter(node) for node in graph.nodes if node.op == "placeholder" and node.users}
     for prefix, module in graph.model.named_modules():
         weight = getattr(module, "weight", None) if is_layer(module) else None

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def decompose(program: Any) -> Any:
-    """The program without operations that write to their inputs, and with others in place of those that consist of them."""
+    """The program without in-place operations, and with simpler operations in place of ``einsum`` and ``glu``."""
     einsum = torch.ops.aten.einsum.default
     table: dict[Any, Callable[..., Any]] = {
         torch.ops.aten.glu.default: _glu,

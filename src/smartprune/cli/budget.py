@@ -34,7 +34,7 @@ def add_budget_flags(parser: Parser, example: str) -> None:
 
 
 def find_budget(args: argparse.Namespace, example: Any, measured: Path | None = None) -> Budget | None:
-    """The budget from the flags, if there is one. ``measured`` is the file for what it measures, if no other is given."""
+    """The budget from the flags, if there is one. ``measured`` is the file for its measurement, if the flags give none."""
     from ..training.config import make_budget, parse_budget
 
     budgets = [(name, getattr(args, name)) for name in budget_names() if getattr(args, name, None) is not None]

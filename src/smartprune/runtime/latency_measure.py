@@ -63,7 +63,7 @@ def measure_latency(model: nn.Module, layers: Sequence[Layer], example: Any, thr
 
 
 def _largest(rank: Tensor, share: float) -> Tensor:
-    """The highest ranked blocks of a layer, at least this share, bool [n]. Ties are broken as at random."""
+    """The highest ranked blocks of a layer, at least this share, bool [n]. Ties are broken at random, with a fixed seed."""
     mask = torch.zeros(len(rank), dtype=torch.bool, device="cpu")
     shuffled = torch.randperm(len(rank), generator=torch.Generator().manual_seed(0), device="cpu")
     mask[shuffled[rank[shuffled].sort(descending=True, stable=True).indices[: math.ceil(share * len(rank))]]] = True

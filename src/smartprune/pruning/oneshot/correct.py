@@ -66,7 +66,7 @@ def tuned(
 ) -> nn.Module:
     """A copy whose scales and offsets, the parameters of one axis, follow the outputs of the dense network.
 
-    A step uses ``at_once`` samples of a batch, or all if its samples cannot be told apart.
+    A step uses ``at_once`` samples of a batch, or all of them if the batch cannot be divided.
     """
     out = copy.deepcopy(model)
     parameters = [p for p in out.parameters() if p.dim() == 1 and p.is_floating_point()]

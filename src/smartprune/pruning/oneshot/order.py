@@ -2,8 +2,8 @@
 
 Removing the columns S of a row of weights w changes the layer's output. If the other columns make up for it as well as they can,
 the mean squared change is ``w_S [H^-1]_SS^-1 w_S``, where H is the second moment of the inputs. All rows of a row group lose the
-same columns, so they share one inverse, from which removed columns are eliminated. In layers with very many inputs only the
-columns of the same piece make up for each other here; the refit uses all of them.
+same columns, so they share one inverse, from which removed columns are eliminated. In layers with very many inputs, only
+columns of the same piece make up for each other here; the refit uses all columns.
 """
 
 from __future__ import annotations
