@@ -139,7 +139,7 @@ def test_resuming_with_another_measurement_names_the_table(table: LatencyTable) 
         for times in (table, other)
     )
     with pytest.raises(
-        SmartpruneError, match=r"attach with the arguments of the saved run, and give the budget the table= that it"
+        SmartpruneError, match=r"attach with the arguments of the saved run, and give the budget the table= of that run"
     ):
         second.load_state_dict(first.state_dict())
 

@@ -84,7 +84,7 @@ def _require_loadable(search: SearchState, state: dict[str, Any], adopt_steps: b
         if state[name] != value:
             saved, present = _first_difference(state[name], value)
             is_measured = name in ("limit", "cost") and hasattr(search.plan.budget, "measured")
-            hint = ", and give the budget its table= of the saved run, because two measurements differ" if is_measured else ""
+            hint = ", and give the budget the table= of that run, because two measurements differ" if is_measured else ""
             raise SmartpruneError(
                 f"pruner.load_state_dict(): the saved pruner has {name}={saved!r}, this one {present!r}; attach with the arguments "
                 f"of the saved run{hint}"
