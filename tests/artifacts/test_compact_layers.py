@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+import smartprune as sp
 from helpers.compact_nets import NETS
 from helpers.compact_parts import Net, empty_channels
 from smartprune.artifacts.compact_apply import apply
@@ -309,3 +310,28 @@ def test_normalizations_without_parameters_have_the_new_number_of_channels() -> 
     small = compacted(graph, model)
     assert (small[1].num_features, small[4].num_features) == (9, 8)  # type: ignore[index, union-attr]
     torch.testing.assert_close(small(x.double()), model(x.double()), rtol=1e-9, atol=1e-9)
+
+
+class PartlyRead(nn.Module):
+    """Runs one convolution twice. Only half of its second result is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.shared = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 6, 3, padding=1)
+        self.whole, self.part = nn.Conv2d(6, 2, 1), nn.Conv2d(3, 2, 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.first(x).sigmoid()
+        return self.whole(self.shared(y)), self.part(self.shared(y)[:, :3])
+
+
+def test_calls_of_a_layer_that_merge_different_constants_all_count() -> None:
+    torch.manual_seed(0)
+    model, x = PartlyRead().eval(), torch.randn(2, 3, 6, 6)
+    with torch.no_grad():
+        model.first.weight[:4] = 0  # four constants, two of which matter to the first call alone
+        model.shared.weight[:3, 1::2] = 0
+        small = sp.compact(model, x)
+        assert small.first.weight.shape[0] == 6  # type: ignore[union-attr]
+        for a, b in zip(small(x), model(x), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)

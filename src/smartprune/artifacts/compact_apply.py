@@ -35,15 +35,18 @@ def _add_constants(graph: Graph, choice: Choice, tensors: dict[str, Tensor]) -> 
     """Changes tensors for the constants that are removed. Returns new biases, by the name of the weight."""
     new: dict[str, Tensor] = {}
     shifted = set[str]()  # biases of layers that the model runs several times
+    done: dict[str, set[int]] = {}  # their merged channels: one call may merge others than the next
     for index, reader in enumerate(graph.readers):
         gone = choice.of(reader.label) & reader.constant
         weight = graph.tensors[reader.weight]
-        merged = {k: v for k, v in choice.merged.get(index, {}).items() if bool(gone[k])}
+        before = done.setdefault(reader.weight, set())
+        merged = {k: v for k, v in choice.merged.get(index, {}).items() if bool(gone[k]) and k not in before}
         if merged:
-            changed = weight.clone()
+            before.update(merged)
+            changed = tensors[reader.weight].clone()
             for channel, carrier in merged.items():
                 factor = reader.value[channel] / reader.value[carrier]
-                reader.kernels(changed, carrier).add_(reader.kernels(changed, channel) * factor)
+                reader.kernels(changed, carrier).add_(reader.kernels(weight, channel) * factor)
             tensors[reader.weight] = changed
         target = choice.targets[index]
         value = torch.where(gone, reader.value, torch.zeros_like(reader.value))
