@@ -122,7 +122,7 @@ def latency(
     """A budget in time: removes this share of the time that the dense model takes in :func:`accelerate` on this machine.
 
     The time is that of one call of the whole model on ``example``, in float32. When the budget is used, the runtime is timed for
-    10 to 60 seconds: every layer with several shares of its blocks, inside the whole network, and then the network with masks as
+    tens of seconds: every layer with several shares of its blocks, inside the whole network, and then the network with masks as
     budgets choose them, in turns with the dense model. A table of these times decides which masks fit.
 
     The promise is a share of the dense model's time, if both are timed in turns. The plan and the receipt also name the

@@ -195,8 +195,7 @@ class Emitter:
     def _aligned_address(self, array: Any) -> int:
         """Like :meth:`_address`, at the start of a cache line: a vector of weights is one line.
 
-        Weights lie side by side in large arrays, for which numpy requests huge pages. In small pages all over the memory, the time
-        of a network differs by several percent between copies of it.
+        Weights lie side by side in large arrays, for which numpy requests huge pages.
         """
         data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         if data.size + ALIGN > CHUNK // 2:
